@@ -16,7 +16,7 @@ from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open
 from .format import Entry, ModelFingerprint, is_digest
 from .reader import check_identity, read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
-from .store import Catalog, IndexEntry, Retention, inconsistent
+from .store import Catalog, IndexEntry, Retention
 
 _SETTLES_S: Final = 2.0
 MAX_FOREIGN: Final = 100
@@ -362,36 +362,6 @@ class FolderBooks:
             self._clear_problem(digest)
             path = self.path_of(digest)
             self.problems[path] = err.at(path)
-
-    def check_integrity(self) -> None:
-        """Raises StoreInconsistent where the books, just brought up to date, differ from the files."""
-        self.catalog.check_integrity()
-        on_disk = {path: nbytes for path, nbytes in self._sizes_on_disk() if path not in self.problems}
-        held = [(digest, entry) for digest, entry in self.catalog.all_held() if self._is_listed(shard_of(digest))]
-        listed = {self.path_of(digest): entry.nbytes for digest, entry in held}
-        if listed != on_disk:
-            raise inconsistent("files", on_disk, listed)
-        for digest, entry in held:
-            problem = self.problems.get(self.path_of(digest, KEEP_SUFFIX))
-            if isinstance(problem, IndexUnreadable):
-                continue  # what was known stays
-            with shard_fd(self._folder, shard_of(digest)) as fd:
-                kept = DEFAULT if problem is not None else read_retention(fd, digest)
-            if entry.retention != kept:
-                raise inconsistent(f"retention of {digest}", kept, entry.retention)
-
-    def _is_listed(self, shard: str) -> bool:
-        return f"{self._root}/{shard}" not in self.problems
-
-    def _sizes_on_disk(self) -> Iterator[tuple[str, int]]:
-        """(path, bytes) of what has an index's name in a shard folder that is one (a link to a folder is not)."""
-        with os.scandir(self._root) as shards:
-            names = [item.name for item in shards if is_shard(item.name) and item.is_dir(follow_symlinks=False)]
-        for name in filter(self._is_listed, names):
-            with os.scandir(f"{self._root}/{name}") as items:
-                for item in items:
-                    if item.name.endswith(SUFFIX) and not item.name.startswith("."):
-                        yield item.path, item.stat(follow_symlinks=False).st_size
 
 
 def _foreign(expected: str, found: str) -> IndexForeign:

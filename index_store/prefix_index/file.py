@@ -322,12 +322,6 @@ class FileStore(IndexStore):
                 known = {digest for digest, _ in self.catalog.all_held()}
             self.copies.tidy(known, full=full)
 
-    def check_integrity(self) -> None:
-        """As in the protocol: books against files. Meaningful while no other process changes the folder."""
-        with self._lock, os_errors(self.folder):
-            self.rescan()
-            self._books.check_integrity()
-
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""
         return Path(self._books.path_of(digest_of(key)))

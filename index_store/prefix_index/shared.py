@@ -301,15 +301,6 @@ class SharedStore(IndexStore):
             if full:
                 job.wait(self._timeout_s)
 
-    def check_integrity(self) -> None:
-        """All books, a remote store's where it answers and nothing is being published."""
-        self._check_open()
-        self.local.check_integrity()
-        if self._teller.settle(self._timeout_s):
-            for link in self._links:
-                with contextlib.suppress(StoreUnavailable):
-                    link.ask(link.store.check_integrity)
-
     # ---- from remote stores ----
 
     def _offers(self, digest: str) -> Iterator[tuple[Link, IndexEntry]]:

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from .errors import IndexStoreError, InvalidPayload, StoreClosed, StoreInconsistent
+from .errors import IndexStoreError, InvalidPayload, StoreClosed
 from .format import PAGE_TOKENS, Entry, IndexIdentity, ModelFingerprint, is_digest, model_mismatch
 from .reader import IndexFile, IndexLookup
 from .writer import IndexPayload
@@ -212,21 +212,6 @@ class Catalog:
                     yield entry, _difference(ask, identity)
             num_tokens -= ask.page_tokens
 
-    def check_integrity(self) -> None:
-        """Raises StoreInconsistent where the two look-ups disagree."""
-        for digest, entry in self._entries.items():
-            if entry.digest != digest:
-                raise inconsistent("catalog key", digest, entry.digest)
-        by_prefix = {
-            (namespace, prefix.hex(), digest)
-            for namespace, prefixes in self._by_prefix.items()
-            for prefix, entries in prefixes.items()
-            for digest in entries
-        }
-        by_digest = {(e.identity.namespace, e.identity.prefix_hash, d) for d, e in self._entries.items()}
-        if by_prefix != by_digest:
-            raise inconsistent("catalog by prefix", sorted(by_digest), sorted(by_prefix))
-
 
 def _difference(ask: Ask, identity: IndexIdentity) -> str | None:
     if identity.profile_digest != ask.profile_digest and identity.model == ask.model:
@@ -310,10 +295,6 @@ class IndexStore(ABC):
     def rescan(self, *, full: bool = False) -> None:
         """Learns what other processes changed. Cheap when nothing did; ``full`` reads all headers."""
 
-    @abstractmethod
-    def check_integrity(self) -> None:
-        """Raises StoreInconsistent, with both sides, where the store's books do not balance."""
-
     def list(self) -> Sequence[IndexEntry]:
         """All usable indexes known now, ordered by digest. Bad files are in ``problems``."""
         self._check_open()
@@ -390,8 +371,3 @@ def digest_of(key: IndexLookup) -> str:
         expected = "an IndexIdentity or its digest (64 lower-case hex digits)"
         raise InvalidPayload("index key", expected, repr(key)[:100], "take it from IndexEntry.digest")
     return digest
-
-
-def inconsistent(what: str, expected: object, found: object) -> StoreInconsistent:
-    remedy = "this is a defect of prefix_index: report it, and open the store anew"
-    return StoreInconsistent(what, str(expected), str(found), remedy)

@@ -22,6 +22,7 @@ from prefix_index import (
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.examples import examples
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock
 
 PROMPT = tuple(range(64))
@@ -243,7 +244,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.store.check_integrity()
+        balanced(self.store)
 
 
 STEPS = settings(max_examples=examples(25, day=6), stateful_step_count=25, deadline=None)

@@ -31,6 +31,7 @@ from prefix_index import (
 from prefix_index.remote import BlobsFailed, MooncakeBlobs, RemoteStore
 from prefix_index.testing import sample_identity, sample_payload
 from tests.examples import examples
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.machine import STEPS, StoreMachine
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
 from tests.prefix_index.remote_stores import check_values
@@ -154,7 +155,7 @@ def test_a_holder_killed_takes_its_values_and_nothing_else(cluster: Cluster) -> 
         eventually(partial(put_and_get, store, payload))
         store._calls.timeout_s = 60.0
         store.rescan()
-        store.check_integrity()
+        balanced(store)
 
 
 def test_a_holder_that_hangs_holds_nobody_up(cluster: Cluster) -> None:

@@ -24,6 +24,7 @@ from prefix_index import (
     StoreFolderError,
 )
 from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import SOON, remove
 from tests.prefix_index.small_stores import fill_of, flip, in_threads, place_of
 from tests.prefix_index.tiers import copies_in, eventually
@@ -40,7 +41,7 @@ def opened(folder: Path, *, max_bytes: int = 64 << 20, **options: Any) -> Iterat
         folder, **{"create": True, "copies": copies_in(folder.parent / "dram", max_bytes), **options}
     ) as store:
         yield store
-        store.check_integrity()
+        balanced(store)
 
 
 def copied(store: FileStore, key: Any = None) -> bool:

@@ -16,6 +16,7 @@ from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
 from prefix_index.connect import open_store
 from prefix_index.service import StoreServer
 from prefix_index.testing import sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults import tools
 from tests.prefix_index.faults.tools import fork, opened, reap
 from tests.prefix_index.small_stores import IDS, ONE, PINNED, index_file, keep_file, python
@@ -116,7 +117,7 @@ def test_another_users_store_is_read(public: Path) -> None:
             with store.get(IDS[0]) as index:
                 index.verify()
             store.rescan()
-            store.check_integrity()
+            balanced(store)
             for write in (
                 lambda: store.put(sample_payload(IDS[0])),
                 lambda: store.put(sample_payload(IDS[1])),
@@ -168,7 +169,7 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
             store.retain(IDS[2], Retention(expires=1.0))
             assert [e.identity for e in store.collect()] == [IDS[2]]
             assert len(store.list()) == 1
-            store.check_integrity()
+            balanced(store)
         finally:
             os.close(fd)
 
@@ -218,4 +219,4 @@ def test_processes_keep_one_cap_together(folder: Path) -> None:
         assert store.used_bytes <= cap
         assert cap - ONE < most <= cap
         assert list(folder.rglob(".partial-*")) == []
-        store.check_integrity()
+        balanced(store)

@@ -32,6 +32,7 @@ from prefix_index import (
 from prefix_index.folder import PARTIAL, remove_unlocked
 from prefix_index.retention import _prepared
 from prefix_index.testing import sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import find
 from tests.prefix_index.faults.refusals import KINDS, Refusals, refusing
 from tests.prefix_index.faults.tools import Clock, fork, opened, reap
@@ -109,7 +110,7 @@ def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, mo
         store = opened(folder)
         assert [Path(p.path) for p in store.problems()] == [path]
         assert isinstance(store.problems()[0].error, IndexUnreadable)
-        store.check_integrity()
+        balanced(store)
     with store:
         store.rescan()
         assert [e.retention for e in store.list()] == [PINNED]
@@ -118,7 +119,7 @@ def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, mo
             refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
             store.rescan(full=True)
             assert [e.retention for e in store.list()] == [PINNED]
-        store.check_integrity()
+        balanced(store)
 
 
 @pytest.mark.parametrize("left", range(5))
@@ -139,7 +140,7 @@ def test_a_store_that_opened_without_descriptors_sees_all_after_a_rescan(folder:
             store.rescan()
             assert len(store.list()) == 1
             assert list(store.problems()) == []
-            store.check_integrity()
+            balanced(store)
 
     assert reap(fork(work), 120) == 0
 
@@ -163,7 +164,7 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
                 assert [Path(p.path) for p in store.problems()] == [shard]
                 with pytest.raises(StoreFolderError, match="folder of indexes: expected one that can be listed, found"):
                     raise store.problems()[0].error
-                store.check_integrity()
+                balanced(store)
         store.rescan()
         assert list(store.problems()) == []
         assert {e.identity for e in store.list()} == {IDS[0], IDS[1]}
@@ -205,7 +206,7 @@ def test_the_next_one_leaves_for_one_that_cannot(folder: Path, monkeypatch: pyte
         with pytest.raises(StoreFolderError, match="index that must leave: expected a file to remove, found Operation"):
             raise store.problems()[0].error
         assert store.contains(IDS[0])
-        store.check_integrity()
+        balanced(store)
         monkeypatch.undo()
         assert store.delete(IDS[0])
         assert list(store.problems()) == []
@@ -221,7 +222,7 @@ def test_the_cap_holds_where_nothing_can_be_removed(folder: Path, monkeypatch: p
         assert held(store) == {0, 1, 2}
         assert store.used_bytes == 3 * ONE
         store.put(sample_payload(IDS[1], fill=7))  # replacing takes no room
-        store.check_integrity()
+        balanced(store)
 
 
 def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +234,7 @@ def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytes
         assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
         store.retain(IDS[0], Retention(expires=1.0))
         assert list(store.collect()) == []
-        store.check_integrity()
+        balanced(store)
         monkeypatch.undo()
         assert [e.identity for e in store.collect()] == [IDS[0]]
         assert list(store.problems()) == []
@@ -258,7 +259,7 @@ def test_a_put_over_a_retention_that_cannot_be_read_changes_nothing(
         with store.get(IDS[0]) as index:
             assert index.stats["fill"] == 1
         assert store.put(sample_payload(IDS[0], fill=2)).retention == PINNED
-        store.check_integrity()
+        balanced(store)
 
 
 def test_what_is_about_to_become_a_retention_is_nobodys_to_clear_away(folder: Path) -> None:

@@ -25,6 +25,7 @@ from prefix_index import (
     StoreClosed,
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import PINNED, PROMPT, find, miss, same_arrays
 from tests.prefix_index.small_stores import in_threads
 
@@ -244,7 +245,6 @@ def test_closed_store_says_so(store: IndexStore) -> None:
         store.list,
         store.problems,
         store.rescan,
-        store.check_integrity,
     ]
     for call in calls:
         with pytest.raises(StoreClosed, match=r"store: expected open, found closed; call open\(\) first"):
@@ -302,7 +302,7 @@ def test_each_lazy_array_is_loaded_once(store: IndexStore) -> None:
     store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
     store.prefetch(sample_identity())
     store.get(sample_identity()).close()
-    store.check_integrity()  # once work in the background is done
+    balanced(store)  # once work in the background is done
     assert len(loads) == 1
 
 

@@ -28,6 +28,7 @@ from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import socket_path
 from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON, fork, reap, remove
 from tests.prefix_index.small_stores import fill_of, in_threads
@@ -53,7 +54,7 @@ def test_while_the_service_is_away_or_hangs_the_folder_is_used_all_the_same(proc
         client.prefetch(sample_identity())
         client.rescan(full=True)
         assert list(client.collect()) == []
-        client.check_integrity()
+        balanced(client)
         assert time.monotonic() - began < PATIENCE_S / 2
         eventually(lambda: len(client.problems()) == (how == "killed"))
         client._timeout_s = 0.2
@@ -120,7 +121,7 @@ def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> Non
         client.put(sample_payload(fill=3))
         assert fill_of(client.get(sample_identity())) == 3
         eventually(lambda: client.status().tiers[-1].error is None)
-        client.check_integrity()
+        balanced(client)
 
 
 def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +275,7 @@ def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path, monkeypatch: 
         eventually(lambda: (tmp_path / "dram").is_dir())
         copy = tmp_path / "dram" / sample_identity().digest[:2] / f"{sample_identity().digest}.pfxindex"
         eventually(lambda: client.get(sample_identity()).path == str(copy))
-        client.check_integrity()
+        balanced(client)
 
 
 def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
 from ..format import ALIGN, Entry, IndexIdentity, aligned
 from ..reader import IndexFile, IndexLookup, check_identity
-from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired, inconsistent
+from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
 from .calls import Calls
@@ -260,20 +260,6 @@ class RemoteStore(IndexStore):
         """
         self._check_open()
         self._scan(full=full)
-
-    def check_integrity(self) -> None:
-        """As in the protocol: books against manifests. Meaningful while no other machine writes, or evicts."""
-        self._check_open()
-        found = self._scan(full=False)
-        outcomes = self._values.manifests([d for d, names in found.items() if names.tag is not None])
-        with self._lock:
-            self.catalog.check_integrity()
-            there = {d: m for d, m in outcomes.items() if isinstance(m, Manifest) and d not in self._bad}
-            if self._manifests != there:
-                raise inconsistent("manifests", there, self._manifests)
-            held, listed = dict(self.catalog.all_held()), {d: m.listed for d, m in there.items()}
-            if held != listed:
-                raise inconsistent("entries", listed, held)
 
     # ---- what it knows without asking ----
 

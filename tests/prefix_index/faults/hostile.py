@@ -17,6 +17,7 @@ import msgspec
 
 from prefix_index import FileStore, IndexStoreError, InvalidPayload, Retention
 from prefix_index.folder import PARTIAL
+from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .tools import SOON, Tally, folder, identity_of, in_child, opened, payload_of, read_fill
@@ -172,7 +173,6 @@ CALLS: Final[dict[str, Callable[[FileStore], object]]] = {
     "collect": lambda store: store.collect(),
     "clean_partials": lambda store: store._keeper.clean_partials(),
     "delete": lambda store: store.delete(MINE),
-    "check_integrity": lambda store: store.check_integrity(),
 }
 
 
@@ -245,7 +245,7 @@ def one_call(store: FileStore, name: str) -> str:
             if number == 1:
                 return f"the index beside: {err}"
     store.rescan(full=True)
-    store.check_integrity()
+    balanced(store)
     return "fine"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from prefix_index import IndexStoreError, StoreUnavailable
 from prefix_index.folder import PARTIAL
 from prefix_index.writer import PartialFile
+from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .service_process import CALL_S, Service, client_of, hasty_client_of
@@ -113,7 +114,7 @@ def kill_service_under_load(count: int, seed: int) -> Outcome:
                         tally.expect(read_fill(store, int(number)) in fills, f"index {number} is none of {fills}")
                     except (IndexStoreError, AssertionError) as err:
                         tally.lose(f"in the end: index {number}: {err}")
-            store.check_integrity()
+            balanced(store)
         service.start()
     for what in ("puts", "gets"):
         tally.expect(said[what] > 0, f"no {what}")
@@ -157,7 +158,7 @@ def kill_client_mid_put(count: int, seed: int) -> Outcome:
                 tally.expect(read_fill(good, number) == 2, f"index {number} could not be replaced")
             except IndexStoreError as err:
                 tally.lose(f"index {number}: {err}")
-        good.check_integrity()
+        balanced(good)
     return tally.outcome("writers killed " + ", ".join(f"{n} {what}" for what, n in said.items()))
 
 

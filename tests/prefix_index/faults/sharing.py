@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from prefix_index import IndexFile, IndexNotFound, Retention
+from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .tools import (
@@ -95,7 +96,7 @@ def two_writers(count: int, seed: int) -> Outcome:
         with opened(path, partial_grace_s=0.0) as store:
             fill = read_fill(store, 0)
             tally.expect(fill in (1_000_000 + rounds, 2_000_000 + rounds), f"last index is {fill}")
-            store.check_integrity()
+            balanced(store)
     reads = [text.split()[-1] for text in said if "read" in text]
     return tally.outcome(f"{tally.tried} replacements by 2 processes, {' '.join(reads)} whole reads meanwhile")
 
@@ -242,7 +243,7 @@ def after(tally: Tally, path: Path, options: dict[str, int]) -> None:
     """What must hold once everybody has left."""
     with opened(path, partial_grace_s=0.0, **options) as store:
         store.collect()
-        store.check_integrity()
+        balanced(store)
         tally.expect(not store.problems(), f"problems: {store.problems()[:1]}")
         listed = {e.digest: e.nbytes for e in store.list()}
         for number in range(KEPT + 3 * CHANGING):
