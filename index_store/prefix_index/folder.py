@@ -11,14 +11,12 @@ import errno
 import fcntl
 import grp
 import io
-import mmap
 import os
 import random
 import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -31,7 +29,7 @@ from .errors import (
     StoreFolderError,
     StoreFull,
 )
-from .format import ALIGN, corrupt, invalid
+from .format import ALIGN
 
 SUFFIX: Final = ".pfxindex"
 PARTIAL: Final = ".partial-"
@@ -353,102 +351,41 @@ def read_ahead(fd: int) -> Iterator[int]:
         yield start
 
 
-class BufferSource:
-    """A container in memory. The buffer is kept alive."""
+@contextlib.contextmanager
+def bulk_reads(file_fd: int, *, direct: bool) -> Iterator[Fetch]:
+    """Reads of a file; ``direct``: of what the page cache does not hold past it (O_DIRECT), where that is possible.
 
-    def __init__(self, buffer: bytes | memoryview | mmap.mmap) -> None:
-        self._view = memoryview(buffer).cast("B").toreadonly()
-        self.nbytes = len(self._view)
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return bytes(self._view[offset : offset + nbytes])
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        part = self._view[offset : offset + len(out)]
-        out[: len(part)] = part
-        return len(part)
-
-    def mapping(self) -> memoryview:
-        return self._view
-
-    def bulk(self, direct: bool | None) -> AbstractContextManager[Fetch]:
-        if direct:
-            raise invalid("direct read", "a file", "an index in memory", "leave direct at None")
-        return contextlib.nullcontext(self.read_into)
-
-    def close(self) -> None:
-        """Views that were handed out keep the buffer; there is nothing else to release."""
-
-
-class FileSource:
-    """A container in a file, whose descriptor this object owns."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self.nbytes = regular_size(file.fileno())
-        self._mapping: mmap.mmap | None = None
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return pread(self._file.fileno(), nbytes, offset)
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        return read_full(self._file.fileno(), out, offset)
-
-    def mapping(self) -> mmap.mmap:
-        if self._mapping is None:
-            try:
-                self._mapping = mmap.mmap(self._file.fileno(), self.nbytes, access=mmap.ACCESS_READ)
-            except ValueError:
-                found = regular_size(self._file.fileno())
-                raise corrupt("file length", self.nbytes, f"{found}: somebody cut the file") from None
-            except OSError as err:
-                raise unreadable(err) from err
-        return self._mapping
-
-    @contextlib.contextmanager
-    def bulk(self, direct: bool | None) -> Iterator[Fetch]:
-        # Descriptors of its own: a close() by another thread must not let them be reused for another file.
-        with contextlib.ExitStack() as opened:
-            try:
-                fd = os.dup(self._file.fileno())
-            except OSError as err:
-                raise unreadable(err) from err
-            opened.callback(os.close, fd)
-            direct_fd = None
-            if direct is not False:
-                try:
-                    direct_fd = open_direct(fd)
-                    opened.callback(os.close, direct_fd)
-                except IndexUnreadable:
-                    if direct:
-                        raise
-            yield _DirectReads(fd, direct_fd, must=direct is True)
-
-    def close(self) -> None:
-        """The mapping is not closed but dropped: it ends with the last array that views it."""
-        self._file.close()
-        self._mapping = None
-
-
-Source: TypeAlias = BufferSource | FileSource
+    Descriptors of its own: a close() by another thread must not let them be reused for another file. Raises
+    IndexUnreadable.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            fd = os.dup(file_fd)
+        except OSError as err:
+            raise unreadable(err) from err
+        opened.callback(os.close, fd)
+        direct_fd = open_direct(fd) if direct else None
+        if direct_fd is not None:
+            opened.callback(os.close, direct_fd)
+        yield _DirectReads(fd, direct_fd)
 
 
 class _DirectReads:
-    """Bulk reads: what the page cache holds comes from there, the rest past it (O_DIRECT); with ``must`` all."""
+    """What the page cache holds comes from there, the rest by ``direct_fd``."""
 
-    def __init__(self, fd: int, direct_fd: int | None, *, must: bool) -> None:
-        self._fd, self._direct_fd, self._must = fd, direct_fd, must
+    def __init__(self, fd: int, direct_fd: int | None) -> None:
+        self._fd, self._direct_fd = fd, direct_fd
 
     def __call__(self, out: memoryview, offset: int) -> int:
         direct_fd = self._direct_fd
-        if direct_fd is None or (not self._must and self._is_cached(offset, len(out))):
+        if direct_fd is None or self._is_cached(offset, len(out)):
             return read_full(self._fd, out, offset)
         done = 0
         while done < len(out) and done % ALIGN == 0:
             try:
                 got = os.preadv(direct_fd, [out[done:]], offset + done)
             except OSError as err:
-                if err.errno != errno.EINVAL or self._must:
+                if err.errno != errno.EINVAL:
                     raise unreadable(err, "O_DIRECT read") from err
                 self._direct_fd = None  # this file system, or this disk's sectors: once is enough
                 break
@@ -467,18 +404,13 @@ class _DirectReads:
             return False
 
 
-def open_direct(fd: int) -> int:
-    """A second descriptor of the same open file, for O_DIRECT. Raises IndexUnreadable where that is refused."""
+def open_direct(fd: int) -> int | None:
+    """A second descriptor of the same open file, for O_DIRECT. None where that is refused."""
     flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-    try:
-        try:
-            return os.open(f"/proc/self/fd/{fd}", flags | os.O_NOATIME)  # access times are the store's to set
-        except PermissionError:  # another user's file
-            return os.open(f"/proc/self/fd/{fd}", flags)
-    except OSError as err:
-        found = f"{err.strerror or err}"
-        remedy = "read without direct=True, or keep the store on another file system"
-        raise IndexUnreadable("O_DIRECT", "a file system with direct reads", found, remedy) from (err)
+    for more in (_NOATIME, 0):  # access times are the store's to set; not those of another user's file
+        with contextlib.suppress(OSError):
+            return os.open(f"/proc/self/fd/{fd}", flags | more)
+    return None
 
 
 # ---- locks ----

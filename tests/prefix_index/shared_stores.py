@@ -36,14 +36,14 @@ class Shaky(ObjectBlobs):
         self.reading = threading.Event()
         self.writing = threading.Event()
 
-    def reach(self, name: str) -> None:
+    def reach(self, name: str, value: str = "") -> None:
         """The way of a call to the store."""
         self.calls += 1
         self.answers.wait(2 * SOON)
         if self.fails:
             raise BlobsFailed("the network is gone")
-        if name in ("read", "write"):
-            (self.reading if name == "read" else self.writing).set()
+        if name == "write" or (name == "fetch" and value[-1].isdigit()):
+            (self.reading if name == "fetch" else self.writing).set()
             self.gate.wait(SOON)
 
     def wipe(self) -> None:
@@ -53,13 +53,13 @@ class Shaky(ObjectBlobs):
 
 def _shaky(name: str) -> Callable[..., Any]:
     def call(self: Shaky, *args: Any) -> Any:
-        self.reach(name)
+        self.reach(name, str(args[0]) if args else "")
         return getattr(ObjectBlobs, name)(self, *args)
 
     return call
 
 
-for _name in ("open", "fetch", "read", "size", "write", "create", "delete", "names"):
+for _name in ("open", "fetch", "size", "write", "create", "delete", "names"):
     setattr(Shaky, _name, _shaky(_name))
 Make = Callable[..., SharedStore]
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import io
 import mmap
 import os
 import resource
@@ -84,6 +85,13 @@ def fill_of(index: IndexFile) -> int:
     with index:
         index.verify()
         return int(index.array("channels")[0])
+
+
+def in_memory(raw: bytes) -> IndexFile:
+    """A container that lies in memory, open."""
+    file = io.FileIO(os.memfd_create("index"), "w+b")
+    file.write(raw)
+    return IndexFile(file)
 
 
 def place_of(index: IndexFile, key: ArrayKey) -> int:

@@ -32,6 +32,7 @@ from prefix_index import (
     write_index,
 )
 from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.small_stores import in_memory
 
 KEYS = st.builds(
     ArrayKey, st.from_regex(r"[a-z][a-z0-9_.]{0,5}", fullmatch=True), st.integers(-1, 5), st.integers(-1, 3)
@@ -92,7 +93,7 @@ def assert_holds(index: IndexFile, payload: IndexPayload) -> None:
 def test_round_trip(payload: IndexPayload) -> None:
     raw = dump(payload)
     assert len(raw) % 4096 == 0
-    index = IndexFile.from_buffer(raw)
+    index = in_memory(raw)
     assert_holds(index, payload)
     index.verify(threads=2)
     assert dump(payload) == raw
@@ -222,7 +223,7 @@ def test_times_are_floats_so_that_an_index_written_again_has_the_same_bytes(seco
     assert type(payload.info.created) is type(payload.info.build_seconds) is float
     raw, again = io.BytesIO(), io.BytesIO()
     write_index(raw, payload)
-    write_index(again, IndexFile.from_buffer(raw.getvalue()).payload())
+    write_index(again, in_memory(raw.getvalue()).payload())
     assert again.getvalue() == raw.getvalue()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from prefix_index import IndexCorrupt, OutOfMemory, Retention, StoreUnavailable, link
-from prefix_index.remote import ObjectBlobs, RemoteStore, values
+from prefix_index.remote import ObjectBlobs, RemoteStore
 from prefix_index.remote import calls as calls_module
 from prefix_index.remote.calls import Calls
 from prefix_index.remote.values import HEADER, value_header
@@ -26,6 +25,7 @@ from tests.prefix_index import s3_server
 from tests.prefix_index.faults.tools import Clock
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, MANIFEST
 from tests.prefix_index.shared_stores import LONG, Make, Shaky, fill_of
+from tests.prefix_index.small_stores import refuse_call
 from tests.prefix_index.tiers import eventually
 
 
@@ -210,22 +210,16 @@ def test_an_index_of_absurd_length_is_damaged_and_the_others_are_served(
     assert [problem.path for problem in store.problems()] == [DIGEST]
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOMEM, "Cannot allocate memory"), OverflowError("too large")], ids=repr
-)
+@pytest.mark.parametrize("call", ["memfd_create", "pwrite"])
 def test_no_memory_here_is_not_an_absent_store(
-    make: Make, blobs: Shaky, error: Exception, monkeypatch: pytest.MonkeyPatch
+    make: Make, blobs: Shaky, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RemoteStore(blobs) as other:
         other.put(sample_payload(fill=3))
     store = make("a")
     monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
-
-    def none_left(*_: object) -> mmap.mmap:
-        raise error
-
     with monkeypatch.context() as patched:
-        patched.setattr(values.mmap, "mmap", none_left)
+        refuse_call(patched, call, error=errno.ENOMEM)
         with pytest.raises(OutOfMemory, match="free memory") as raised:
             store.get(DIGEST)
     assert raised.value.reason == "index_memory"

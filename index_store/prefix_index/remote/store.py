@@ -6,6 +6,7 @@ A cache that may lose, never the only copy. What comes back is whole and checked
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +15,14 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
-from ..format import ALIGN, Entry, IndexIdentity, aligned
+from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
 from ..reader import IndexFile, IndexLookup, check_identity
 from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
 from .calls import Calls
 from .claims import SharedLeases
-from .values import ChunkedBuffer, Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
+from .values import Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
 
 _MAX_STRAYS = 100
 """Files of somebody else's that are named as problems."""
@@ -110,19 +111,19 @@ class RemoteStore(IndexStore):
         """As in the protocol; when the store stops answering in the end, either the old or the new index is there."""
         self._check_open()
         writer = IndexWriter(payload)
-        digest, generation = payload.identity.digest, new_generation(self._clock())
-        buffer = ChunkedBuffer(writer.nbytes, self._chunk_nbytes)
-        writer.write(buffer)
+        digest = payload.identity.digest
+        container, size = mmap.mmap(-1, writer.nbytes), self._chunk_nbytes
+        writer.write(container)
         manifest = Manifest(
             entry=Entry(payload.identity, payload.info),
             nbytes=writer.nbytes,
-            chunk_nbytes=self._chunk_nbytes,
-            generation=generation,
-            chunks=buffer.seal(digest, generation),
+            chunk_nbytes=size,
+            generation=new_generation(self._clock()),
+            chunks=[xxh3_hex(memoryview(container)[at : at + size]) for at in range(0, writer.nbytes, size)],
             retention=retention or Retention(),
         )
         with self._undone(manifest):
-            self._values.upload(digest, generation, buffer)
+            self._values.upload(manifest, memoryview(container))
             if not self._values.is_whole(manifest):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
@@ -147,7 +148,7 @@ class RemoteStore(IndexStore):
             while True:
                 self._check_offered(digest, manifest)
                 try:
-                    index = IndexFile.from_buffer(self._values.download(manifest))
+                    index = IndexFile(self._values.download(manifest))
                     check_identity(manifest.entry.identity, index.identity)
                     break
                 except (IndexNotFound, IndexFormatError):
@@ -243,7 +244,7 @@ class RemoteStore(IndexStore):
             return
         if not self.catalog.gave_only(digest, manifest.generation):
             try:
-                IndexFile.from_buffer(self._values.download(manifest)).verify()
+                IndexFile(self._values.download(manifest)).verify()
                 return
             except (IndexNotFound, StoreUnavailable):
                 return
