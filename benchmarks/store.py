@@ -49,7 +49,7 @@ from prefix_index import (
 )
 from prefix_index.folder import open_direct
 from prefix_index.reader import PIECE_NBYTES, THREADS, fresh_buffer
-from prefix_index.testing import sample_identity
+from tests.prefix_index.samples import sample_identity
 
 LAYERS, HEADS, NAMES = 32, 8, 6
 

@@ -31,8 +31,8 @@ import numpy as np
 
 from prefix_index import ArrayKey, IndexPayload
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_identity
 from tests.prefix_index import mooncake_cluster
+from tests.prefix_index.samples import sample_identity
 
 LAYERS, HEADS = 32, 8
 MIB = 1 << 20

@@ -189,9 +189,13 @@ class FileStore(IndexStore):
         if self._has_expired(digest):
             index.close()
             raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
-        if self.copies is not None and self.copies.served(digest, copy=copy is not None):
-            self._prefetches.request(digest)
+        self.served(digest, copy=copy is not None)
         return index
+
+    def served(self, digest: str, *, copy: bool) -> None:
+        """A reader, of whatever process, was given an index of this folder, or its ``copy`` in DRAM."""
+        if self.copies is not None and self.copies.served(digest, copy=copy):
+            self._prefetches.request(digest)
 
     def contains(self, key: IndexLookup) -> bool:
         digest = self._digest(key)

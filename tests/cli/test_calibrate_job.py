@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from prefix_index import ModelFingerprint
-from prefix_index.testing import sample_model
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.calibration.recommend import recommend
 from sglang_ext.cli import main
@@ -23,6 +22,7 @@ from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.methods.profile import load_profile
 from sglang_ext.methods.registry import METHODS
 from tests.calibration.captures import make_capture
+from tests.prefix_index.samples import sample_model
 from tests.token_sources import word_lengths
 
 MODEL = sample_model(num_layers=3, num_kv_heads=2, head_dim=16, v_head_dim=16)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from prefix_index import FileStore, Retention, StoreFolderError
-from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli import main
 from tests.cli.conftest import flip, kept
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.serving.test_store_in_serving import Service
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from prefix_index import ModelFingerprint
-from prefix_index.testing import sample_model
 from sglang_ext.compat import tensor_parallel, versions
 from sglang_ext.config import config_from_dict
 from sglang_ext.profiles import layer_plan_of_rank
 from sglang_ext.ranks import OneRank
+from tests.prefix_index.samples import sample_model
 
 
 @pytest.mark.parametrize(

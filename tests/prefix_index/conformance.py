@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from prefix_index import IndexEntry, IndexPayload, IndexStore, Retention, namespace_digest, page_hashes
-from prefix_index.testing import sample_model
+from tests.prefix_index.samples import sample_model
 
 PROMPT = tuple(range(500, 628))  # 8 pages
 PINNED = Retention(pinned=True, name="tools")

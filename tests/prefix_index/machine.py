@@ -20,10 +20,10 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 
 PROMPT = tuple(range(64))
 TENANTS = (None, "", "t")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from prefix_index.remote import BlobMissing, Blobs, BlobTooLong, ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_identity
 from tests.prefix_index import s3_server
+from tests.prefix_index.samples import sample_identity
 
 CHUNK_NBYTES = 16 << 10
 DIGEST = sample_identity().digest

@@ -12,8 +12,8 @@ import pytest
 
 from prefix_index import FileStore, IndexStore, SharedStore, link, namespace_digest, page_hashes
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_model
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
+from tests.prefix_index.samples import sample_model
 from tests.prefix_index.tiers import eventually
 
 SOON = 60.0
@@ -73,7 +73,7 @@ def machines(folder: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Ite
     def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:
         limits = {key: options.pop(key) for key in ("max_bytes",) if key in options}
         local = FileStore(folder / name, create=True, **limits)
-        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, "backoff_s": 0.0, **(remote or {})})
+        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, **(remote or {})})
         store = SharedStore(local, [over], **{"timeout_s": SOON, "rescan_s": 0.0, **options})
         store.open()
         stores.append(store)

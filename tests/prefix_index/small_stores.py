@@ -21,7 +21,7 @@ import pytest
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
 from prefix_index.format import ALIGN, aligned
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_payload
 
 IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
 PINNED = Retention(pinned=True, name="tools")

@@ -23,9 +23,9 @@ from prefix_index import (
     Retention,
     StoreFolderError,
 )
-from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import SOON, remove
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import fill_of, flip, in_threads, place_of
 from tests.prefix_index.tiers import copies_in, eventually
 

@@ -15,10 +15,10 @@ import pytest
 from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
 from prefix_index.connect import open_store
 from prefix_index.service import StoreServer
-from prefix_index.testing import sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults import tools
 from tests.prefix_index.faults.tools import fork, opened, reap
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import IDS, ONE, PINNED, index_file, keep_file, python
 from tests.prefix_index.tiers import copies_in
 
@@ -178,7 +178,7 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
 WRITER = """
 import sys
 from prefix_index import FileStore, IndexNotFound, folder
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_payload
 folder._EXCLUSIVE_WAIT_S = 120.0  # who gives up waiting may exceed the cap: here nobody does, however slow
 with FileStore(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
     for step in range(60):

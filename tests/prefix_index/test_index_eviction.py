@@ -12,9 +12,9 @@ import pytest
 
 from prefix_index import FileStore, IndexEntry, IndexNotFound, IndexWriter, InvalidPayload, Retention, StoreFull
 from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
-from prefix_index.testing import sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock, opened
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import (
     IDS,
     ONE,
@@ -76,20 +76,6 @@ def test_a_use_in_the_future_counts_as_one_now(policy: Any) -> None:
     assert leave([candidate(0, 1e9), candidate(1, 2e9), candidate(2, 100)], 100, policy) == [2]
     dear = candidate(1, 100, seconds=2.0)
     assert leave([candidate(0, 200), dear], 1, policy, latest=200.0) == [1], "the clock was set back: dear is idle"
-
-
-@pytest.mark.parametrize("policy", [lru, cost_aware])
-def test_last_use_is_looked_up_for_those_about_to_leave_only(policy: Any) -> None:
-    asked: list[int] = []
-    true = {0: 99.0, 1: 20.0, 2: 30.0, 3: 40.0}
-
-    def last_used(c: Candidate) -> float:
-        asked.append(IDS.index(c.entry.identity))
-        return true[asked[-1]]
-
-    candidates = [candidate(0, 10), candidate(1, 20), candidate(2, 30), candidate(3, 40)]
-    assert leave(candidates, 200, policy, last_used=last_used) == [1, 2]
-    assert 3 not in asked
 
 
 def test_unknown_policy() -> None:

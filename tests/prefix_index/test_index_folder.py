@@ -25,9 +25,9 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import opened
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 from tests.prefix_index.small_stores import refuse_call
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from prefix_index import FileStore, file, prefetch
-from prefix_index.testing import sample_payload
 from tests.prefix_index.faults.tools import fork, opened, reap
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import IDS, python
 
 
@@ -102,7 +102,7 @@ def test_prefetches_are_one_a_digest_few_and_cancelled(folder: Path, monkeypatch
 EXIT = """
 import sys, time
 import prefix_index.file as file
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_payload
 def slow(fd):
     time.sleep(10)
     return iter(())

@@ -31,7 +31,7 @@ from prefix_index import (
     StoreClosed,
     write_index,
 )
-from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 from tests.prefix_index.small_stores import in_memory
 
 KEYS = st.builds(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefix_index import FileStore, StoreFolderError
-from prefix_index.testing import sample_identity
+from tests.prefix_index.samples import sample_identity
 from tests.prefix_index.small_stores import in_threads, open_below
 
 DIGEST = sample_identity().digest

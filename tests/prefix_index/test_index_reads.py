@@ -34,7 +34,7 @@ from prefix_index import (
 )
 from prefix_index.folder import bulk_reads, open_direct
 from prefix_index.reader import fresh_buffer, pieces_of, run
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import flip, in_memory, place_of, resident_bytes
 
 PIECE = 16384

@@ -31,11 +31,11 @@ from prefix_index import (
 )
 from prefix_index.folder import PARTIAL, remove_unlocked
 from prefix_index.retention import _prepared
-from prefix_index.testing import sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import find
 from tests.prefix_index.faults.refusals import KINDS, Refusals, refusing
 from tests.prefix_index.faults.tools import Clock, fork, opened, reap
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import (
     IDS,
     ONE,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexPayload, LazyArray
-from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import same_arrays
 from tests.prefix_index.faults.tools import opened
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import IDS, flip, index_file, refuse_call, settled
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")

@@ -23,9 +23,9 @@ from prefix_index import (
     StoreFull,
 )
 from prefix_index.retention import remove_orphans
-from prefix_index.testing import sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock, opened
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, refuse_call
 
 

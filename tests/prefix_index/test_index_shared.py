@@ -24,9 +24,9 @@ from prefix_index import (
     link,
 )
 from prefix_index.remote import ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
 from tests.prefix_index.small_stores import python
 from tests.prefix_index.tiers import eventually
@@ -65,7 +65,7 @@ def test_a_prefetch_brings_it_here(make: Make) -> None:
 def test_the_longer_prefix_wins_wherever_it_is_but_not_from_a_remote_store_that_is_away(
     make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = make("a"), make("b", remote={"backoff_s": 60.0})
+    one, two = make("a"), make("b")
     one.put(sample_payload(sample_identity(LONG)))
     two.put(sample_payload())
     assert flushed(one)
@@ -334,7 +334,7 @@ def forget():
     circle = [store.lease("a" * 64)]
     circle.append(circle)
 forget()
-with store.remotes[0]._calls._lock:  # as where a call begins, and an allocation may start a collection
+with store.remotes[0]._calls._opening:  # as where a call begins, and an allocation may start a collection
     gc.collect()
 store.close()
 """

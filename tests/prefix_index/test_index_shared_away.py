@@ -11,8 +11,8 @@ import pytest
 
 from prefix_index import BuildInfo, FileStore, IndexFormatError, IndexNotFound, Retention, StoreUnavailable, link
 from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, damage, flip
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed, reached
 from tests.prefix_index.tiers import eventually
 

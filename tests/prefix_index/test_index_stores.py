@@ -24,9 +24,9 @@ from prefix_index import (
     Retention,
     StoreClosed,
 )
-from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import PINNED, PROMPT, find, miss, same_arrays
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 from tests.prefix_index.small_stores import in_threads
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")

@@ -18,7 +18,6 @@ import pytest
 from prefix_index import IndexCorrupt
 from prefix_index.remote import ObjectBlobs, claims
 from prefix_index.remote.values import LEASE, LEASES, unpack_record
-from prefix_index.testing import sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock
 from tests.prefix_index.remote_stores import (
@@ -31,6 +30,7 @@ from tests.prefix_index.remote_stores import (
     flip,
     machine,
 )
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import in_threads, python
 from tests.prefix_index.tiers import eventually
 
@@ -179,7 +179,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_index_or_the_new(tmp_path:
     """Processes put in a loop and are killed; what is there afterwards is always whole."""
     blobs = file_blobs(tmp_path)
     code = (
-        "import sys, itertools; from prefix_index.remote import *; from prefix_index.testing import *\n"
+        "import sys, itertools; from prefix_index.remote import *; from tests.prefix_index.samples import *\n"
         "store = RemoteStore(ObjectBlobs(sys.argv[1]), chunk_nbytes=4096); store.open(); print('up', flush=True)\n"
         "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250))\n"
     )

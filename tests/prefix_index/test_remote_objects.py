@@ -11,7 +11,6 @@ import xxhash
 from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.remote.values import CHUNK, HEADER, check_header, value_header
-from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import (
     DIGEST,
@@ -25,6 +24,7 @@ from tests.prefix_index.remote_stores import (
     flip,
     machine,
 )
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import python
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
     """As a disk says it, through obstore: a limit on the size of this process's files."""
     code = (
         "import resource, signal, sys; from prefix_index import StoreFull; from prefix_index.remote import *\n"
-        "from prefix_index.testing import *\n"
+        "from tests.prefix_index.samples import *\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "store = RemoteStore(ObjectBlobs(sys.argv[1])); store.open()\n"
         "store.put(sample_payload(fill=1))\n"

@@ -27,10 +27,10 @@ from prefix_index.folder import come_back
 from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import socket_path
-from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON, fork, reap, remove
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import fill_of, in_threads
 from tests.prefix_index.tiers import PATIENCE_S, eventually, patient, served, two_tiers
 
@@ -237,7 +237,7 @@ def client(tmp_path: Path, own: FileStore) -> Iterator[StoreClient]:
 def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
     client: StoreClient, own: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 0.1)
+    monkeypatch.setattr("prefix_index.copies._AGAIN_S", 0.1)
 
     def tier() -> str:
         with client.get(sample_identity()) as index:
@@ -265,7 +265,7 @@ def wait_for_files(folder: Path) -> list[Path]:
 
 
 def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 3600.0)
+    monkeypatch.setattr("prefix_index.copies._AGAIN_S", 3600.0)
     with served(tmp_path, two_tiers(tmp_path)) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=2))
         wait_for_files(tmp_path / "dram")

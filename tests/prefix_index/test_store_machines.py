@@ -175,7 +175,7 @@ class SharedMachine(StoreMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.blobs = Shaky()
         local = FileStore(self.folder, create=True, clock=self.clock)
-        over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON, backoff_s=0.0, clock=self.clock)
+        over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON, clock=self.clock)
         self.shared = SharedStore(local, [over], timeout_s=SOON, rescan_s=0.0)
         return self.shared
 

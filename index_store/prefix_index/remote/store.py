@@ -38,9 +38,8 @@ class _Bad(NamedTuple):
 class RemoteStore(IndexStore):
     """An ``IndexStore`` on a ``Blobs``. Any number of machines may use one ``folder`` of one store.
 
-    ``timeout_s``     seconds that one request (at most one chunk) may take; after one that took longer, every call
-                      raises StoreUnavailable for ``backoff_s`` seconds. A whole get or put of n chunks takes at
-                      most n / 4 times as long: four are under way at a time
+    ``timeout_s``     seconds that one request (at most one chunk) may take. A whole get or put of n chunks takes
+                      at most n / 4 times as long: four are under way at a time
     ``chunk_nbytes``  size of the values that a container is cut into; readers take it from the manifest
     ``lease_ttl_s``   how long a build lease outlives its holder, where the store can arbitrate (``claims.py``)
     ``grace_s``       age, by the writer's clock, from which ``collect()`` removes chunks that no manifest names
@@ -59,7 +58,6 @@ class RemoteStore(IndexStore):
         *,
         folder: str = "prefix_index",
         timeout_s: float = 5.0,
-        backoff_s: float = 5.0,
         chunk_nbytes: int = 32 << 20,
         lease_ttl_s: float = 60.0,
         grace_s: float = 3600.0,
@@ -73,7 +71,7 @@ class RemoteStore(IndexStore):
         if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
             raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
         self._chunk_nbytes = chunk_nbytes
-        self._calls = Calls(blobs.name, timeout_s=timeout_s, backoff_s=backoff_s)
+        self._calls = Calls(blobs.name, timeout_s=timeout_s)
         self._values = Values(blobs, self._calls, folder)
         self._leases = SharedLeases(self._values, ttl_s=lease_ttl_s)
         self._swap = threading.RLock()  # one change of a manifest at a time
