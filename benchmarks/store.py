@@ -45,7 +45,7 @@ from prefix_index import (
     IndexFile,
     IndexPayload,
     IndexStore,
-    write_index,
+    IndexWriter,
 )
 from prefix_index.folder import open_direct
 from prefix_index.reader import PIECE_NBYTES, THREADS, fresh_buffer
@@ -71,7 +71,7 @@ def payload_of(nbytes: int, *, names: int = NAMES, layers: int = LAYERS, heads: 
 def write_plainly(path: Path, payload: IndexPayload) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("wb", buffering=0) as out:
-        write_index(out, payload)
+        IndexWriter(payload).write(out)
         os.fsync(out.fileno())
 
 
@@ -213,7 +213,7 @@ def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         path = store.path_of(identity)
         path.parent.mkdir(exist_ok=True)
         with path.open("wb", buffering=0) as out:
-            write_index(out, IndexPayload(identity, payload.arrays, info=payload.info))
+            IndexWriter(IndexPayload(identity, payload.arrays, info=payload.info)).write(out)
     store.close()
     paths = [store.path_of(identity) for identity in identities]
     for state in ("cached", "cold"):

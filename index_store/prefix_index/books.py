@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
-from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_index, shard_fd, shard_of, status_of
+from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_fd, shard_fd, shard_of, status_of
 from .format import Entry, ModelFingerprint, is_digest
 from .reader import check_identity, read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
@@ -345,7 +345,7 @@ class FolderBooks:
 
     def _read_header(self, dir_fd: int, digest: str) -> None:
         try:
-            with closing_fd(open_index(digest + SUFFIX, dir_fd)) as fd:
+            with closing_fd(open_fd(digest + SUFFIX, dir_fd=dir_fd, follow=False)) as fd:
                 entry, _ = read_entry(fd)
                 signature = Signature.of(status_of(fd))
             check_identity(digest, entry.identity)

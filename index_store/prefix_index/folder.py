@@ -236,8 +236,13 @@ def touch(fd: int, used: float) -> None:
 
 
 def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
-    """Opens a file, never blocking. Raises IndexNotFound, IndexForeign for a link (not ``follow``), IndexUnreadable."""
+    """Opens a file, never blocking, and, where that is allowed, without making it look used.
+
+    Raises IndexNotFound, IndexForeign for a link (not ``follow``), IndexUnreadable.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):  # not the owner, or a real error: the second call names it
+        return os.open(path, flags | _NOATIME, dir_fd=dir_fd)
     try:
         return os.open(path, flags, dir_fd=dir_fd)
     except (FileNotFoundError, NotADirectoryError):
@@ -248,14 +253,6 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
             raise unreadable(err).at(path) from err
         remedy = "replace the link by the file"
         raise IndexForeign("file type", "a file", "a symbolic link", remedy, path) from None
-
-
-def open_index(name: str, dir_fd: int) -> int:
-    """As ``open_fd``, never through a link, without making the index look used."""
-    try:
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | _NOATIME, dir_fd=dir_fd)
-    except OSError:
-        return open_fd(name, dir_fd=dir_fd, follow=False)  # not the owner, or a real error: this one names it
 
 
 def path_in(folder: Path, digest: str) -> Path:
@@ -272,7 +269,7 @@ def open_named(folder: Path, digest: str) -> tuple[int, os.stat_result]:
     path = path_in(folder, digest)
     try:
         with shard_fd(folder, shard_of(digest)) as dir_fd, contextlib.ExitStack() as owned:
-            fd = open_index(path.name, dir_fd)
+            fd = open_fd(path.name, dir_fd=dir_fd, follow=False)
             owned.callback(os.close, fd)
             status = status_of(fd)
             owned.pop_all()

@@ -111,13 +111,13 @@ class Problem(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a look-up by prefix is about: the arguments of ``IndexStore.longest``."""
+    """What a look-up by prefix is about: a prompt's hashes (``format.page_hashes``), and what an index must be of."""
 
     namespace: str
     page_hashes: Sequence[bytes]
     model: ModelFingerprint
     profile_digest: str
-    page_tokens: int
+    page_tokens: int = PAGE_TOKENS
 
 
 class Catalog:
@@ -307,40 +307,20 @@ class IndexStore(ABC):
         with self._lock:
             return tuple(Problem(path, error) for path, error in sorted(self.catalog.problems.items()))
 
-    def longest(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> IndexEntry | None:
+    def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
-        return self._longest(Ask(namespace, page_hashes, model, profile_digest, page_tokens))
-
-    def near_miss(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> str | None:
-        """Why ``longest`` found nothing although a prefix of this prompt is indexed in this namespace: the first field
-        that differs, with both values. None where no such index exists.
-        """
-        ask = Ask(namespace, page_hashes, model, profile_digest, page_tokens)
-        if self._longest(ask) is not None:
-            return None
-        return next((differs for catalog in self._catalogs() for _, differs in catalog.matches(ask)), None)
-
-    def _longest(self, ask: Ask) -> IndexEntry | None:
         self._check_open()
         firsts = [next((e for e, differs in c.matches(ask) if differs is None), None) for c in self._catalogs()]
         found = (entry for entry in firsts if entry is not None)
         return max(found, key=lambda entry: entry.identity.num_tokens, default=None)
+
+    def near_miss(self, ask: Ask) -> str | None:
+        """Why ``longest`` found nothing although a prefix of this prompt is indexed in this namespace: the first field
+        that differs, with both values. None where no such index exists.
+        """
+        if self.longest(ask) is not None:
+            return None
+        return next((differs for catalog in self._catalogs() for _, differs in catalog.matches(ask)), None)
 
     def _catalogs(self) -> Sequence[Catalog]:
         """What look-ups ask, the nearest first: of equally long prefixes the first one's is the answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
-from prefix_index import FileStore, IndexStore, IndexUnreadable, Retention, SharedStore, StoreUnavailable
+from prefix_index import Ask, FileStore, IndexStore, IndexUnreadable, Retention, SharedStore, StoreUnavailable
 from prefix_index.folder import shard_fd
 from prefix_index.remote import RemoteStore
 from prefix_index.remote.values import Manifest
@@ -28,8 +28,8 @@ def balanced(store: IndexStore) -> None:
     for entry in store.list():
         identity = entry.identity
         hashes = [*[bytes(32)] * (identity.num_tokens // identity.page_tokens - 1), bytes.fromhex(identity.prefix_hash)]
-        where = (identity.namespace, hashes, identity.model, identity.profile_digest)
-        assert store.longest(*where, page_tokens=identity.page_tokens) is not None, f"{entry.digest} is listed only"
+        ask = Ask(identity.namespace, hashes, identity.model, identity.profile_digest, identity.page_tokens)
+        assert store.longest(ask) is not None, f"{entry.digest} is listed only"
 
 
 def _files(store: FileStore) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefix_index import (
+    Ask,
     BuildLease,
     IndexCorrupt,
     IndexIdentity,
@@ -214,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(0, 64), tenant=TENANT)
     def longest(self, num_tokens: int, tenant: str | None) -> None:
         namespace = namespace_digest({"extra_key": tenant})
-        found = self.store.longest(namespace, page_hashes(PROMPT[:num_tokens]), sample_model(), "profile-1")
+        found = self.store.longest(Ask(namespace, page_hashes(PROMPT[:num_tokens]), sample_model(), "profile-1"))
         lengths = [pages * 16 for pages, owner in self.model if owner == tenant and pages * 16 <= num_tokens]
         assert (found.identity.num_tokens if found else 0) == max(lengths, default=0)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, IndexStore, SharedStore, link, namespace_digest, page_hashes
+from prefix_index import Ask, FileStore, IndexStore, SharedStore, link, namespace_digest, page_hashes
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
 from tests.prefix_index.samples import sample_model
@@ -99,7 +99,7 @@ def reached(store: SharedStore) -> bool:
 
 
 def find(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
-    found = store.longest(namespace_digest({"extra_key": None}), page_hashes(tokens), sample_model(), "profile-1")
+    found = store.longest(Ask(namespace_digest({"extra_key": None}), page_hashes(tokens), sample_model(), "profile-1"))
     return 0 if found is None else found.identity.num_tokens
 
 

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 from prefix_index import (
+    Ask,
     FileStore,
     IndexCorrupt,
     IndexForeign,
@@ -37,7 +38,7 @@ def put_file(folder: Path, **options: Any) -> Path:
 
 
 def longest(store: FileStore) -> object:
-    return store.longest(namespace_digest({}), page_hashes(range(32)), sample_model(), "profile-1")
+    return store.longest(Ask(namespace_digest({}), page_hashes(range(32)), sample_model(), "profile-1"))
 
 
 def test_layout_on_disk_which_a_new_store_finds_and_no_salt_in_it(folder: Path) -> None:

@@ -17,7 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_index import IndexCorrupt, IndexFile, IndexForeign, IndexFormatError, IndexPayload, IndexTooNew, write_index
+from prefix_index import IndexCorrupt, IndexFile, IndexForeign, IndexFormatError, IndexPayload, IndexTooNew, IndexWriter
 from prefix_index.format import ALIGN, PRELUDE, ArrayRecord, aligned, encode_footer, table_problem
 from tests.examples import examples
 from tests.prefix_index.small_stores import in_memory
@@ -26,7 +26,7 @@ from tests.prefix_index.small_stores import in_memory
 @pytest.fixture(scope="module")
 def raw(tiny_payload: IndexPayload) -> bytes:
     out = io.BytesIO()
-    write_index(out, tiny_payload)
+    IndexWriter(tiny_payload).write(out)
     return out.getvalue()
 
 

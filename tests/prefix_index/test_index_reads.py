@@ -27,10 +27,10 @@ from prefix_index import (
     IndexNotFound,
     IndexPayload,
     IndexUnreadable,
+    IndexWriter,
     InvalidPayload,
     Retention,
     StoreClosed,
-    write_index,
 )
 from prefix_index.folder import bulk_reads, open_direct
 from prefix_index.reader import fresh_buffer, pieces_of, run
@@ -63,7 +63,7 @@ def payload() -> IndexPayload:
 def path(payload: IndexPayload, tmp_path: Path) -> Path:
     path = tmp_path / "x.pfxindex"
     with path.open("wb", buffering=0) as out:
-        write_index(out, payload)
+        IndexWriter(payload).write(out)
         os.fsync(out.fileno())
     return path
 
@@ -151,7 +151,7 @@ def test_one_layer_is_one_stretch(index: IndexFile) -> None:
 def test_any_arrays_any_selection(sizes: list[int], threads: int, chance: random.Random) -> None:
     arrays = {ArrayKey("a", i // 4, i % 4): values(n, i) for i, n in enumerate(sizes)}
     payload, out = IndexPayload(sample_identity(), arrays), io.BytesIO()
-    write_index(out, payload)
+    IndexWriter(payload).write(out)
     keys = [key for key in arrays if chance.random() < 0.7]
     assert_same(in_memory(out.getvalue()).read_many(keys, threads=threads), payload, keys)
 

@@ -221,17 +221,17 @@ def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_repo
     entry = store.put(sample_payload(fill=5))
     assert flushed(store)
     inode = Path(str(entry.path)).stat().st_ino
-    opened = folder.open_index
+    opened = folder.open_fd
 
     def refuse(*_: Any, **__: Any) -> int:
         raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
 
-    monkeypatch.setattr(folder, "open_index", refuse)
+    monkeypatch.setattr(folder, "open_fd", refuse)
     assert fill_of(store) == 5
     assert store.counters.hits_remote == 1
     store.put(sample_payload(sample_identity(LONG), fill=6))
     assert not store.flush(0.2), "the publication is tried again"
-    monkeypatch.setattr(folder, "open_index", opened)
+    monkeypatch.setattr(folder, "open_fd", opened)
     assert flushed(store)
     assert Path(str(entry.path)).stat().st_ino == inode
     assert (fill_of(store), fill_of(store, sample_identity(LONG))) == (5, 6)

@@ -106,7 +106,7 @@ def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStor
     assert find(store) is None
     assert find(store, extra_key="") is None
     assert find(store, extra_key="tenant", model=other) is None
-    assert find(store, extra_key="tenant", profile="profile-2") is None
+    assert find(store, extra_key="tenant", profile_digest="profile-2") is None
     assert find(store, extra_key="tenant", page_tokens=8) is None
 
 
@@ -135,7 +135,7 @@ def test_near_miss_names_the_field_but_never_another_namespace(store: IndexStore
     assert miss(store, extra_key="tenant") is None
     other = sample_model(kv_dtype="float32")
     assert miss(store, extra_key="tenant", model=other) == "model.kv_dtype: expected float32, found bfloat16"
-    said = miss(store, extra_key="tenant", profile="profile-2")
+    said = miss(store, extra_key="tenant", profile_digest="profile-2")
     assert said == "profile_digest: expected profile-2, found profile-1"
 
 

@@ -25,9 +25,7 @@ from tests.prefix_index.remote_stores import (
     OBJECT_STORE_NAMES,
     OBJECT_STORES,
     chunks_of,
-    damage,
     file_blobs,
-    flip,
     machine,
 )
 from tests.prefix_index.samples import sample_payload
@@ -60,34 +58,6 @@ def test_a_report_hides_a_generation_here_and_not_the_one_that_replaced_it_elsew
         assert two.contains(DIGEST)
         assert two.get(DIGEST).array("channels")[0] == 2
         assert list(two.problems()) == []
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_report_that_may_be_about_an_older_generation_is_looked_into(blobs: ObjectBlobs, damaged: bool) -> None:
-    with machine(blobs) as store:
-        store.put(sample_payload(fill=1))
-        store.get(DIGEST).close()
-        store.put(sample_payload(fill=2))
-        if damaged:
-            damage(blobs, chunks_of(blobs)[1], flip(8 * 900))
-        store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
-        assert store.contains(DIGEST) == (not damaged)
-        assert [("chunk 1" in str(p.error)) for p in store.problems()] == [True] * damaged
-
-
-def test_a_report_that_cannot_be_looked_into_hides_nothing(tmp_path: Path) -> None:
-    blobs = file_blobs(tmp_path)
-    with machine(blobs) as store:
-        store.put(sample_payload(fill=1))
-        store.get(DIGEST).close()
-        store.put(sample_payload(fill=2))
-        lost = chunks_of(blobs)[1]
-        value = blobs.fetch(lost, 1 << 20)
-        blobs.delete(lost)
-        store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
-        blobs.write(lost, memoryview(value))
-        assert store.get(DIGEST).array("channels")[0] == 2
-        assert list(store.problems()) == []
 
 
 @pytest.mark.parametrize("full", [False, True])

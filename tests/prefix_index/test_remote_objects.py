@@ -162,16 +162,6 @@ def test_a_lost_manifest_is_a_miss(store: RemoteStore, blobs: ObjectBlobs) -> No
     store.get(DIGEST).verify()
 
 
-def test_names_of_others_are_problems_not_indexes(store: RemoteStore, blobs: ObjectBlobs) -> None:
-    blobs.write("prefix_index/holiday.jpg", memoryview(b"x"))
-    blobs.write("elsewhere/holiday.jpg", memoryview(b"x"))
-    store.rescan()
-    assert [str(p.error) for p in store.problems()] == [
-        "name in the store's folder: expected one of ours, found prefix_index/holiday.jpg; "
-        "give the store a folder of its own"
-    ]
-
-
 # Edges
 
 

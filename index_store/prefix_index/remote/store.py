@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
+from ..errors import IndexFormatError, IndexNotFound, IndexStoreError, StoreFull
 from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
 from ..reader import IndexFile, IndexLookup, check_identity
 from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired
@@ -23,9 +23,6 @@ from .blobs import Blobs
 from .calls import Calls
 from .claims import SharedLeases
 from .values import Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
-
-_MAX_STRAYS = 100
-"""Files of somebody else's that are named as problems."""
 
 
 class _Bad(NamedTuple):
@@ -82,7 +79,6 @@ class RemoteStore(IndexStore):
         self._seen: dict[str, Found] = {}
         self._touched: set[str] = set()
         """What this process learned of since a listing began: newer than the listing, which says nothing of it then."""
-        self._strays: set[str] = set()
 
     def open(self) -> None:
         with self._opening:
@@ -184,7 +180,7 @@ class RemoteStore(IndexStore):
             self._forget(digest)
         if isinstance(old, Manifest):
             self._drop_chunks(old)
-        elif old is not None and (names := self._values.listing()[0].get(digest)) is not None:
+        elif old is not None and (names := self._values.listing().get(digest)) is not None:
             for generation, indexes in names.chunks.items():
                 self._values.remove_chunks(digest, generation, indexes)
         return old is not None
@@ -235,22 +231,13 @@ class RemoteStore(IndexStore):
         return sorted(removed, key=lambda entry: entry.digest)
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """As in the protocol. Where the index has to be read first and cannot be, the report is not believed."""
+        """As in the protocol; one that may be about an older version counts for nothing: ``get`` checks all bytes."""
         digest = self._digest(key)
-        manifest = self._manifests.get(digest)
-        if manifest is None or self._is_expired(manifest):
-            return
-        if not self.catalog.gave_only(digest, manifest.generation):
-            try:
-                IndexFile(self._values.download(manifest)).verify()
-                return
-            except (IndexNotFound, StoreUnavailable):
-                return
-            except IndexFormatError as err:
-                error = err
         with self._lock:
-            known = self._manifests.get(digest)
-            if known is not None and known.generation == manifest.generation:
+            manifest = self._manifests.get(digest)
+            if manifest is None or self._is_expired(manifest):
+                return
+            if self.catalog.gave_only(digest, manifest.generation):
                 self._hide(digest, error, _Bad(manifest.generation, reported=True))
 
     def rescan(self, *, full: bool = False) -> None:
@@ -320,7 +307,7 @@ class RemoteStore(IndexStore):
         with self._scanning:
             with self._lock:
                 self._touched.clear()
-            found, strays = self._values.listing()
+            found = self._values.listing()
             with self._lock:
                 there = {d: names for d, names in found.items() if names.tag is not None}
                 news = [d for d, names in there.items() if full or self._seen.get(d) != names]
@@ -333,13 +320,6 @@ class RemoteStore(IndexStore):
                     if digest not in touched:
                         self._take_in(digest, outcome, found[digest])
                         self._seen[digest] = found[digest]
-                for name in self._strays.difference(strays):
-                    self.catalog.problems.pop(name, None)
-                self._strays = set(sorted(strays)[:_MAX_STRAYS])
-                for name in self._strays:
-                    remedy = "give the store a folder of its own"
-                    stray = IndexForeign("name in the store's folder", "one of ours", name[:100], remedy)
-                    self.catalog.problems[name] = stray
         return found
 
     def _take_in(self, digest: str, outcome: Outcome, names: Found) -> None:

@@ -47,7 +47,6 @@ MAX_MANIFEST_NBYTES: Final = 4 << 20
 HEADER: Final = struct.Struct("<8sHHI16sQQQQ")
 
 _NAME = re.compile(r"([0-9a-f]{64})\.(?:(manifest)|(lease)|([0-9a-f]{16})\.([0-9]{6}))")
-_BATCH: Final = 16
 _T = TypeVar("_T")
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -213,17 +212,13 @@ class Values:
     def manifests(self, digests: Sequence[str]) -> dict[str, Outcome]:
         """Many at once, each with what became of it."""
 
-        def fetch(batch: Sequence[str]) -> dict[str, Outcome]:
-            outcomes: dict[str, Outcome] = {}
-            for digest in batch:
-                try:
-                    outcomes[digest] = self._fetch_manifest(digest)
-                except (IndexNotFound, IndexFormatError) as err:
-                    outcomes[digest] = err
-            return outcomes
+        def fetch(digest: str) -> Outcome:
+            try:
+                return self._fetch_manifest(digest)
+            except (IndexNotFound, IndexFormatError) as err:
+                return err
 
-        parts = self.ask(partial(fetch, digests[i : i + _BATCH]) for i in range(0, len(digests), _BATCH))
-        return {digest: outcome for part in parts for digest, outcome in part.items()}
+        return dict(zip(digests, self.ask(partial(fetch, digest) for digest in digests), strict=True))
 
     def put_manifest(self, manifest: Manifest) -> None:
         """From now on the index is there. Raises StoreFull."""
@@ -250,17 +245,15 @@ class Values:
     def remove_chunks(self, digest: str, generation: str, indexes: Iterable[int]) -> None:
         self.remove(*(_chunk_name(digest, generation, i) for i in indexes))
 
-    def listing(self) -> tuple[dict[str, Found], list[str]]:
-        """What there is, by digest, and the names that are none of ours."""
+    def listing(self) -> dict[str, Found]:
+        """What there is, by digest. Names that are none of ours count for nothing."""
         (names,) = self.ask([partial(self._blobs.names, self._folder)])
         tags: dict[str, str] = {}
         leased: set[str] = set()
         chunks: dict[str, dict[str, set[int]]] = {}
-        strays = []
         for name, tag in names.items():
             match = _NAME.fullmatch(name.removeprefix(self._folder + "/"))
             if match is None:
-                strays.append(name)
                 continue
             digest, is_manifest, is_lease, generation, index = match.groups()
             generations = chunks.setdefault(digest, {})
@@ -273,7 +266,7 @@ class Values:
         return {
             digest: Found(tags.get(digest), {g: frozenset(s) for g, s in generations.items()}, digest in leased)
             for digest, generations in chunks.items()
-        }, strays
+        }
 
     def upload(self, manifest: Manifest, container: memoryview) -> None:
         """Writes all chunks of a container. Raises StoreFull."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from prefix_index import IndexStoreError, write_index
+from prefix_index import IndexStoreError, IndexWriter
 from prefix_index.folder import SUFFIX, shard_of
 from prefix_index.service import StoreClient, messages
 from tests.prefix_index.balance import balanced
@@ -65,7 +65,7 @@ def write_small(path: Path, number: int) -> None:
     shard = path / shard_of(digest)
     shard.mkdir(parents=True, exist_ok=True)
     with (shard / (digest + SUFFIX)).open("wb") as out:
-        write_index(out, payload_of(number, 1, parts=1))  # type: ignore[arg-type]
+        IndexWriter(payload_of(number, 1, parts=1)).write(out)  # type: ignore[arg-type]
 
 
 class Wire:
