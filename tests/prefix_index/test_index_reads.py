@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from prefix_index import (
 from prefix_index.folder import bulk_reads, open_direct
 from prefix_index.reader import fresh_buffer, pieces_of, run
 from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.small_stores import flip, in_memory, place_of, resident_bytes
+from tests.prefix_index.small_stores import flip, in_memory, place_of
 
 PIECE = 16384
 SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
@@ -111,18 +110,6 @@ def test_every_path_gives_what_was_written(path: Path, payload: IndexPayload, th
                 drop_from_page_cache(path)
             found = index.read_many(threads=threads, direct=mode)
         assert_same(found, payload)  # after close(): the arrays are the caller's
-
-
-def test_an_index_in_memory_is_copied_and_checked(path: Path, payload: IndexPayload) -> None:
-    raw = bytearray(path.read_bytes())
-    index = in_memory(bytes(raw))
-    found = index.read_many(threads=4)
-    assert_same(found, payload)
-    found[ArrayKey("ids", 1, 0)][:] = 0
-    assert index.array("ids", 1, 0).sum() > 0
-    raw[place_of(index, ArrayKey("ids", 1, 0)) + 20_000] ^= 4
-    with pytest.raises(IndexCorrupt, match=r"checksum of \('ids', 1, 0\)"):
-        in_memory(bytes(raw)).read_many()
 
 
 def test_addresses_come_back_in_the_order_asked_for(index: IndexFile, payload: IndexPayload) -> None:
@@ -294,24 +281,6 @@ def test_an_error_leaves_no_thread_behind(index: IndexFile) -> None:
         run(pieces, fetch, memoryview(bytearray(index.read_nbytes())), threads=2)
     assert 1 <= len(seen) <= 2 < len(pieces)
     assert not [t for t in threading.enumerate() if t.name.startswith("index-read")]
-
-
-def test_what_the_page_cache_holds_is_known(index: IndexFile, path: Path) -> None:
-    if not has_direct(path):
-        pytest.skip("no O_DIRECT here")
-    with bulk_reads(index._fd(), direct=True) as fetch:
-        nbytes = path.stat().st_size
-        drop_from_page_cache(path)
-        if fetch._is_cached(4096, nbytes - 4096):  # type: ignore[attr-defined]
-            pytest.skip("this file system lies in the page cache")
-        until = time.monotonic() + 60
-        while True:
-            path.read_bytes()
-            cached = all(fetch._is_cached(4096, nbytes - 4096) for _ in range(20))  # type: ignore[attr-defined]
-            if cached or time.monotonic() > until:
-                break
-            assert resident_bytes(path) < nbytes, "only what the kernel has dropped, short of memory, is not there"
-        assert cached
 
 
 # First reads of a process

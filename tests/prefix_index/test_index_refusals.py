@@ -18,7 +18,6 @@ import pytest
 from prefix_index import (
     FileStore,
     IndexFile,
-    IndexForeign,
     IndexNotFound,
     IndexPayload,
     IndexStoreError,
@@ -29,8 +28,6 @@ from prefix_index import (
     StoreFull,
     books,
 )
-from prefix_index.folder import PARTIAL, remove_unlocked
-from prefix_index.retention import _prepared
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import find
 from tests.prefix_index.faults.refusals import KINDS, Refusals, refusing
@@ -71,16 +68,6 @@ def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, m
         assert [e.identity for e in store.list()] == [IDS[0]]
         assert list(store.problems()) == []
         store.get(IDS[0]).close()
-
-
-def test_a_linked_folder_is_foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As systems say it that look at the link before they look for a folder."""
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        refuse(monkeypatch, index_file(folder, IDS[0]).parent, errno.ELOOP)
-        with pytest.raises(IndexForeign, match="folder of the index: expected a folder, found a symbolic link"):
-            store.get(IDS[0])
-        assert list(store.list()) == []
 
 
 def test_what_came_back_is_seen_again(folder: Path) -> None:
@@ -260,18 +247,6 @@ def test_a_put_over_a_retention_that_cannot_be_read_changes_nothing(
             assert index.stats["fill"] == 1
         assert store.put(sample_payload(IDS[0], fill=2)).retention == PINNED
         balanced(store)
-
-
-def test_what_is_about_to_become_a_retention_is_nobodys_to_clear_away(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        fd = os.open(keep_file(folder, IDS[0]).parent, os.O_RDONLY)
-        with _prepared(fd, IDS[0].digest, PINNED, mode=0o600) as commit:
-            assert remove_unlocked(fd, PARTIAL, grace_s=0.0) == 0
-            commit()
-        os.close(fd)
-        store.rescan()
-        assert [e.retention for e in store.list()] == [PINNED]
 
 
 def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

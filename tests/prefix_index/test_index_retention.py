@@ -209,15 +209,6 @@ def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None
         os.close(fd)
 
 
-def test_only_the_sidecar_of_an_index_that_is_gone_is_an_orphan(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        fd = os.open(keep_file(folder, IDS[0]).parent, os.O_RDONLY)
-        assert remove_orphans(fd, [IDS[0].digest], grace_s=0.0) == 0
-        os.close(fd)
-        assert keep_file(folder, IDS[0]).exists()
-
-
 @pytest.mark.parametrize("what", ["retain", "put"])
 def test_nothing_fails_behind_the_rename_of_a_retention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

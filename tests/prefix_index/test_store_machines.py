@@ -139,16 +139,6 @@ class RemoteMachine(TwoStores):
         return machine(blobs, clock=self.clock)
 
 
-class RemoteFileMachine(RemoteMachine):
-    def blobs(self) -> ObjectBlobs:
-        self.folder = tempfile.mkdtemp()
-        return ObjectBlobs(Path(self.folder).as_uri())
-
-    def teardown(self) -> None:
-        super().teardown()
-        shutil.rmtree(self.folder)
-
-
 class RemoteS3Machine(RemoteMachine):
     def blobs(self) -> ObjectBlobs:
         return s3_server.new_bucket()
@@ -156,8 +146,6 @@ class RemoteS3Machine(RemoteMachine):
 
 TestRemoteMachine = RemoteMachine.TestCase
 TestRemoteMachine.settings = STEPS
-TestRemoteFileMachine = RemoteFileMachine.TestCase
-TestRemoteFileMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
 TestRemoteS3Machine = pytest.mark.full(RemoteS3Machine.TestCase)
 TestRemoteS3Machine.settings = settings(STEPS, max_examples=examples(3, day=4), stateful_step_count=12)
 

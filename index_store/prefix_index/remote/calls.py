@@ -70,12 +70,12 @@ class Calls:
         return results
 
     def close(self, last: Callable[[], None]) -> None:
-        """Runs ``last``, which must not raise, once no call is inside. Returns within twice the timeout."""
+        """Runs ``last``, which must not raise, once no call is inside. Returns in time, if need be before."""
         with self._opening:
             pool, self._pool = self._pool, None
             self._closing = threading.Thread(target=_close, args=(pool, last), name=f"{self.what} end", daemon=True)
             self._closing.start()
-        self._closing.join(2 * self.timeout_s)
+        self._closing.join(self.timeout_s)
 
     def check_idle(self) -> None:
         """Raises StoreUnavailable while an earlier ``close`` is not through."""
