@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
+from .background import Cancelled, Check
 from .errors import IndexStoreError, IndexUnreadable
 from .folder import open_named, path_in, pread, touch
 from .format import PRELUDE, is_digest
-from .prefetch import Cancelled, Check
 from .reader import IndexFile, is_damaged
 from .store import IndexEntry, IndexStore, Retention
 from .writer import IndexPayload, LazyArray
@@ -116,7 +116,7 @@ class Copies:
         return not copy and self.keeper is not None and time.monotonic() >= self.not_before.get(digest, 0.0)
 
     def wanted(self, digest: str) -> bool:
-        """Somebody asks for a copy, however often making it failed before. Whether it is made here."""
+        """A new index wants a copy, however often making one failed before. Whether it is made here."""
         self.not_before.pop(digest, None)
         if self._tell is not None:
             self._tell(digest, False)

@@ -38,7 +38,6 @@ GONE: Final = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
 """What the system says of a folder that is not there, or is no folder, or a link. Anything else may pass."""
 _HEX = "0123456789abcdef"
 _NOATIME = getattr(os, "O_NOATIME", 0)
-_READ_AHEAD: Final = 2 << 20
 _EXCLUSIVE_WAIT_S: Final = 5.0
 
 Fetch: TypeAlias = Callable[[memoryview, int], int]
@@ -337,15 +336,6 @@ def read_full(fd: int, out: memoryview, offset: int) -> int:
             break
         done += got
     return done
-
-
-def read_ahead(fd: int) -> Iterator[int]:
-    """Asks the kernel for the whole file, a step (of which it gives the offset) at a time: of one large request it
-    reads only the first few MiB. Waits where the disk's queue is full. Raises OSError.
-    """
-    for start in range(0, os.fstat(fd).st_size, _READ_AHEAD):
-        os.posix_fadvise(fd, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
-        yield start
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
+from .background import Cancelled, Check, Promoter, Promotion
 from .copies import checked, digest_in
 from .errors import (
     IndexFormatError,
@@ -28,7 +29,6 @@ from .errors import (
 from .file import FileStore
 from .folder import check_apart
 from .link import Link, Source, unavailable
-from .prefetch import Cancelled, Check, Promoter, Promotion
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
 from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload
@@ -225,11 +225,6 @@ class SharedStore(IndexStore):
                 held.callback(lease.release)
             return _Leases(digest_of(key), held.pop_all().close)
 
-    def prefetch(self, key: IndexLookup) -> None:
-        digest = self._digest(key)
-        self._no_fetch.pop(digest, None)
-        self._fetcher.request(digest)
-
     def collect(self) -> Sequence[IndexEntry]:
         """All stores' collections. Returns what left one of them and the folder does not have still."""
         self._check_open()
@@ -343,7 +338,7 @@ class SharedStore(IndexStore):
         try:
             try:
                 self.local.get(digest).close()
-                return self.local.prefetch(digest)
+                return None
             except IndexUnreadable:
                 raise
             except IndexStoreError:

@@ -277,10 +277,6 @@ class IndexStore(ABC):
         """
 
     @abstractmethod
-    def prefetch(self, key: IndexLookup) -> None:
-        """Starts bringing an index to where ``get`` is fastest. Returns at once; what fails is no error here."""
-
-    @abstractmethod
     def collect(self) -> Sequence[IndexEntry]:
         """Removes what has expired and what exceeds the store's limits; returns what was removed."""
 

@@ -170,10 +170,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases.pop(data.draw(st.sampled_from(sorted(self.leases, key=repr)))).release()
 
     @rule(pages=PAGES, tenant=TENANT)
-    def prefetch(self, pages: int, tenant: str | None) -> None:
-        self.store.prefetch(identity_of(pages, tenant))
-
-    @rule(pages=PAGES, tenant=TENANT)
     def get(self, pages: int, tenant: str | None) -> None:
         self.pass_time(10)
         identity = identity_of(pages, tenant)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import io
-import mmap
 import os
 import resource
 import subprocess
@@ -139,18 +137,6 @@ def open_below(folder: Path) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     return [link for link in links if link.startswith(str(folder))]
-
-
-def resident_bytes(path: Path) -> int:
-    """How much of a file, in whole pages, is in the page cache (mincore)."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
-        pages = (ctypes.c_ubyte * (len(mapping) // mmap.PAGESIZE))()
-        first = ctypes.c_char.from_buffer(mapping)
-        libc = ctypes.CDLL(None, use_errno=True)
-        address, nbytes = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping))
-        assert libc.mincore(address, nbytes, pages) == 0
-        del first
-        return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def settled(folder: Path) -> None:

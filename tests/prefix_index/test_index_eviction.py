@@ -24,7 +24,6 @@ from tests.prefix_index.small_stores import (
     index_file,
     keep_file,
     refuse_call,
-    resident_bytes,
 )
 
 # Policies.
@@ -264,7 +263,6 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pyt
         clock.now += 100
         other.rescan(full=True)
         other.contains(IDS[0])
-        other.prefetch(IDS[0])
         assert path.stat().st_atime == clock.now - 100.5  # looking is no use
         clock.now -= 10_000  # set back: the order of uses stays what it was
         store.get(IDS[0]).close()
@@ -276,19 +274,3 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pyt
         clock.now += 20_000
         refuse_call(monkeypatch, "utime")
         store.get(IDS[0]).close()  # whose time cannot be set is read all the same
-
-
-def test_prefetch_brings_the_whole_file_into_the_page_cache(folder: Path) -> None:
-    with opened(folder) as store:
-        entry = store.put(sample_payload(IDS[0], values_per_array=1 << 20))
-        path = index_file(folder, IDS[0])
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if resident_bytes(path):
-            pytest.skip("this file system is memory")
-        store.prefetch(IDS[1])
-        until = time.monotonic() + 60
-        while (found := resident_bytes(path)) < entry.nbytes and time.monotonic() < until:
-            store.prefetch(IDS[0])  # again: short of memory, the kernel reads less, or drops what it has read
-            time.sleep(0.01)
-        assert found == entry.nbytes

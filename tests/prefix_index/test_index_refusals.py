@@ -162,7 +162,7 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
     dram = folder.parent / "dram"
     with opened(folder, copies=copies_in(dram)) as store:
         store.put(sample_payload(IDS[0]))
-        assert store._prefetches.settle(60)
+        assert store._copier.settle(60)
         with monkeypatch.context() as patch:
             none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
             patch.setattr("prefix_index.copies.open_named", Mock(side_effect=none_left))

@@ -53,15 +53,6 @@ def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: P
     assert one.counters.published == 1
 
 
-def test_a_prefetch_brings_it_here(make: Make) -> None:
-    one, two = make("a"), make("b")
-    one.put(sample_payload(fill=7))
-    assert flushed(one)
-    two.prefetch(DIGEST)
-    eventually(lambda: two.local.contains(DIGEST))
-    assert find(two) == 32
-
-
 def test_the_longer_prefix_wins_wherever_it_is_but_not_from_a_remote_store_that_is_away(
     make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +279,7 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
     assert flushed(one)
     blobs.reading.clear()
     blobs.gate.clear()
-    two.prefetch(DIGEST)
+    two._fetcher.request(DIGEST)
     assert blobs.reading.wait(SOON)
     if change == "put":
         two.put(sample_payload(fill=2))

@@ -219,7 +219,6 @@ def test_only_digests_are_keys(store: IndexStore, key: Any) -> None:
         store.contains,
         store.delete,
         store.lease,
-        store.prefetch,
         lambda key: store.retain(key, Retention()),
     ]
     for call in calls:
@@ -240,7 +239,6 @@ def test_closed_store_says_so(store: IndexStore) -> None:
         lambda: miss(store),
         lambda: store.retain(sample_identity(), Retention()),
         lambda: store.lease(sample_identity()),
-        lambda: store.prefetch(sample_identity()),
         store.collect,
         store.list,
         store.problems,
@@ -251,16 +249,6 @@ def test_closed_store_says_so(store: IndexStore) -> None:
             call()
     store.open()
     store.open()
-
-
-def test_prefetch_changes_nothing_one_can_see(store: IndexStore) -> None:
-    store.prefetch(sample_identity(PROMPT))
-    store.put(sample_payload())
-    store.prefetch(sample_identity())
-    store.prefetch(sample_identity().digest)
-    assert same_arrays(store, sample_payload())
-    assert [e.identity for e in store.list()] == [sample_identity()]
-    assert list(store.problems()) == []
 
 
 def test_many_threads(store: IndexStore) -> None:
@@ -300,7 +288,6 @@ def test_each_lazy_array_is_loaded_once(store: IndexStore) -> None:
         return np.zeros(4096, np.uint8)
 
     store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
-    store.prefetch(sample_identity())
     store.get(sample_identity()).close()
     balanced(store)  # once work in the background is done
     assert len(loads) == 1

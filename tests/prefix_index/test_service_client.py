@@ -51,7 +51,6 @@ def test_while_the_service_is_away_or_hangs_the_folder_is_used_all_the_same(proc
         assert client.contains(sample_identity())
         with client.lease(sample_identity()) or pytest.fail("no lease"):
             assert client.lease(sample_identity()) is None
-        client.prefetch(sample_identity())
         client.rescan(full=True)
         assert list(client.collect()) == []
         balanced(client)
@@ -251,7 +250,7 @@ def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
     eventually(lambda: client.status().tiers[0].indexes == 1)
     assert client.status().tiers[0].hits > 0
     # Somebody who knows nothing of the service replaces it: the next get sees it.
-    assert own._prefetches.settle(60.0)  # a copy that comes late uses the index
+    assert own._copier.settle(60.0)  # a copy that comes late uses the index
     fill = 4
     with FileStore(tmp_path / "store") as other:
         other.put(sample_payload(fill=fill))

@@ -201,10 +201,6 @@ class RemoteStore(IndexStore):
         """As in the protocol: between machines where the store can create a value only if there is none."""
         return self._leases.acquire(self._digest(key))
 
-    def prefetch(self, key: IndexLookup) -> None:
-        """Nothing to do: a folder in front of this store brings indexes nearer."""
-        self._digest(key)
-
     def collect(self) -> Sequence[IndexEntry]:
         """As in the protocol; also removes indexes that lost chunks, chunks without a manifest, leases of the dead."""
         self._check_open()

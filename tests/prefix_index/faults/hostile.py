@@ -62,7 +62,6 @@ def keys(count: int, seed: int) -> Outcome:
             store.contains,
             store.delete,
             store.lease,
-            store.prefetch,
             store.path_of,
             lambda key: store.retain(key, Retention(pinned=True)),
             lambda key: store.report(key, error),
@@ -87,7 +86,7 @@ def keys(count: int, seed: int) -> Outcome:
         tally.expect(before == after, f"files changed: {sorted(before.items() ^ after.items())[:2]}")
         if read_fill(store, 0) != 1:
             tally.lose("the index beside")
-    return tally.outcome("each of 8 methods with each key; 9 identities")
+    return tally.outcome("each of 7 methods with each key; 9 identities")
 
 
 def shard_only(name: str) -> bool:
@@ -169,7 +168,6 @@ CALLS: Final[dict[str, Callable[[FileStore], object]]] = {
     "put with retention": lambda store: store.put(payload_of(0, 2), retention=Retention(pinned=True)),
     "retain": lambda store: store.retain(MINE, Retention(pinned=True, expires=4e9)),
     "lease": lease_and_release,
-    "prefetch": lambda store: store.prefetch(MINE),
     "collect": lambda store: store.collect(),
     "clean_partials": lambda store: store._keeper.clean_partials(),
     "delete": lambda store: store.delete(MINE),

@@ -163,9 +163,7 @@ class Hammer:
                 lease = store.lease(identity_of(number))
                 if lease is not None:
                     lease.release()
-            case 10:
-                store.prefetch(identity_of(number))
-            case 11:
+            case 10 | 11:
                 with contextlib.suppress(IndexNotFound):
                     index = store.get(identity_of(number))
                     self.held.append((index, int(index.stats["fill"])))
