@@ -93,12 +93,6 @@ class FileStore(IndexStore):
         return None if self.copies is None else self.copies.counters
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of all index files and of those being written, as the last scan saw them."""
-        with self._lock:
-            return self._books.used_bytes
-
-    @property
     def being_written(self) -> tuple[int, int]:
         """(number, bytes) of partial files, as the last scan saw them."""
         with self._lock:

@@ -90,7 +90,7 @@ def test_least_recently_used_leaves_a_full_folder(folder: Path, clock: Clock) ->
         for identity in IDS[:3]:
             clock.now += 10
             store.put(sample_payload(identity))
-        assert store.used_bytes == 3 * ONE
+        assert store._books.used_bytes == 3 * ONE
         other.rescan()
         clock.now += 10
         with other.get(IDS[0]) as reader:  # another store's use counts

@@ -138,7 +138,7 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
 ) -> None:
     with opened(folder) as store, opened(folder) as other:
         store.put(sample_payload(IDS[0]), retention=PINNED)
-        used = store.used_bytes
+        used = store._books.used_bytes
         other.put(sample_payload(IDS[1]))
         settled(folder)
         shard = index_file(folder, IDS[0]).parent
@@ -147,7 +147,7 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
             for full in (False, True):
                 store.rescan(full=full)
                 assert IDS[0] in [e.identity for e in store.list()]
-                assert store.used_bytes >= used
+                assert store._books.used_bytes >= used
                 assert [Path(p.path) for p in store.problems()] == [shard]
                 with pytest.raises(StoreFolderError, match="folder of indexes: expected one that can be listed, found"):
                     raise store.problems()[0].error
@@ -188,7 +188,7 @@ def test_the_next_one_leaves_for_one_that_cannot(folder: Path, monkeypatch: pyte
         refuse_call(monkeypatch, "unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
         store.put(sample_payload(IDS[3]))
         assert held(store) == {0, 2, 3}
-        assert store.used_bytes == 3 * ONE
+        assert store._books.used_bytes == 3 * ONE
         assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
         with pytest.raises(StoreFolderError, match="index that must leave: expected a file to remove, found Operation"):
             raise store.problems()[0].error
@@ -207,7 +207,7 @@ def test_the_cap_holds_where_nothing_can_be_removed(folder: Path, monkeypatch: p
                 store.put(sample_payload(IDS[i]))
         store.rescan(full=True)
         assert held(store) == {0, 1, 2}
-        assert store.used_bytes == 3 * ONE
+        assert store._books.used_bytes == 3 * ONE
         store.put(sample_payload(IDS[1], fill=7))  # replacing takes no room
         balanced(store)
 

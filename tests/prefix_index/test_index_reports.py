@@ -87,7 +87,7 @@ def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
         writer.join()
         store.rescan()
         assert list(store.list()) == []
-        assert store.used_bytes == 0
+        assert store._books.used_bytes == 0
         balanced(store)
 
 
