@@ -38,6 +38,8 @@ class Link:
         """Whether it may lack what the folder has, or have what was deleted."""
         self.retention: dict[str, Retention] = {}
         """What it was not told yet, of indexes of which it is outdated in nothing else."""
+        self.reports: dict[str, IndexStoreError] = {}
+        """What was said of indexes that it may have, too."""
         self.problem: IndexStoreError | None = None
         self.refusal: IndexStoreError | None = None
         """Why it could not be told something, since all was told last."""

@@ -270,9 +270,14 @@ class SharedStore(IndexStore):
             return  # it has expired: a miss already
         elif any(digest_in(problem.path) == digest for problem in self.local.problems()):
             return
-        for link, _ in self._offers(digest):
-            with contextlib.suppress(IndexStoreError):
-                link.store.report(digest, error)
+        for link in self._links:
+            if link.is_open and digest not in link.store.catalog.hidden:
+                with contextlib.suppress(IndexStoreError):
+                    link.store.report(digest, error)
+            else:  # on its way there, or nobody knows what is there
+                link.store.catalog.hidden[digest] = next(self._numbers)
+                link.reports[digest], link.is_behind = error, True
+                self._post(digest)
 
     def longest(self, ask: Ask) -> IndexEntry | None:
         if any(link.is_away() for link in self._links):
@@ -426,6 +431,7 @@ class SharedStore(IndexStore):
         for link in self._links:
             link.store.catalog.hidden[digest] = next(self._numbers)
             link.retention.pop(digest, None)
+            link.reports.pop(digest, None)
 
     def _tell(self, what: str, check: Check) -> bool:
         """Returns whether a remote store had an index that was deleted."""
@@ -440,7 +446,7 @@ class SharedStore(IndexStore):
     def _catch_up(self, link: Link, check: Check) -> None:
         link.is_behind, link.refusal = False, None
         for digest in tuple(link.store.catalog.hidden):
-            sends = digest not in link.retention and self.local.catalog.get(digest) is not None
+            sends = digest not in {*link.retention, *link.reports} and self.local.catalog.get(digest) is not None
             if sends and isinstance(link.refusal, StoreFull):
                 link.is_behind = True  # nor would this one have room
             else:
@@ -470,7 +476,9 @@ class SharedStore(IndexStore):
         store, entry, existed = link.store, self.local.catalog.get(digest), False
         outdated = store.catalog.hidden.get(digest)
         try:
-            if digest in link.retention:
+            if digest in link.reports:
+                link.ask(partial(store.report, digest, link.reports[digest]))
+            elif digest in link.retention:
                 with contextlib.suppress(IndexNotFound):
                     link.ask(partial(store.retain, digest, link.retention[digest]))
             elif outdated is not None and entry is None:
@@ -480,6 +488,7 @@ class SharedStore(IndexStore):
             if store.catalog.hidden.get(digest) == outdated:  # else it has changed once more meanwhile
                 store.catalog.hidden.pop(digest, None)
                 link.retention.pop(digest, None)
+                link.reports.pop(digest, None)
         except Cancelled:
             raise
         except IndexNotFound:

@@ -205,6 +205,19 @@ def test_a_report_about_an_older_index_keeps_the_new_one_on_its_way(make: Make, 
     assert list(store.problems()) == []
 
 
+def test_a_report_reaches_what_is_on_its_way_there(make: Make, blobs: Shaky) -> None:
+    store = make("a")
+    blobs.gate.clear()
+    store.put(sample_payload())
+    assert blobs.writing.wait(SOON)
+    store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
+    blobs.gate.set()
+    assert store._teller.settle(SOON)
+    assert (find(store), store.contains(DIGEST)) == (0, False)
+    with pytest.raises(IndexCorrupt, match="a test"):
+        store.get(DIGEST)
+
+
 def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_reported_nor_replaced(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
