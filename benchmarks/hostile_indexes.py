@@ -42,7 +42,6 @@ from kernel_rows import commit
 from tqdm import tqdm
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexEntry, IndexIdentity, IndexPayload, IndexStoreError
-from prefix_index.testing import sample_identity, sample_model
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
@@ -57,6 +56,7 @@ from sglang_ext.methods.base import LayerProfile
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix import residency
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+from tests.prefix_index.samples import sample_identity, sample_model
 
 LAYERS, KV_HEADS, GQA = 3, 2, 2
 ROLES = ["dense", "anchor", "anchor"]

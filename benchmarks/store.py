@@ -45,11 +45,11 @@ from prefix_index import (
     IndexFile,
     IndexPayload,
     IndexStore,
-    IndexUnreadable,
-    write_index,
+    IndexWriter,
 )
+from prefix_index.folder import open_direct
 from prefix_index.reader import PIECE_NBYTES, THREADS, fresh_buffer
-from prefix_index.testing import sample_identity
+from tests.prefix_index.samples import sample_identity
 
 LAYERS, HEADS, NAMES = 32, 8, 6
 
@@ -71,7 +71,7 @@ def payload_of(nbytes: int, *, names: int = NAMES, layers: int = LAYERS, heads: 
 def write_plainly(path: Path, payload: IndexPayload) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("wb", buffering=0) as out:
-        write_index(out, payload)
+        IndexWriter(payload).write(out)
         os.fsync(out.fileno())
 
 
@@ -122,13 +122,13 @@ def cold_row(path: Path, repeats: int) -> Row:
     name, reference = disk_reference()
     nbytes = path.stat().st_size
 
-    def cold(direct: bool | None) -> float:
+    def cold(direct: bool) -> float:
         drop_from_page_cache(path)
         return seconds_of(lambda: read_all(path, direct=direct))
 
     values = in_turn(
         repeats,
-        ours=lambda: cold(None),
+        ours=lambda: cold(True),
         reference=lambda: reference(path, nbytes, "read"),
         through_page_cache=lambda: cold(False),
     )
@@ -163,23 +163,6 @@ def warm_row(path: Path, buffer: str, repeats: int) -> Row:
     reference = "one thread: memcpy, then xxh3-64 of the copy"
     row = {"bench": "warm_read_verified", "buffer": buffer, "nbytes": len(source), "reference": reference}
     return {**row, **rates(values, len(source))}
-
-
-def verify_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    path = stored(folder / "verify", payload_of(args.sizes[-1]))
-    nbytes = path.stat().st_size
-    for state in ("cold", "warm"):
-
-        def read(verify: bool, state: str = state) -> float:
-            if state == "cold":
-                drop_from_page_cache(path)
-            return seconds_of(lambda: read_all(path, verify=verify))
-
-        if state == "warm":
-            path.read_bytes()
-        values = in_turn(args.repeats, ours=lambda: read(True), reference=lambda: read(False))
-        row = {"bench": "verify_cost", "state": state, "nbytes": nbytes, "reference": "the same without verification"}
-        yield {**row, **rates(values, nbytes)}
 
 
 def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -230,7 +213,7 @@ def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         path = store.path_of(identity)
         path.parent.mkdir(exist_ok=True)
         with path.open("wb", buffering=0) as out:
-            write_index(out, IndexPayload(identity, payload.arrays, info=payload.info))
+            IndexWriter(IndexPayload(identity, payload.arrays, info=payload.info)).write(out)
     store.close()
     paths = [store.path_of(identity) for identity in identities]
     for state in ("cached", "cold"):
@@ -320,7 +303,6 @@ server.serve()
 BENCHES: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]] = {
     "read": read_rows,
     "warm": warm_rows,
-    "verify": verify_rows,
     "write": write_rows,
     "header": header_rows,
     "scan": scan_rows,
@@ -353,11 +335,11 @@ def has_direct(folder: Path) -> bool:
     """Whether this file system reads with O_DIRECT; without it, `cold` rows compare reads through the page cache."""
     path = folder / "direct"
     write_plainly(path, payload_of(4096, names=1, layers=1, heads=1))
-    try:
-        read_all(path, direct=True)
-    except IndexUnreadable:
-        return False
-    return True
+    with path.open("rb") as file:
+        fd = open_direct(file.fileno())
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -141,8 +141,8 @@ def test_every_sglang_ext_command_in_the_documents_is_accepted(
 
 def test_the_keys_of_an_index_in_json_are_documented() -> None:
     from prefix_index import IndexEntry
-    from prefix_index.testing import sample_identity
     from sglang_ext.cli.index.targets import fields
+    from tests.prefix_index.samples import sample_identity
 
     entry = IndexEntry(identity=sample_identity(), nbytes=4096, created=0.0, build_seconds=0.0)
     documented = first_cells(table_with(text_of("docs/operating.md"), "digest"))

@@ -19,7 +19,6 @@ from .errors import (
     StoreClosed,
     StoreFolderError,
     StoreFull,
-    StoreInconsistent,
     StoreUnavailable,
     printable,
     printable_values,
@@ -41,8 +40,8 @@ from .format import (
 )
 from .reader import IndexFile, IndexLookup
 from .shared import SharedCounters, SharedStore
-from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention
-from .writer import IndexPayload, IndexWriter, LazyArray, write_index
+from .store import Ask, BuildLease, IndexEntry, IndexStore, Problem, Retention
+from .writer import IndexPayload, IndexWriter, LazyArray
 
 __all__ = [
     "DTYPES",
@@ -50,6 +49,7 @@ __all__ = [
     "PAGE_TOKENS",
     "ArrayKey",
     "ArrayRecord",
+    "Ask",
     "BuildInfo",
     "BuildLease",
     "Copies",
@@ -80,7 +80,6 @@ __all__ = [
     "StoreClosed",
     "StoreFolderError",
     "StoreFull",
-    "StoreInconsistent",
     "StoreUnavailable",
     "TierCounters",
     "canonical_digest",
@@ -90,5 +89,4 @@ __all__ = [
     "page_hashes",
     "printable",
     "printable_values",
-    "write_index",
 ]

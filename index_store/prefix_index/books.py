@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -12,11 +12,11 @@ from typing import Final
 import msgspec
 
 from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
-from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_index, shard_fd, shard_of, status_of
+from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_fd, shard_fd, shard_of, status_of
 from .format import Entry, ModelFingerprint, is_digest
 from .reader import check_identity, read_entry
 from .retention import DEFAULT, KEEP_SUFFIX, read_retention
-from .store import Catalog, IndexEntry, Retention, inconsistent
+from .store import Catalog, IndexEntry, Retention
 
 _SETTLES_S: Final = 2.0
 MAX_FOREIGN: Final = 100
@@ -28,20 +28,13 @@ UNKNOWN: Final = Retention(pinned=True)
 
 @dataclass
 class Listing:
-    """One reading of a shard folder. ``used_ns`` are access times; ``more``: foreign names that ``foreign`` lacks."""
+    """One reading of a shard folder. ``used_ns`` are access times."""
 
     indexes: dict[str, Signature] = field(default_factory=dict)
     keeps: dict[str, Signature] = field(default_factory=dict)
     used_ns: dict[str, int] = field(default_factory=dict)
     partials: dict[str, int] = field(default_factory=dict)
-    foreign: set[str] = field(default_factory=set)
-    more: int = 0
-
-    def take_foreign(self, name: str) -> None:
-        if len(self.foreign) < MAX_FOREIGN:
-            self.foreign.add(name)
-        else:
-            self.more += 1
+    foreign: list[str] = field(default_factory=list)
 
 
 class Look:
@@ -84,7 +77,7 @@ def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
                 digest, suffix = name[:64], name[64:]
                 known_or_ours = digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
                 if suffix not in (SUFFIX, KEEP_SUFFIX) or not known_or_ours:
-                    seen.take_foreign(name)
+                    seen.foreign.append(name)
                     continue
                 status = item.stat(follow_symlinks=False)
             except FileNotFoundError:
@@ -114,6 +107,7 @@ class FolderBooks:
         self.unremovable: dict[str, IndexStoreError] = {}
         """By path: usable indexes that should have left and could not be removed."""
         self._reported: dict[str, Signature] = {}
+        self._foreign: dict[str, tuple[str, ...]] = {}
         self._root = str(folder)
         self._folder = folder
         self._shards: dict[str, _Shard] = {}
@@ -139,7 +133,7 @@ class FolderBooks:
         return [nbytes for shard in self._shards.values() for nbytes in shard.seen.partials.values()]
 
     def clear(self) -> None:
-        for book in (self.catalog, self.unremovable, self._reported, self._shards, self._models):
+        for book in (self.catalog, self.unremovable, self._reported, self._foreign, self._shards, self._models):
             book.clear()
         self._root_look = Look()
         self.latest_use = 0.0
@@ -245,30 +239,32 @@ class FolderBooks:
 
     def _list_root(self) -> None:
         names: set[str] = set()
-        other = Listing()
+        foreign = []
         with os.scandir(self._root) as items:
             for item in items:
                 if is_shard(item.name) and item.is_dir(follow_symlinks=False):
                     names.add(item.name)
                 elif not item.name.startswith("."):
-                    other.take_foreign(item.name)
-        for path in [p for p in self.problems if os.path.dirname(p) == self._root]:
-            del self.problems[path]
-        self._tell_foreign(self._root, "a folder named by two hex digits", other, other.foreign)
+                    foreign.append(item.name)
+        self._tell_foreign(self._root, "a folder named by two hex digits", foreign)
         for gone in self._shards.keys() - names:
+            self.problems.pop(f"{self._root}/{gone}", None)
             self._take_in(gone, -1, Listing(), full=True)
             del self._shards[gone]
         for name in names - self._shards.keys():
             self._shards[name] = _Shard()
 
-    def _tell_foreign(self, folder: str, expected: str, found: Listing, names: Iterable[str]) -> None:
-        """Problems of some ``names``, and one of all those that are not told one by one."""
-        for name in names:
-            self.problems[f"{folder}/{name}"] = _foreign(expected, name).at(f"{folder}/{name}")
-        self.problems.pop(f"{folder}/*", None)
-        if found.more:
-            others = f"{found.more:,} beside the {MAX_FOREIGN} listed"
-            self.problems[f"{folder}/*"] = _foreign(expected, others).at(folder)
+    def _tell_foreign(self, folder: str, expected: str, names: list[str]) -> None:
+        """Problems of a folder's names that mean nothing here, in place of those told before."""
+        for path in self._foreign.pop(folder, ()):
+            self.problems.pop(path, None)
+        told = {f"{folder}/{name}": name for name in sorted(names)[:MAX_FOREIGN]}
+        if len(names) > MAX_FOREIGN:
+            told[f"{folder}/*"] = f"{len(names) - MAX_FOREIGN:,} beside the {MAX_FOREIGN} listed"
+        for path, found in told.items():
+            error = IndexForeign("name in the store's folder", expected, found[:100], "move it elsewhere", path)
+            self.problems[path] = error
+        self._foreign[folder] = tuple(told)
 
     def look_again(self, digest: str) -> None:
         """Lists the digest's shard folder now, whatever its mtime says."""
@@ -311,10 +307,7 @@ class FolderBooks:
         known, shard.seen = shard.seen, found
         self.latest_use = max(self.latest_use, max(found.used_ns.values(), default=0) / 1e9)
         folder = f"{self._root}/{name}"
-        for foreign in known.foreign - found.foreign:
-            self.problems.pop(f"{folder}/{foreign}", None)
-        new = found.foreign - (set() if full else known.foreign)
-        self._tell_foreign(folder, f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", found, new)
+        self._tell_foreign(folder, f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", found.foreign)
         for digest in known.indexes.keys() - found.indexes.keys():
             self._clear_problem(digest)
             self.catalog.remove(digest)
@@ -345,7 +338,7 @@ class FolderBooks:
 
     def _read_header(self, dir_fd: int, digest: str) -> None:
         try:
-            with closing_fd(open_index(digest + SUFFIX, dir_fd)) as fd:
+            with closing_fd(open_fd(digest + SUFFIX, dir_fd=dir_fd, follow=False)) as fd:
                 entry, _ = read_entry(fd)
                 signature = Signature.of(status_of(fd))
             check_identity(digest, entry.identity)
@@ -362,37 +355,3 @@ class FolderBooks:
             self._clear_problem(digest)
             path = self.path_of(digest)
             self.problems[path] = err.at(path)
-
-    def check_integrity(self) -> None:
-        """Raises StoreInconsistent where the books, just brought up to date, differ from the files."""
-        self.catalog.check_integrity()
-        on_disk = {path: nbytes for path, nbytes in self._sizes_on_disk() if path not in self.problems}
-        held = [(digest, entry) for digest, entry in self.catalog.all_held() if self._is_listed(shard_of(digest))]
-        listed = {self.path_of(digest): entry.nbytes for digest, entry in held}
-        if listed != on_disk:
-            raise inconsistent("files", on_disk, listed)
-        for digest, entry in held:
-            problem = self.problems.get(self.path_of(digest, KEEP_SUFFIX))
-            if isinstance(problem, IndexUnreadable):
-                continue  # what was known stays
-            with shard_fd(self._folder, shard_of(digest)) as fd:
-                kept = DEFAULT if problem is not None else read_retention(fd, digest)
-            if entry.retention != kept:
-                raise inconsistent(f"retention of {digest}", kept, entry.retention)
-
-    def _is_listed(self, shard: str) -> bool:
-        return f"{self._root}/{shard}" not in self.problems
-
-    def _sizes_on_disk(self) -> Iterator[tuple[str, int]]:
-        """(path, bytes) of what has an index's name in a shard folder that is one (a link to a folder is not)."""
-        with os.scandir(self._root) as shards:
-            names = [item.name for item in shards if is_shard(item.name) and item.is_dir(follow_symlinks=False)]
-        for name in filter(self._is_listed, names):
-            with os.scandir(f"{self._root}/{name}") as items:
-                for item in items:
-                    if item.name.endswith(SUFFIX) and not item.name.startswith("."):
-                        yield item.path, item.stat(follow_symlinks=False).st_size
-
-
-def _foreign(expected: str, found: str) -> IndexForeign:
-    return IndexForeign("name in the store's folder", expected, found[:100], "move it elsewhere")

@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
+from .background import Cancelled, Check
 from .errors import IndexStoreError, IndexUnreadable
 from .folder import open_named, path_in, pread, touch
 from .format import PRELUDE, is_digest
-from .prefetch import Cancelled, Check
 from .reader import IndexFile, is_damaged
 from .store import IndexEntry, IndexStore, Retention
 from .writer import IndexPayload, LazyArray
@@ -64,7 +64,8 @@ class Copies:
         self._tell = tell
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(TierCounters._fields, 0)
-        self._not_before: dict[str, float] = {}
+        self.not_before: dict[str, float] = {}
+        """When a copy that could not be made is tried again, by the monotonic clock."""
 
     @property
     def counters(self) -> TierCounters:
@@ -77,7 +78,7 @@ class Copies:
 
     def open(self) -> None:
         """Raises StoreFolderError."""
-        self._not_before.clear()
+        self.not_before.clear()
         if self.keeper is not None:
             self.keeper.open()
 
@@ -112,11 +113,11 @@ class Copies:
         self.count("hits_fast" if copy else "hits_slow")
         if self._tell is not None:
             self._tell(digest, copy)
-        return not copy and self.keeper is not None and time.monotonic() >= self._not_before.get(digest, 0.0)
+        return not copy and self.keeper is not None and time.monotonic() >= self.not_before.get(digest, 0.0)
 
     def wanted(self, digest: str) -> bool:
-        """Somebody asks for a copy, however often making it failed before. Whether it is made here."""
-        self._not_before.pop(digest, None)
+        """A new index wants a copy, however often making one failed before. Whether it is made here."""
+        self.not_before.pop(digest, None)
         if self._tell is not None:
             self._tell(digest, False)
         return self.keeper is not None
@@ -131,9 +132,9 @@ class Copies:
         except Cancelled:
             raise
         except Exception:
-            if len(self._not_before) >= _MAX_FAILED:
-                self._not_before.clear()
-            self._not_before[digest] = time.monotonic() + _AGAIN_S
+            if len(self.not_before) >= _MAX_FAILED:
+                self.not_before.clear()
+            self.not_before[digest] = time.monotonic() + _AGAIN_S
             self.count("promotion_failures")
             raise
         self.count("promotions")

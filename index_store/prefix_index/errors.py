@@ -100,10 +100,6 @@ class StoreClosed(IndexStoreError):
     """The store or index file is not open."""
 
 
-class StoreInconsistent(IndexStoreError):
-    """A store's own books do not balance: a defect in this package, never the user's fault."""
-
-
 def printable(text: str) -> str:
     r"""The same on one line, with every character that does not print, a space excepted, as Python would write it.
 

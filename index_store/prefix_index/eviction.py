@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import heapq
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,45 +55,26 @@ def policy_of(name: str) -> EvictionPolicy:
 
 
 def choose_victims(
-    candidates: Iterable[Candidate],
-    nbytes: int,
-    *,
-    policy: EvictionPolicy,
-    now: float,
-    latest: float | None = None,
-    last_used: Callable[[Candidate], float] | None = None,
+    candidates: Iterable[Candidate], nbytes: int, *, policy: EvictionPolicy, now: float, latest: float = 0.0
 ) -> Sequence[IndexEntry] | None:
     """The fewest first leavers that hold ``nbytes`` bytes together; None where all of them do not.
 
-    Order: expired, then not pinned, then pinned; within each by ``policy``. ``last_used`` looks up the true last use of
-    those about to leave, where a store knows only at least how recent it is. Idle times count from ``latest``, the last
+    Order: expired, then not pinned, then pinned; within each by ``policy``. Idle times count from ``latest``, the last
     use of all, where it lies after ``now``: the clock was set back.
     """
-    present = now if latest is None else max(now, latest)
-    heap = [(*_rank(c, policy, now, present), i, c) for i, c in enumerate(candidates)]
-    if sum(c.entry.nbytes for *_, c in heap) < nbytes:
-        return None
-    heapq.heapify(heap)
+
+    def rank(candidate: Candidate) -> tuple[int, Rank]:
+        retention = candidate.entry.retention
+        group = 0 if has_expired(retention, now) else 2 if retention.pinned else 1
+        return group, policy(candidate, max(now, latest))
+
     victims: list[IndexEntry] = []
-    freed = 0
-    while freed < nbytes:
-        *_, i, candidate = heap[0]
-        if last_used is not None:
-            used = last_used(candidate)
-            if used > candidate.last_used:
-                fresh = candidate._replace(last_used=used)
-                heapq.heapreplace(heap, (*_rank(fresh, policy, now, present), i, fresh))
-                continue
-        heapq.heappop(heap)
-        victims.append(candidate.entry)
-        freed += candidate.entry.nbytes
-    return victims
-
-
-def _rank(candidate: Candidate, policy: EvictionPolicy, now: float, present: float) -> tuple[int, Rank]:
-    retention = candidate.entry.retention
-    group = 0 if has_expired(retention, now) else 2 if retention.pinned else 1
-    return group, policy(candidate, present)
+    for entry, _ in sorted(candidates, key=rank):
+        if nbytes <= 0:
+            break
+        victims.append(entry)
+        nbytes -= entry.nbytes
+    return victims if nbytes <= 0 else None
 
 
 class FolderLimits(NamedTuple):
@@ -204,10 +184,11 @@ class Housekeeper:
         removed: list[IndexEntry] = []
         while nbytes > 0:
             with self._lock:
-                held = [Candidate(entry, used) for digest, entry, used in self._books.uses() if digest not in staying]
+                known = [(entry, used) for digest, entry, used in self._books.uses() if digest not in staying]
                 latest = self._books.latest_use
+            held = [Candidate(entry, _last_used(entry, used)) for entry, used in known]
             now, policy = self._limits.clock(), self._limits.policy
-            victims = choose_victims(held, nbytes, policy=policy, now=now, latest=latest, last_used=_last_used)
+            victims = choose_victims(held, nbytes, policy=policy, now=now, latest=latest)
             if victims is None:
                 break
             nbytes = 0
@@ -266,9 +247,9 @@ class Housekeeper:
                 remove_orphans(fd, keeps - indexes, grace_s=0.0 if alone else self._grace_s)
 
 
-def _last_used(candidate: Candidate) -> float:
+def _last_used(entry: IndexEntry, known: float) -> float:
     """As the file says now: other processes use it too."""
     try:
-        return os.lstat(candidate.entry.path or "").st_atime
+        return max(known, os.lstat(entry.path or "").st_atime)
     except OSError:
-        return candidate.last_used
+        return known

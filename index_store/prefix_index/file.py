@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from .background import Check, Promoter
 from .books import FolderBooks
 from .copies import Copies, TierCounters
 from .errors import IndexCorrupt, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable
@@ -22,14 +23,12 @@ from .folder import (
     exclusive,
     open_named,
     os_errors,
-    read_ahead,
     shard_fd,
     shard_of,
     touch,
 )
 from .format import Entry
 from .lease import FolderLeases
-from .prefetch import Check, Promoter
 from .reader import IndexFile, IndexLookup, read_entry
 from .retention import publish, write_retention
 from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
@@ -86,18 +85,12 @@ class FileStore(IndexStore):
         self.catalog = self._books.catalog
         self._leases = FolderLeases(self.folder, self._access)
         self._keeper = Housekeeper(self.folder, self._books, self.limits, self._lock, grace_s=partial_grace_s)
-        self._prefetches = Promoter(self._bring)
+        self._copier = Promoter(self._copy)
 
     @property
     def counters(self) -> TierCounters | None:
         """Of the copies, as of now; None without them."""
         return None if self.copies is None else self.copies.counters
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all index files and of those being written, as the last scan saw them."""
-        with self._lock:
-            return self._books.used_bytes
 
     @property
     def being_written(self) -> tuple[int, int]:
@@ -121,14 +114,14 @@ class FileStore(IndexStore):
             except BaseException:
                 self._books.clear()
                 raise
-            self._prefetches = Promoter(self._bring)
+            self._copier = Promoter(self._copy)
             self._is_open = True
 
     def close(self) -> None:
         with self._lock:
             self._is_open = False
             self._books.clear()
-        self._prefetches.close(_CLOSE_S)
+        self._copier.close(_CLOSE_S)
         if self.copies is not None:
             self.copies.close()
 
@@ -161,7 +154,7 @@ class FileStore(IndexStore):
             self._books.retained(digest, kept)
             entry = self._books.learn(digest, Entry(payload.identity, payload.info), signature)
         if self.copies is not None and self.copies.wanted(digest):
-            self._prefetches.request(digest)
+            self._copier.request(digest)
         return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
@@ -189,9 +182,13 @@ class FileStore(IndexStore):
         if self._has_expired(digest):
             index.close()
             raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
-        if self.copies is not None and self.copies.served(digest, copy=copy is not None):
-            self._prefetches.request(digest)
+        self.served(digest, copy=copy is not None)
         return index
+
+    def served(self, digest: str, *, copy: bool) -> None:
+        """A reader, of whatever process, was given an index of this folder, or its ``copy`` in DRAM."""
+        if self.copies is not None and self.copies.served(digest, copy=copy):
+            self._copier.request(digest)
 
     def contains(self, key: IndexLookup) -> bool:
         digest = self._digest(key)
@@ -234,19 +231,9 @@ class FileStore(IndexStore):
     def lease(self, key: IndexLookup) -> BuildLease | None:
         return self._leases.acquire(self._digest(key))
 
-    def prefetch(self, key: IndexLookup) -> None:
-        """Asks for a copy in DRAM; without ``copies`` has the kernel read the file into the page cache."""
-        digest = self._digest(key)
-        if self.copies is None or self.copies.wanted(digest):
-            self._prefetches.request(digest)
-
-    def _bring(self, digest: str, check: Check) -> None:
+    def _copy(self, digest: str, check: Check) -> None:
+        assert self.copies is not None
         fd, status = self._open_offered(digest)
-        if self.copies is None:
-            with closing_fd(fd):
-                for _ in read_ahead(fd):
-                    check()
-            return
         with IndexFile.from_fd(fd, path=self.path_of(digest)) as index:
             copy = self.copies.current(digest, fd, status.st_atime_ns / 1e9)
             if copy is not None:
@@ -321,12 +308,6 @@ class FileStore(IndexStore):
             with self._lock:
                 known = {digest for digest, _ in self.catalog.all_held()}
             self.copies.tidy(known, full=full)
-
-    def check_integrity(self) -> None:
-        """As in the protocol: books against files. Meaningful while no other process changes the folder."""
-        with self._lock, os_errors(self.folder):
-            self.rescan()
-            self._books.check_integrity()
 
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""

@@ -11,14 +11,12 @@ import errno
 import fcntl
 import grp
 import io
-import mmap
 import os
 import random
 import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -31,7 +29,7 @@ from .errors import (
     StoreFolderError,
     StoreFull,
 )
-from .format import ALIGN, corrupt, invalid
+from .format import ALIGN
 
 SUFFIX: Final = ".pfxindex"
 PARTIAL: Final = ".partial-"
@@ -40,7 +38,6 @@ GONE: Final = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ELOOP))
 """What the system says of a folder that is not there, or is no folder, or a link. Anything else may pass."""
 _HEX = "0123456789abcdef"
 _NOATIME = getattr(os, "O_NOATIME", 0)
-_READ_AHEAD: Final = 2 << 20
 _EXCLUSIVE_WAIT_S: Final = 5.0
 
 Fetch: TypeAlias = Callable[[memoryview, int], int]
@@ -238,8 +235,13 @@ def touch(fd: int, used: float) -> None:
 
 
 def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
-    """Opens a file, never blocking. Raises IndexNotFound, IndexForeign for a link (not ``follow``), IndexUnreadable."""
+    """Opens a file, never blocking, and, where that is allowed, without making it look used.
+
+    Raises IndexNotFound, IndexForeign for a link (not ``follow``), IndexUnreadable.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):  # not the owner, or a real error: the second call names it
+        return os.open(path, flags | _NOATIME, dir_fd=dir_fd)
     try:
         return os.open(path, flags, dir_fd=dir_fd)
     except (FileNotFoundError, NotADirectoryError):
@@ -250,14 +252,6 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
             raise unreadable(err).at(path) from err
         remedy = "replace the link by the file"
         raise IndexForeign("file type", "a file", "a symbolic link", remedy, path) from None
-
-
-def open_index(name: str, dir_fd: int) -> int:
-    """As ``open_fd``, never through a link, without making the index look used."""
-    try:
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | _NOATIME, dir_fd=dir_fd)
-    except OSError:
-        return open_fd(name, dir_fd=dir_fd, follow=False)  # not the owner, or a real error: this one names it
 
 
 def path_in(folder: Path, digest: str) -> Path:
@@ -274,7 +268,7 @@ def open_named(folder: Path, digest: str) -> tuple[int, os.stat_result]:
     path = path_in(folder, digest)
     try:
         with shard_fd(folder, shard_of(digest)) as dir_fd, contextlib.ExitStack() as owned:
-            fd = open_index(path.name, dir_fd)
+            fd = open_fd(path.name, dir_fd=dir_fd, follow=False)
             owned.callback(os.close, fd)
             status = status_of(fd)
             owned.pop_all()
@@ -344,111 +338,41 @@ def read_full(fd: int, out: memoryview, offset: int) -> int:
     return done
 
 
-def read_ahead(fd: int) -> Iterator[int]:
-    """Asks the kernel for the whole file, a step (of which it gives the offset) at a time: of one large request it
-    reads only the first few MiB. Waits where the disk's queue is full. Raises OSError.
+@contextlib.contextmanager
+def bulk_reads(file_fd: int, *, direct: bool) -> Iterator[Fetch]:
+    """Reads of a file; ``direct``: of what the page cache does not hold past it (O_DIRECT), where that is possible.
+
+    Descriptors of its own: a close() by another thread must not let them be reused for another file. Raises
+    IndexUnreadable.
     """
-    for start in range(0, os.fstat(fd).st_size, _READ_AHEAD):
-        os.posix_fadvise(fd, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
-        yield start
-
-
-class BufferSource:
-    """A container in memory. The buffer is kept alive."""
-
-    def __init__(self, buffer: bytes | memoryview | mmap.mmap) -> None:
-        self._view = memoryview(buffer).cast("B").toreadonly()
-        self.nbytes = len(self._view)
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return bytes(self._view[offset : offset + nbytes])
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        part = self._view[offset : offset + len(out)]
-        out[: len(part)] = part
-        return len(part)
-
-    def mapping(self) -> memoryview:
-        return self._view
-
-    def bulk(self, direct: bool | None) -> AbstractContextManager[Fetch]:
-        if direct:
-            raise invalid("direct read", "a file", "an index in memory", "leave direct at None")
-        return contextlib.nullcontext(self.read_into)
-
-    def close(self) -> None:
-        """Views that were handed out keep the buffer; there is nothing else to release."""
-
-
-class FileSource:
-    """A container in a file, whose descriptor this object owns."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self.nbytes = regular_size(file.fileno())
-        self._mapping: mmap.mmap | None = None
-
-    def read_at(self, offset: int, nbytes: int) -> bytes:
-        return pread(self._file.fileno(), nbytes, offset)
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        return read_full(self._file.fileno(), out, offset)
-
-    def mapping(self) -> mmap.mmap:
-        if self._mapping is None:
-            try:
-                self._mapping = mmap.mmap(self._file.fileno(), self.nbytes, access=mmap.ACCESS_READ)
-            except ValueError:
-                found = regular_size(self._file.fileno())
-                raise corrupt("file length", self.nbytes, f"{found}: somebody cut the file") from None
-            except OSError as err:
-                raise unreadable(err) from err
-        return self._mapping
-
-    @contextlib.contextmanager
-    def bulk(self, direct: bool | None) -> Iterator[Fetch]:
-        # Descriptors of its own: a close() by another thread must not let them be reused for another file.
-        with contextlib.ExitStack() as opened:
-            try:
-                fd = os.dup(self._file.fileno())
-            except OSError as err:
-                raise unreadable(err) from err
-            opened.callback(os.close, fd)
-            direct_fd = None
-            if direct is not False:
-                try:
-                    direct_fd = open_direct(fd)
-                    opened.callback(os.close, direct_fd)
-                except IndexUnreadable:
-                    if direct:
-                        raise
-            yield _DirectReads(fd, direct_fd, must=direct is True)
-
-    def close(self) -> None:
-        """The mapping is not closed but dropped: it ends with the last array that views it."""
-        self._file.close()
-        self._mapping = None
-
-
-Source: TypeAlias = BufferSource | FileSource
+    with contextlib.ExitStack() as opened:
+        try:
+            fd = os.dup(file_fd)
+        except OSError as err:
+            raise unreadable(err) from err
+        opened.callback(os.close, fd)
+        direct_fd = open_direct(fd) if direct else None
+        if direct_fd is not None:
+            opened.callback(os.close, direct_fd)
+        yield _DirectReads(fd, direct_fd)
 
 
 class _DirectReads:
-    """Bulk reads: what the page cache holds comes from there, the rest past it (O_DIRECT); with ``must`` all."""
+    """What the page cache holds comes from there, the rest by ``direct_fd``."""
 
-    def __init__(self, fd: int, direct_fd: int | None, *, must: bool) -> None:
-        self._fd, self._direct_fd, self._must = fd, direct_fd, must
+    def __init__(self, fd: int, direct_fd: int | None) -> None:
+        self._fd, self._direct_fd = fd, direct_fd
 
     def __call__(self, out: memoryview, offset: int) -> int:
         direct_fd = self._direct_fd
-        if direct_fd is None or (not self._must and self._is_cached(offset, len(out))):
+        if direct_fd is None or self._is_cached(offset, len(out)):
             return read_full(self._fd, out, offset)
         done = 0
         while done < len(out) and done % ALIGN == 0:
             try:
                 got = os.preadv(direct_fd, [out[done:]], offset + done)
             except OSError as err:
-                if err.errno != errno.EINVAL or self._must:
+                if err.errno != errno.EINVAL:
                     raise unreadable(err, "O_DIRECT read") from err
                 self._direct_fd = None  # this file system, or this disk's sectors: once is enough
                 break
@@ -467,18 +391,13 @@ class _DirectReads:
             return False
 
 
-def open_direct(fd: int) -> int:
-    """A second descriptor of the same open file, for O_DIRECT. Raises IndexUnreadable where that is refused."""
+def open_direct(fd: int) -> int | None:
+    """A second descriptor of the same open file, for O_DIRECT. None where that is refused."""
     flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-    try:
-        try:
-            return os.open(f"/proc/self/fd/{fd}", flags | os.O_NOATIME)  # access times are the store's to set
-        except PermissionError:  # another user's file
-            return os.open(f"/proc/self/fd/{fd}", flags)
-    except OSError as err:
-        found = f"{err.strerror or err}"
-        remedy = "read without direct=True, or keep the store on another file system"
-        raise IndexUnreadable("O_DIRECT", "a file system with direct reads", found, remedy) from (err)
+    for more in (_NOATIME, 0):  # access times are the store's to set; not those of another user's file
+        with contextlib.suppress(OSError):
+            return os.open(f"/proc/self/fd/{fd}", flags | more)
+    return None
 
 
 # ---- locks ----

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
+from .background import Cancelled
 from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .file import FileStore
-from .prefetch import Cancelled
 from .reader import IndexLookup
 from .remote import RemoteStore
 from .store import BuildLease, Retention, digest_of

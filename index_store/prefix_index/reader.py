@@ -1,32 +1,31 @@
 """Reading one index: header first, arrays on demand, nothing believed before its checksum was compared.
 
-A bulk read is cut into pieces: a run of whole neighbouring arrays, or a part of one long array. Each thread fetches a
-piece and then checks it while the other threads fetch theirs, so the disk does not wait for the checksums.
+A bulk read is cut into pieces: a run of neighbouring arrays, or a long one. Each thread fetches a piece and then checks
+it while the other threads fetch theirs, so the disk does not wait for the checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed, out_of_memory
 from .folder import (
-    BufferSource,
     Fetch,
-    FileSource,
-    Source,
+    bulk_reads,
     open_fd,
     open_named,
     owned_file,
@@ -66,9 +65,6 @@ _OFFSET: Final = attrgetter("offset")
 IndexLookup: TypeAlias = str | IndexIdentity
 """An identity, or its ``digest`` (64 hex digits)."""
 
-ReadAt = Callable[[int, int], bytes]
-"""(offset, nbytes) -> that many bytes, fewer at the end."""
-
 
 class IndexFile:
     """One stored index, open for reading. Use as a context manager, or ``close()`` it.
@@ -81,15 +77,17 @@ class IndexFile:
     its readers (SIGBUS), as with every mapped file; ``read_many`` reports IndexCorrupt.
     """
 
-    def __init__(self, source: Source, *, path: str | None = None) -> None:
+    def __init__(self, file: io.FileIO, *, path: str | None = None) -> None:
+        """Of a file that this object owns from now on; ``path`` None: one in memory. Raises IndexFormatError."""
         self.path = path
-        self._source: Source | None = source
+        self._file = file
+        self._mapping: mmap.mmap | None = None
         self._verified: set[ArrayKey] = set()
-        self.nbytes = source.nbytes
-        prelude, entry = _read_head(source.read_at, source.nbytes)
+        self.nbytes = regular_size(file.fileno())
+        prelude, entry = _read_head(file.fileno(), self.nbytes)
         self.checksum = f"{prelude.prelude_xxh3:016x}"
         """xxh3-64 (16 hex digits) over length, header and so every array's checksum: equal for equal containers."""
-        raw = source.read_at(prelude.table_offset, prelude.data_offset - prelude.table_offset)
+        raw = pread(file.fileno(), prelude.data_offset - prelude.table_offset, prelude.table_offset)
         if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
             raise corrupt("padding after the header", "zeros", "other bytes")
         table = parse_table(raw[: prelude.table_nbytes], prelude)
@@ -116,7 +114,7 @@ class IndexFile:
                 regular_size(fd)
                 owned.pop_all()
                 file = owned.enter_context(owned_file(fd, "rb"))
-                index = cls(FileSource(file), path=os.fspath(path))
+                index = cls(file, path=os.fspath(path))
                 if expected is not None:
                     check_identity(expected, index.identity)
             except IndexStoreError as err:
@@ -125,11 +123,6 @@ class IndexFile:
                 raise unreadable(err).at(path) from err
             owned.pop_all()
             return index
-
-    @classmethod
-    def from_buffer(cls, buffer: bytes | memoryview | mmap.mmap) -> IndexFile:
-        """Opens a container that lies in memory. The buffer is kept alive, and must not change."""
-        return cls(BufferSource(buffer))
 
     @property
     def keys(self) -> tuple[ArrayKey, ...]:
@@ -158,7 +151,7 @@ class IndexFile:
         else:
             start = self._data_offset + record.offset
             count = record.nbytes // dtype.itemsize
-            view = np.frombuffer(self._open().mapping(), dtype, count, start).reshape(record.shape)
+            view = np.frombuffer(self._map(), dtype, count, start).reshape(record.shape)
         view.flags.writeable = False
         return view
 
@@ -168,36 +161,36 @@ class IndexFile:
         *,
         out: NDArray[Any] | None = None,
         threads: int = THREADS,
-        direct: bool | None = None,
-        verify: bool = True,
+        direct: bool = True,
     ) -> dict[ArrayKey, NDArray[Any]]:
         """Copies of arrays (None: all), read and checked by several threads, without mapping the file.
 
         All lie in one buffer, each from a 4 KiB boundary: the caller's ``out`` (``read_nbytes()`` bytes or more,
         contiguous, writable, page-aligned for the best speed), else new memory. The arrays are writable and the
-        caller's own, in the order of ``keys``. Checksums and padding are compared while the next bytes arrive, unless
-        ``verify=False``.
+        caller's own, in the order of ``keys``. Checksums and padding are compared while the next bytes arrive.
 
-        ``direct``  None: O_DIRECT for what the page cache does not hold, where possible; False: never; True: always
-        ``threads`` at most this many at a time; a stretch of up to 4 MiB is read in the calling thread
+        ``direct``  O_DIRECT for what the page cache does not hold, where possible; False: never
+        ``threads`` at most this many at a time; a stretch of up to 4 MiB, or one array, is read in the calling thread
 
         Raises IndexNotFound for an address that is not there, IndexCorrupt, also for a file that somebody cut,
         IndexUnreadable, InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, OutOfMemory. ``out``
         holds garbage then.
         """
         wanted = self._records if keys is None else {key: self.record(key) for key in keys}
-        plan = ReadPlan.of(wanted.values(), self._data_offset)
+        pieces = pieces_of(wanted.values(), self._data_offset)
+        nbytes = sum(piece.nbytes for piece in pieces)
         try:
-            with self._open().bulk(direct) as fetch:
-                flat = fresh_buffer(plan.nbytes) if out is None else flat_buffer(out, plan.nbytes, direct=direct)
-                run(plan, fetch, flat.data, threads=threads, verify=verify)
+            with bulk_reads(self._fd(), direct=direct) as fetch:
+                flat = fresh_buffer(nbytes) if out is None else flat_buffer(out, nbytes)
+                run(pieces, fetch, flat.data, threads=threads)
         except IndexStoreError as err:
             raise self._named(err) from err.__cause__
         except MemoryError as err:
-            raise self._named(out_of_memory(err, f"{plan.nbytes} bytes")) from None
+            raise self._named(out_of_memory(err, f"{nbytes} bytes")) from None
         views = {
             record.key: np.ndarray(record.shape, DTYPES[record.dtype], flat[at : at + record.nbytes])
-            for record, at in plan.places
+            for piece in pieces
+            for record, at in piece.places()
         }
         return {key: views[key] for key in wanted}
 
@@ -224,9 +217,8 @@ class IndexFile:
 
     def close(self) -> None:
         """Closes the file. Arrays that were handed out stay valid."""
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        self._file.close()
+        self._mapping = None  # not closed: it ends with the last array that views it
 
     def __enter__(self) -> IndexFile:
         return self
@@ -234,17 +226,31 @@ class IndexFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> Source:
-        if self._source is None:
-            raise self._named(StoreClosed("index file", "open", "closed", "get it from the store again"))
-        return self._source
+    def _fd(self) -> int:
+        try:
+            return self._file.fileno()
+        except ValueError:
+            closed = StoreClosed("index file", "open", "closed", "get it from the store again")
+            raise self._named(closed) from None
+
+    def _map(self) -> mmap.mmap:
+        fd = self._fd()
+        if self._mapping is None:
+            try:
+                self._mapping = mmap.mmap(fd, self.nbytes, access=mmap.ACCESS_READ)
+            except ValueError:
+                found = f"{regular_size(fd)}: somebody cut the file"
+                raise self._named(corrupt("file length", self.nbytes, found)) from None
+            except OSError as err:
+                raise self._named(unreadable(err)) from err
+        return self._mapping
 
     def _verify(self, record: ArrayRecord) -> None:
         if record.key in self._verified:
             return
         if record.nbytes:
             start = self._data_offset + record.offset
-            raw = np.frombuffer(self._open().mapping(), np.uint8, aligned(record.nbytes), start)
+            raw = np.frombuffer(self._map(), np.uint8, aligned(record.nbytes), start)
             try:
                 check_array(record, raw.data)
             except IndexStoreError as err:
@@ -265,8 +271,6 @@ class _ReadAhead:
         self._ready: dict[ArrayKey, NDArray[Any]] = {}
 
     def load(self, key: ArrayKey) -> NDArray[Any]:
-        if self._index.path is None:
-            return self._index.array(*key)
         if key not in self._ready:
             keys, nbytes = [key], aligned(self._index.record(key).nbytes)
             for other in self._order[self._place[key] + 1 :]:
@@ -311,104 +315,56 @@ def check_identity(expected: IndexLookup, found: IndexIdentity) -> None:
 def read_entry(fd: int) -> tuple[Entry, int]:
     """(first header section, file length) of an open file: two small reads. Raises as ``IndexFile.open``."""
     nbytes = regular_size(fd)
-    return _read_head(lambda offset, n: pread(fd, n, offset), nbytes)[1], nbytes
+    return _read_head(fd, nbytes)[1], nbytes
 
 
-def _read_head(read_at: ReadAt, nbytes: int) -> tuple[Prelude, Entry]:
-    head = read_at(0, ALIGN)
+def _read_head(fd: int, nbytes: int) -> tuple[Prelude, Entry]:
+    head = pread(fd, ALIGN, 0)
     prelude = parse_prelude(head[: PRELUDE.size], nbytes)
     if prelude.table_offset > len(head):
-        head += read_at(len(head), prelude.table_offset - len(head))
-    check_footer(read_at(nbytes - ALIGN, ALIGN), prelude)
+        head += pread(fd, prelude.table_offset - len(head), len(head))
+    check_footer(pread(fd, ALIGN, nbytes - ALIGN), prelude)
     return prelude, parse_entry(head[PRELUDE.size : prelude.table_offset], prelude)
 
 
 # ---- bulk reads ----
 
 
-class Placed(NamedTuple):
-    """An array and where it goes: ``at`` bytes from the start of the buffer."""
-
-    record: ArrayRecord
-    at: int
-
-    def check(self, buffer: memoryview) -> None:
-        check_array(self.record, buffer[self.at : self.at + aligned(self.record.nbytes)])
-
-
-class _LongArray:
-    """An array whose parts arrive in any order, in several threads. Who brings the last part checks all of them."""
-
-    def __init__(self, placed: Placed, parts: int) -> None:
-        self._placed, self._missing = placed, parts
-        self._lock = threading.Lock()
-
-    def arrived(self, buffer: memoryview) -> None:
-        with self._lock:
-            self._missing -= 1
-            is_last = self._missing == 0
-        if is_last:
-            self._placed.check(buffer)
-
-
 @dataclass
 class Piece:
-    """``nbytes`` (a multiple of 4 KiB) from ``offset`` of the container to ``at`` of the buffer.
-
-    It holds the arrays of ``whole``, or a part of the array of ``part_of``.
-    """
+    """Neighbouring arrays: ``nbytes`` (whole pages) from ``offset`` of the container to ``at`` of the buffer."""
 
     offset: int
     at: int
-    nbytes: int
-    whole: list[Placed] = field(default_factory=list)
-    part_of: _LongArray | None = None
+    nbytes: int = 0
+    records: list[ArrayRecord] = field(default_factory=list)
 
-    def check(self, buffer: memoryview) -> None:
-        for placed in self.whole:
-            placed.check(buffer)
-        if self.part_of is not None:
-            self.part_of.arrived(buffer)
-
-
-@dataclass(frozen=True)
-class ReadPlan:
-    """Pieces to fetch, where each array ends up, and how long the buffer must be (bytes, a multiple of 4 KiB)."""
-
-    pieces: Sequence[Piece]
-    places: Sequence[Placed]
-    nbytes: int
-
-    @classmethod
-    def of(cls, records: Iterable[ArrayRecord], data_offset: int) -> ReadPlan:
-        """The arrays in the order of the file, each from a 4 KiB boundary of the buffer, nothing between them."""
-        pieces: list[Piece] = []
-        places: list[Placed] = []
-        at = 0
-        last: Piece | None = None
-        for record in sorted(records, key=_OFFSET):
-            placed = Placed(record, at)
-            places.append(placed)
-            size, offset = -(-record.nbytes // ALIGN) * ALIGN, data_offset + record.offset
-            if not size:
-                continue
-            if size > PIECE_NBYTES:
-                array = _LongArray(placed, -(-size // PIECE_NBYTES))
-                for begin in range(0, size, PIECE_NBYTES):
-                    nbytes = min(PIECE_NBYTES, size - begin)
-                    pieces.append(Piece(offset + begin, at + begin, nbytes, part_of=array))
-            elif last is not None and last.offset + last.nbytes == offset and last.nbytes + size <= PIECE_NBYTES:
-                last.nbytes += size
-                last.whole.append(placed)
-            else:
-                last = Piece(offset, at, size, [placed])
-                pieces.append(last)
-            at += size
-        return cls(pieces, places, at)
+    def places(self) -> Iterator[tuple[ArrayRecord, int]]:
+        """Each array, and how many bytes from the start of the buffer it goes."""
+        at = self.at
+        for record in self.records:
+            yield record, at
+            at += aligned(record.nbytes)
 
 
-def run(plan: ReadPlan, fetch: Fetch, buffer: memoryview, *, threads: int, verify: bool) -> None:
-    """Fetches all pieces. Raises the first error, IndexCorrupt or ``fetch``'s; no thread is at work any more then."""
+def pieces_of(records: Iterable[ArrayRecord], data_offset: int) -> list[Piece]:
+    """The arrays in the order of the file, each from a 4 KiB boundary of the buffer, nothing between them."""
+    pieces: list[Piece] = []
+    at = 0
+    for record in sorted(records, key=_OFFSET):
+        size, offset = aligned(record.nbytes), data_offset + record.offset
+        piece = pieces[-1] if pieces else Piece(-1, 0)
+        if piece.offset + piece.nbytes != offset or piece.nbytes + size > PIECE_NBYTES:
+            piece = Piece(offset, at)
+            pieces.append(piece)
+        piece.records.append(record)
+        piece.nbytes += size
+        at += size
+    return pieces
+
+
+def run(pieces: Iterable[Piece], fetch: Fetch, buffer: memoryview, *, threads: int) -> None:
+    """Fetches and checks all. Raises the first error, IndexCorrupt or ``fetch``'s, once all threads rest."""
     stopped = threading.Event()
 
     def work(piece: Piece) -> None:
@@ -418,20 +374,22 @@ def run(plan: ReadPlan, fetch: Fetch, buffer: memoryview, *, threads: int, verif
             got = fetch(buffer[piece.at : piece.at + piece.nbytes], piece.offset)
             if got != piece.nbytes:
                 raise corrupt(f"bytes from {piece.offset} on", piece.nbytes, f"{got}: somebody cut the file")
-            if verify:
-                piece.check(buffer)
+            for record, at in piece.places():
+                if record.nbytes:
+                    check_array(record, buffer[at : at + aligned(record.nbytes)])
         except BaseException:
             stopped.set()
             raise
 
-    threads = min(threads, len(plan.pieces))
+    pieces = [piece for piece in pieces if piece.nbytes]
+    threads = min(threads, len(pieces))
     if threads <= 1:
-        for piece in plan.pieces:
+        for piece in pieces:
             work(piece)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="index-read") as pool:
         try:
-            for done in [pool.submit(work, piece) for piece in plan.pieces]:
+            for done in [pool.submit(work, piece) for piece in pieces]:
                 done.result()
         finally:
             stopped.set()
@@ -444,14 +402,11 @@ def fresh_buffer(nbytes: int) -> NDArray[np.uint8]:
     return memory[start : start + nbytes]
 
 
-def flat_buffer(out: NDArray[Any], nbytes: int, *, direct: bool | None) -> NDArray[np.uint8]:
+def flat_buffer(out: NDArray[Any], nbytes: int) -> NDArray[np.uint8]:
     """The first ``nbytes`` bytes of a caller's array. Raises InvalidPayload for one that cannot take them."""
-    good = out.nbytes >= nbytes and out.flags.c_contiguous and out.flags.writeable
-    if not good or (direct and out.ctypes.data % ALIGN):
+    if out.nbytes < nbytes or not out.flags.c_contiguous or not out.flags.writeable:
         wanted = f"{nbytes} bytes or more, contiguous, writable"
         found = f"{out.nbytes} bytes, contiguous {out.flags.c_contiguous}, writable {out.flags.writeable}"
-        if direct:
-            wanted, found = f"{wanted}, on a {ALIGN}-byte boundary", f"{found}, {out.ctypes.data % ALIGN} bytes off"
         raise invalid("buffer of a bulk read", wanted, found, "take read_nbytes() bytes of page-aligned memory")
     return out.reshape(-1).view(np.uint8)[:nbytes]
 

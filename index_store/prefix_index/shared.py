@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
+from .background import Cancelled, Check, Promoter, Promotion
 from .copies import checked, digest_in
 from .errors import (
     IndexFormatError,
@@ -28,7 +29,6 @@ from .errors import (
 from .file import FileStore
 from .folder import check_apart
 from .link import Link, Source, unavailable
-from .prefetch import Cancelled, Check, Promoter, Promotion
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
 from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload
@@ -225,11 +225,6 @@ class SharedStore(IndexStore):
                 held.callback(lease.release)
             return _Leases(digest_of(key), held.pop_all().close)
 
-    def prefetch(self, key: IndexLookup) -> None:
-        digest = self._digest(key)
-        self._no_fetch.pop(digest, None)
-        self._fetcher.request(digest)
-
     def collect(self) -> Sequence[IndexEntry]:
         """All stores' collections. Returns what left one of them and the folder does not have still."""
         self._check_open()
@@ -284,12 +279,12 @@ class SharedStore(IndexStore):
                 link.reports[digest], link.is_behind = error, True
                 self._post(digest)
 
-    def _longest(self, ask: Ask) -> IndexEntry | None:
+    def longest(self, ask: Ask) -> IndexEntry | None:
         if any(link.is_away() for link in self._links):
-            here = self.local._longest(ask)
+            here = self.local.longest(ask)
             if here is not None:
                 return here
-        return super()._longest(ask)
+        return super().longest(ask)
 
     def rescan(self, *, full: bool = False) -> None:
         """The folder's, whose errors are raised. Remote stores are listed behind it; ``full`` waits for that."""
@@ -300,15 +295,6 @@ class SharedStore(IndexStore):
             job = self._looker.request("rescan fully" if full else "rescan")
             if full:
                 job.wait(self._timeout_s)
-
-    def check_integrity(self) -> None:
-        """All books, a remote store's where it answers and nothing is being published."""
-        self._check_open()
-        self.local.check_integrity()
-        if self._teller.settle(self._timeout_s):
-            for link in self._links:
-                with contextlib.suppress(StoreUnavailable):
-                    link.ask(link.store.check_integrity)
 
     # ---- from remote stores ----
 
@@ -357,7 +343,7 @@ class SharedStore(IndexStore):
         try:
             try:
                 self.local.get(digest).close()
-                return self.local.prefetch(digest)
+                return None
             except IndexUnreadable:
                 raise
             except IndexStoreError:

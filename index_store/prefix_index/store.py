@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from .errors import IndexStoreError, InvalidPayload, StoreClosed, StoreInconsistent
+from .errors import IndexStoreError, InvalidPayload, StoreClosed
 from .format import PAGE_TOKENS, Entry, IndexIdentity, ModelFingerprint, is_digest, model_mismatch
 from .reader import IndexFile, IndexLookup
 from .writer import IndexPayload
@@ -111,13 +111,13 @@ class Problem(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a look-up by prefix is about: the arguments of ``IndexStore.longest``."""
+    """What a look-up by prefix is about: a prompt's hashes (``format.page_hashes``), and what an index must be of."""
 
     namespace: str
     page_hashes: Sequence[bytes]
     model: ModelFingerprint
     profile_digest: str
-    page_tokens: int
+    page_tokens: int = PAGE_TOKENS
 
 
 class Catalog:
@@ -212,21 +212,6 @@ class Catalog:
                     yield entry, _difference(ask, identity)
             num_tokens -= ask.page_tokens
 
-    def check_integrity(self) -> None:
-        """Raises StoreInconsistent where the two look-ups disagree."""
-        for digest, entry in self._entries.items():
-            if entry.digest != digest:
-                raise inconsistent("catalog key", digest, entry.digest)
-        by_prefix = {
-            (namespace, prefix.hex(), digest)
-            for namespace, prefixes in self._by_prefix.items()
-            for prefix, entries in prefixes.items()
-            for digest in entries
-        }
-        by_digest = {(e.identity.namespace, e.identity.prefix_hash, d) for d, e in self._entries.items()}
-        if by_prefix != by_digest:
-            raise inconsistent("catalog by prefix", sorted(by_digest), sorted(by_prefix))
-
 
 def _difference(ask: Ask, identity: IndexIdentity) -> str | None:
     if identity.profile_digest != ask.profile_digest and identity.model == ask.model:
@@ -292,10 +277,6 @@ class IndexStore(ABC):
         """
 
     @abstractmethod
-    def prefetch(self, key: IndexLookup) -> None:
-        """Starts bringing an index to where ``get`` is fastest. Returns at once; what fails is no error here."""
-
-    @abstractmethod
     def collect(self) -> Sequence[IndexEntry]:
         """Removes what has expired and what exceeds the store's limits; returns what was removed."""
 
@@ -310,10 +291,6 @@ class IndexStore(ABC):
     def rescan(self, *, full: bool = False) -> None:
         """Learns what other processes changed. Cheap when nothing did; ``full`` reads all headers."""
 
-    @abstractmethod
-    def check_integrity(self) -> None:
-        """Raises StoreInconsistent, with both sides, where the store's books do not balance."""
-
     def list(self) -> Sequence[IndexEntry]:
         """All usable indexes known now, ordered by digest. Bad files are in ``problems``."""
         self._check_open()
@@ -326,40 +303,20 @@ class IndexStore(ABC):
         with self._lock:
             return tuple(Problem(path, error) for path, error in sorted(self.catalog.problems.items()))
 
-    def longest(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> IndexEntry | None:
+    def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
-        return self._longest(Ask(namespace, page_hashes, model, profile_digest, page_tokens))
-
-    def near_miss(
-        self,
-        namespace: str,
-        page_hashes: Sequence[bytes],
-        model: ModelFingerprint,
-        profile_digest: str,
-        *,
-        page_tokens: int = PAGE_TOKENS,
-    ) -> str | None:
-        """Why ``longest`` found nothing although a prefix of this prompt is indexed in this namespace: the first field
-        that differs, with both values. None where no such index exists.
-        """
-        ask = Ask(namespace, page_hashes, model, profile_digest, page_tokens)
-        if self._longest(ask) is not None:
-            return None
-        return next((differs for catalog in self._catalogs() for _, differs in catalog.matches(ask)), None)
-
-    def _longest(self, ask: Ask) -> IndexEntry | None:
         self._check_open()
         firsts = [next((e for e, differs in c.matches(ask) if differs is None), None) for c in self._catalogs()]
         found = (entry for entry in firsts if entry is not None)
         return max(found, key=lambda entry: entry.identity.num_tokens, default=None)
+
+    def near_miss(self, ask: Ask) -> str | None:
+        """Why ``longest`` found nothing although a prefix of this prompt is indexed in this namespace: the first field
+        that differs, with both values. None where no such index exists.
+        """
+        if self.longest(ask) is not None:
+            return None
+        return next((differs for catalog in self._catalogs() for _, differs in catalog.matches(ask)), None)
 
     def _catalogs(self) -> Sequence[Catalog]:
         """What look-ups ask, the nearest first: of equally long prefixes the first one's is the answer."""
@@ -390,8 +347,3 @@ def digest_of(key: IndexLookup) -> str:
         expected = "an IndexIdentity or its digest (64 lower-case hex digits)"
         raise InvalidPayload("index key", expected, repr(key)[:100], "take it from IndexEntry.digest")
     return digest
-
-
-def inconsistent(what: str, expected: object, found: object) -> StoreInconsistent:
-    remedy = "this is a defect of prefix_index: report it, and open the store anew"
-    return StoreInconsistent(what, str(expected), str(found), remedy)

@@ -186,17 +186,6 @@ class _Place:
             self._start = self._end
 
 
-def write_index(out: SeekableWriter, payload: IndexPayload) -> int:
-    """Writes the payload as one container from offset 0 of ``out``; its length in bytes. Equal payloads give equal
-    bytes.
-
-    Raises InvalidPayload before the first byte goes, and whatever ``out`` raises.
-    """
-    writer = IndexWriter(payload)
-    writer.write(out)
-    return writer.nbytes
-
-
 # ---- files ----
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefix_index import (
+    Ask,
     FileStore,
     IndexEntry,
     IndexIdentity,
@@ -88,14 +89,14 @@ class PrefixDirectory:
         """
         if len(prompt) < self._min_prefix_len:
             return Lookup(None, "short_prefix" if len(prompt) >= PAGE_TOKENS else None)
-        namespace = namespace_digest(namespace_fields)
         hashes = page_hashes(prompt, PAGE_TOKENS)
+        ask = Ask(namespace_digest(namespace_fields), hashes, self._model, self._profile_digest)
         if time.monotonic() >= self._next_rescan:
             self._next_rescan = time.monotonic() + RESCAN_S
             self._rescan()
-        entry = self._store.longest(namespace, hashes, self._model, self._profile_digest)
+        entry = self._store.longest(ask)
         if entry is None:
-            why = self._store.near_miss(namespace, hashes, self._model, self._profile_digest)
+            why = self._store.near_miss(ask)
             return Lookup(None, "index_mismatch" if why else "no_index", why or None, hashes)
         if entry.identity.num_tokens < self._min_prefix_len:
             return Lookup(None, "short_prefix", None, hashes)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from prefix_index import ModelFingerprint
-from prefix_index.testing import sample_model
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.cli import main
 from sglang_ext.cli.stopping import INTERRUPTED
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.methods.profile import load_profile
 from tests.calibration.captures import make_capture
+from tests.prefix_index.samples import sample_model
 from tests.token_sources import word_lengths
 
 MODEL = sample_model(num_layers=3, num_kv_heads=2, head_dim=16, v_head_dim=16)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from prefix_index import FileStore, Retention, StoreFolderError
-from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli import main
 from tests.cli.conftest import flip, kept
 from tests.prefix_index.faults.service_process import Service
+from tests.prefix_index.samples import sample_identity, sample_payload
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ import pytest
 import xxhash
 
 from prefix_index import FileStore, Retention
-from prefix_index.testing import sample_payload
 from sglang_ext.cli.index import targets
 from tests.cli.conftest import flip, kept
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import refuse
 
 # -- rm ----------------------------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ import msgspec
 import pytest
 
 from prefix_index import FileStore, IndexIdentity, Retention, namespace_digest, page_hashes
-from prefix_index.testing import sample_model, sample_payload
 from sglang_ext.cli.prebuild_job import PrebuildJob
 from sglang_ext.compat.engine import EngineDiedError
 from sglang_ext.config import PAGE_TOKENS, Settings, config_from_dict
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.prompts import LineNumber, Prompt
+from tests.prefix_index.samples import sample_model, sample_payload
 from tests.token_sources import TextTokens, word_lengths
 
 CONFIG = config_from_dict({"method": "exact", "methods": {"exact": {}}, "min_sparse_prompt_len": 16, "build_align": 16})

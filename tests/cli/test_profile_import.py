@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from prefix_index import ModelFingerprint
-from prefix_index.testing import sample_model
 from sglang_ext.cli import main
 from sglang_ext.cli.profile import refused_sizes
 from sglang_ext.config import ConfigError, SparseAttnConfig, make_settings
@@ -21,6 +20,7 @@ from sglang_ext.methods.profile import ProfileError, load_profile
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.profiles import PROFILE_FILE, check_profile
 from sglang_ext.runtime import SparseRuntime
+from tests.prefix_index.samples import sample_model
 from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
 
 NAME = "Some-Model-8B_layers_0_1.npy"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from prefix_index import IndexEntry, IndexPayload, IndexStore, Retention, namespace_digest, page_hashes
-from prefix_index.testing import sample_model
+from prefix_index import Ask, IndexEntry, IndexPayload, IndexStore, Retention, namespace_digest, page_hashes
+from tests.prefix_index.samples import sample_model
 
 PROMPT = tuple(range(500, 628))  # 8 pages
 PINNED = Retention(pinned=True, name="tools")
@@ -22,20 +22,14 @@ def same_arrays(store: IndexStore, payload: IndexPayload) -> bool:
         index.close()
 
 
+def ask(prompt: Any = PROMPT, extra_key: str | None = None, **changes: Any) -> Ask:
+    where = {"model": sample_model(), "profile_digest": "profile-1", **changes}
+    return Ask(namespace_digest({"extra_key": extra_key}), page_hashes(prompt), **where)
+
+
 def find(store: IndexStore, prompt: Any = PROMPT, extra_key: str | None = None, **changes: Any) -> IndexEntry | None:
-    return store.longest(
-        namespace_digest({"extra_key": extra_key}),
-        page_hashes(prompt),
-        changes.get("model", sample_model()),
-        changes.get("profile", "profile-1"),
-        page_tokens=changes.get("page_tokens", 16),
-    )
+    return store.longest(ask(prompt, extra_key, **changes))
 
 
 def miss(store: IndexStore, extra_key: str | None = None, **changes: Any) -> str | None:
-    return store.near_miss(
-        namespace_digest({"extra_key": extra_key}),
-        page_hashes(PROMPT),
-        changes.get("model", sample_model()),
-        changes.get("profile", "profile-1"),
-    )
+    return store.near_miss(ask(PROMPT, extra_key, **changes))

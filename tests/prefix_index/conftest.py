@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
-from prefix_index.testing import sample_identity
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import Clock
+from tests.prefix_index.samples import sample_identity
 from tests.prefix_index.shared_stores import Make, Shaky, machines
 from tests.prefix_index.tiers import TIERS
 
@@ -25,7 +26,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IndexStore
     with TIERS[request.param](tmp_path) as store:
         store.open()
         yield store
-        store.check_integrity()
+        balanced(store)
         store.close()
 
 

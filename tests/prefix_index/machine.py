@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefix_index import (
+    Ask,
     BuildLease,
     IndexCorrupt,
     IndexIdentity,
@@ -20,9 +21,10 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from prefix_index.testing import sample_identity, sample_model, sample_payload
 from tests.examples import examples
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 
 PROMPT = tuple(range(64))
 TENANTS = (None, "", "t")
@@ -168,10 +170,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases.pop(data.draw(st.sampled_from(sorted(self.leases, key=repr)))).release()
 
     @rule(pages=PAGES, tenant=TENANT)
-    def prefetch(self, pages: int, tenant: str | None) -> None:
-        self.store.prefetch(identity_of(pages, tenant))
-
-    @rule(pages=PAGES, tenant=TENANT)
     def get(self, pages: int, tenant: str | None) -> None:
         self.pass_time(10)
         identity = identity_of(pages, tenant)
@@ -213,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(0, 64), tenant=TENANT)
     def longest(self, num_tokens: int, tenant: str | None) -> None:
         namespace = namespace_digest({"extra_key": tenant})
-        found = self.store.longest(namespace, page_hashes(PROMPT[:num_tokens]), sample_model(), "profile-1")
+        found = self.store.longest(Ask(namespace, page_hashes(PROMPT[:num_tokens]), sample_model(), "profile-1"))
         lengths = [pages * 16 for pages, owner in self.model if owner == tenant and pages * 16 <= num_tokens]
         assert (found.identity.num_tokens if found else 0) == max(lengths, default=0)
 
@@ -243,7 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.store.check_integrity()
+        balanced(self.store)
 
 
 STEPS = settings(max_examples=examples(25, day=6), stateful_step_count=25, deadline=None)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, IndexStore, SharedStore, link, namespace_digest, page_hashes
+from prefix_index import Ask, FileStore, IndexStore, SharedStore, link, namespace_digest, page_hashes
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_model
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
+from tests.prefix_index.samples import sample_model
 from tests.prefix_index.tiers import eventually
 
 SOON = 60.0
@@ -36,14 +36,14 @@ class Shaky(ObjectBlobs):
         self.reading = threading.Event()
         self.writing = threading.Event()
 
-    def reach(self, name: str) -> None:
+    def reach(self, name: str, value: str = "") -> None:
         """The way of a call to the store."""
         self.calls += 1
         self.answers.wait(2 * SOON)
         if self.fails:
             raise BlobsFailed("the network is gone")
-        if name in ("read", "write"):
-            (self.reading if name == "read" else self.writing).set()
+        if name == "write" or (name == "fetch" and value[-1].isdigit()):
+            (self.reading if name == "fetch" else self.writing).set()
             self.gate.wait(SOON)
 
     def wipe(self) -> None:
@@ -53,13 +53,13 @@ class Shaky(ObjectBlobs):
 
 def _shaky(name: str) -> Callable[..., Any]:
     def call(self: Shaky, *args: Any) -> Any:
-        self.reach(name)
+        self.reach(name, str(args[0]) if args else "")
         return getattr(ObjectBlobs, name)(self, *args)
 
     return call
 
 
-for _name in ("open", "fetch", "read", "size", "write", "create", "delete", "names"):
+for _name in ("open", "fetch", "size", "write", "create", "delete", "names"):
     setattr(Shaky, _name, _shaky(_name))
 Make = Callable[..., SharedStore]
 
@@ -73,7 +73,7 @@ def machines(folder: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Ite
     def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:
         limits = {key: options.pop(key) for key in ("max_bytes",) if key in options}
         local = FileStore(folder / name, create=True, **limits)
-        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, "backoff_s": 0.0, **(remote or {})})
+        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, **(remote or {})})
         store = SharedStore(local, [over], **{"timeout_s": SOON, "rescan_s": 0.0, **options})
         store.open()
         stores.append(store)
@@ -99,7 +99,7 @@ def reached(store: SharedStore) -> bool:
 
 
 def find(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
-    found = store.longest(namespace_digest({"extra_key": None}), page_hashes(tokens), sample_model(), "profile-1")
+    found = store.longest(Ask(namespace_digest({"extra_key": None}), page_hashes(tokens), sample_model(), "profile-1"))
     return 0 if found is None else found.identity.num_tokens
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
-import mmap
+import io
 import os
 import resource
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
 from prefix_index.format import ALIGN, aligned
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_payload
 
 IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
 PINNED = Retention(pinned=True, name="tools")
@@ -86,6 +85,13 @@ def fill_of(index: IndexFile) -> int:
         return int(index.array("channels")[0])
 
 
+def in_memory(raw: bytes) -> IndexFile:
+    """A container that lies in memory, open."""
+    file = io.FileIO(os.memfd_create("index"), "w+b")
+    file.write(raw)
+    return IndexFile(file)
+
+
 def place_of(index: IndexFile, key: ArrayKey) -> int:
     """Where in the file the values of an array begin."""
     data_nbytes = sum(aligned(index.record(k).nbytes) for k in index.keys)
@@ -131,18 +137,6 @@ def open_below(folder: Path) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     return [link for link in links if link.startswith(str(folder))]
-
-
-def resident_bytes(path: Path) -> int:
-    """How much of a file, in whole pages, is in the page cache (mincore)."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
-        pages = (ctypes.c_ubyte * (len(mapping) // mmap.PAGESIZE))()
-        first = ctypes.c_char.from_buffer(mapping)
-        libc = ctypes.CDLL(None, use_errno=True)
-        address, nbytes = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping))
-        assert libc.mincore(address, nbytes, pages) == 0
-        del first
-        return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def settled(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from prefix_index import FileStore, InvalidPayload, SharedStore, StoreFull
 from prefix_index.connect import ADDRESS_FORMS, locate, open_store
 from prefix_index.remote import RemoteStore
-from prefix_index.testing import sample_payload
+from tests.prefix_index.samples import sample_payload
 
 
 @pytest.mark.parametrize(

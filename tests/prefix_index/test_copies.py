@@ -23,8 +23,10 @@ from prefix_index import (
     Retention,
     StoreFolderError,
 )
-from prefix_index.testing import sample_identity, sample_payload
+from prefix_index.store import digest_of
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import SOON, remove
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import fill_of, flip, in_threads, place_of
 from tests.prefix_index.tiers import copies_in, eventually
 
@@ -40,13 +42,13 @@ def opened(folder: Path, *, max_bytes: int = 64 << 20, **options: Any) -> Iterat
         folder, **{"create": True, "copies": copies_in(folder.parent / "dram", max_bytes), **options}
     ) as store:
         yield store
-        store.check_integrity()
+        balanced(store)
 
 
 def copied(store: FileStore, key: Any = None) -> bool:
     """Asks for a copy, and waits until that is made, or could not be. Whether ``get`` opens one then."""
-    store.prefetch(key or sample_identity())
-    assert store._prefetches.settle(SOON)
+    store._copier.request(digest_of(key or sample_identity()))
+    assert store._copier.settle(SOON)
     with store.get(key or sample_identity()) as index:
         return in_dram(index)
 
@@ -95,7 +97,7 @@ def test_what_does_not_fit_is_stored_and_served_and_not_read_again_at_each_get(f
         failures = store.counters.promotion_failures
         for _ in range(3):
             assert fill_of(store.get(DIGEST)) == 7
-        assert store._prefetches.settle(SOON)
+        assert store._copier.settle(SOON)
         assert store.counters.promotion_failures == failures
         assert not copied(store), "asked for, it is tried again"
         assert store.counters.promotion_failures == failures + 1
@@ -210,8 +212,8 @@ def test_damage_found_while_copying_takes_the_index_out_of_the_offer(folder: Pat
     path = FileStore(folder).path_of(DIGEST)
     damage(path)
     with opened(folder) as store:
-        store.prefetch(DIGEST)
-        assert store._prefetches.settle(SOON)
+        store._copier.request(DIGEST)
+        assert store._copier.settle(SOON)
         assert list(store.list()) == []
         assert [type(p.error) for p in store.problems()] == [IndexCorrupt]
         assert copies(folder) == set()
@@ -250,14 +252,13 @@ def test_who_only_reads_copies_tells_of_each_use_and_makes_none(folder: Path) ->
         keeper.put(sample_payload())
         reading = Copies(folder.parent / "dram", tell=lambda digest, copy: told.append((digest, copy)))
         with FileStore(folder, copies=reading) as store:
-            assert keeper._prefetches.settle(SOON)
+            assert keeper._copier.settle(SOON)
             assert in_dram(store.get(DIGEST))
             keeper.copies.drop(DIGEST)  # type: ignore[union-attr]
             assert not in_dram(store.get(DIGEST))
-            store.prefetch(DIGEST)
-            assert store._prefetches.settle(SOON)
+            assert store._copier.settle(SOON)
             assert copies(folder) == set()
-    assert told == [(DIGEST, True), (DIGEST, False), (DIGEST, False)]
+    assert told == [(DIGEST, True), (DIGEST, False)]
 
 
 def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Path) -> None:
@@ -280,7 +281,7 @@ def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Pat
                 for payload in crowd:
                     with store.get(payload.identity) as index:
                         assert np.array_equal(index.array("channels"), payload.arrays[index.keys[0]])
-                store.prefetch(DIGEST)
+                store._copier.request(DIGEST)
                 store.rescan()
 
         def write() -> None:

@@ -15,9 +15,10 @@ import pytest
 from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
 from prefix_index.connect import open_store
 from prefix_index.service import StoreServer
-from prefix_index.testing import sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults import tools
 from tests.prefix_index.faults.tools import fork, opened, reap
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import IDS, ONE, PINNED, index_file, keep_file, python
 from tests.prefix_index.tiers import copies_in
 
@@ -116,7 +117,7 @@ def test_another_users_store_is_read(public: Path) -> None:
             with store.get(IDS[0]) as index:
                 index.verify()
             store.rescan()
-            store.check_integrity()
+            balanced(store)
             for write in (
                 lambda: store.put(sample_payload(IDS[0])),
                 lambda: store.put(sample_payload(IDS[1])),
@@ -168,7 +169,7 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
             store.retain(IDS[2], Retention(expires=1.0))
             assert [e.identity for e in store.collect()] == [IDS[2]]
             assert len(store.list()) == 1
-            store.check_integrity()
+            balanced(store)
         finally:
             os.close(fd)
 
@@ -177,7 +178,7 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
 WRITER = """
 import sys
 from prefix_index import FileStore, IndexNotFound, folder
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_payload
 folder._EXCLUSIVE_WAIT_S = 120.0  # who gives up waiting may exceed the cap: here nobody does, however slow
 with FileStore(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
     for step in range(60):
@@ -215,7 +216,7 @@ def test_processes_keep_one_cap_together(folder: Path) -> None:
         os.close(fd)
         assert [child.wait() for child in children] == [0, 0, 0]
         store.rescan()
-        assert store.used_bytes <= cap
+        assert store._books.used_bytes <= cap
         assert cap - ONE < most <= cap
         assert list(folder.rglob(".partial-*")) == []
-        store.check_integrity()
+        balanced(store)

@@ -22,7 +22,6 @@ TREE = {
     "StoreFull": "IndexStoreError",
     "StoreUnavailable": "IndexStoreError",
     "StoreClosed": "IndexStoreError",
-    "StoreInconsistent": "IndexStoreError",
 }
 
 

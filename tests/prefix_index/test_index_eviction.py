@@ -12,8 +12,9 @@ import pytest
 
 from prefix_index import FileStore, IndexEntry, IndexNotFound, IndexWriter, InvalidPayload, Retention, StoreFull
 from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
-from prefix_index.testing import sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock, opened
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import (
     IDS,
     ONE,
@@ -23,7 +24,6 @@ from tests.prefix_index.small_stores import (
     index_file,
     keep_file,
     refuse_call,
-    resident_bytes,
 )
 
 # Policies.
@@ -77,20 +77,6 @@ def test_a_use_in_the_future_counts_as_one_now(policy: Any) -> None:
     assert leave([candidate(0, 200), dear], 1, policy, latest=200.0) == [1], "the clock was set back: dear is idle"
 
 
-@pytest.mark.parametrize("policy", [lru, cost_aware])
-def test_last_use_is_looked_up_for_those_about_to_leave_only(policy: Any) -> None:
-    asked: list[int] = []
-    true = {0: 99.0, 1: 20.0, 2: 30.0, 3: 40.0}
-
-    def last_used(c: Candidate) -> float:
-        asked.append(IDS.index(c.entry.identity))
-        return true[asked[-1]]
-
-    candidates = [candidate(0, 10), candidate(1, 20), candidate(2, 30), candidate(3, 40)]
-    assert leave(candidates, 200, policy, last_used=last_used) == [1, 2]
-    assert 3 not in asked
-
-
 def test_unknown_policy() -> None:
     with pytest.raises(InvalidPayload, match="eviction: expected lru or cost_aware, found 'fifo'; choose one"):
         FileStore("x", eviction="fifo")
@@ -104,7 +90,7 @@ def test_least_recently_used_leaves_a_full_folder(folder: Path, clock: Clock) ->
         for identity in IDS[:3]:
             clock.now += 10
             store.put(sample_payload(identity))
-        assert store.used_bytes == 3 * ONE
+        assert store._books.used_bytes == 3 * ONE
         other.rescan()
         clock.now += 10
         with other.get(IDS[0]) as reader:  # another store's use counts
@@ -124,8 +110,8 @@ def test_least_recently_used_leaves_a_full_folder(folder: Path, clock: Clock) ->
         other.rescan()
         assert held(other) == {2, 3, 4}
         assert sum(p.stat().st_size for p in folder.rglob("*.pfxindex")) == 3 * ONE
-        store.check_integrity()
-        other.check_integrity()
+        balanced(store)
+        balanced(other)
 
 
 def test_cost_aware_folder(folder: Path, clock: Clock) -> None:
@@ -163,7 +149,7 @@ def test_pinned_leaves_last_and_expired_first(folder: Path, clock: Clock) -> Non
         store.put(sample_payload(IDS[5]))
         assert held(store) == {3, 4, 5}
         assert not keep_file(folder, IDS[0]).exists()
-        store.check_integrity()
+        balanced(store)
 
 
 def test_replacing_needs_no_room_but_the_difference(folder: Path, clock: Clock) -> None:
@@ -277,7 +263,6 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pyt
         clock.now += 100
         other.rescan(full=True)
         other.contains(IDS[0])
-        other.prefetch(IDS[0])
         assert path.stat().st_atime == clock.now - 100.5  # looking is no use
         clock.now -= 10_000  # set back: the order of uses stays what it was
         store.get(IDS[0]).close()
@@ -289,19 +274,3 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pyt
         clock.now += 20_000
         refuse_call(monkeypatch, "utime")
         store.get(IDS[0]).close()  # whose time cannot be set is read all the same
-
-
-def test_prefetch_brings_the_whole_file_into_the_page_cache(folder: Path) -> None:
-    with opened(folder) as store:
-        entry = store.put(sample_payload(IDS[0], values_per_array=1 << 20))
-        path = index_file(folder, IDS[0])
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if resident_bytes(path):
-            pytest.skip("this file system is memory")
-        store.prefetch(IDS[1])
-        until = time.monotonic() + 60
-        while (found := resident_bytes(path)) < entry.nbytes and time.monotonic() < until:
-            store.prefetch(IDS[0])  # again: short of memory, the kernel reads less, or drops what it has read
-            time.sleep(0.01)
-        assert found == entry.nbytes

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from prefix_index import FileStore, file, prefetch
-from prefix_index.testing import sample_payload
+from prefix_index import FileStore, background
 from tests.prefix_index.faults.tools import fork, opened, reap
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import IDS, python
+from tests.prefix_index.tiers import copies_in
 
 
 class SlowInParent(FileStore):
@@ -22,99 +23,78 @@ class SlowInParent(FileStore):
     parent = os.getpid()
     began, go = threading.Event(), threading.Event()
 
-    def _bring(self, digest: str, check: prefetch.Check) -> None:
+    def _copy(self, digest: str, check: background.Check) -> None:
         if os.getpid() == self.parent and threading.current_thread().name.startswith("prefix_index-promoter"):
             self.began.set()
             assert self.go.wait(200)  # longer than the child may take
-        super()._bring(digest, check)
+        super()._copy(digest, check)
 
 
-def test_a_child_does_not_wait_for_its_parent_s_jobs(folder: Path) -> None:
+def test_a_child_does_its_own_jobs_and_waits_for_none_of_its_parent_s(folder: Path) -> None:
     with opened(folder) as writer:
         writer.put(sample_payload(IDS[0]))
-    slow = SlowInParent(folder)
+    slow = SlowInParent(folder, copies=copies_in(folder.parent / "dram"))
     with slow as store:
-        store.prefetch(IDS[0])
+        store._copier.request(IDS[0].digest)
         assert slow.began.wait(60)
-        job = store._prefetches.request(IDS[0].digest)
+        job = store._copier.request(IDS[0].digest)
 
         def work() -> None:
             signal.alarm(60)
             assert not job.wait()
-            store.prefetch(IDS[0])
-            assert store._prefetches.settle(60)
-            store.get(IDS[0]).close()
+            store._copier.request(IDS[0].digest)
+            assert store._copier.settle(60)
+            with store.get(IDS[0]) as index:
+                assert "/dram/" in str(index.path)
             store.close()
 
         assert reap(fork(work), 120) == 0
         slow.go.set()
 
 
-def test_a_child_reads_ahead_and_queues_no_more_than_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        store.prefetch(IDS[0])
-        assert store._prefetches.settle(60)
+def test_jobs_are_one_a_digest_few_and_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Semaphore(0), threading.Event()
+    steps: list[str] = []
 
-        def work() -> None:
-            done = threading.Event()
-            real = file.read_ahead
-            file.read_ahead = lambda fd: (done.set(), *real(fd))  # type: ignore[assignment, return-value]
-            store.prefetch(IDS[0])
-            assert done.wait(60)
-
-        assert reap(fork(work), 120) == 0
-
-
-def test_prefetches_are_one_a_digest_few_and_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, go = threading.Semaphore(0), threading.Event()
-    begun: list[int] = []
-
-    def slow(fd: int) -> object:
-        begun.append(fd)
-        steps.release()
+    def slow(self: FileStore, digest: str, check: background.Check) -> None:
+        steps.append(digest)
+        begun.release()
         assert go.wait(60)
-        yield 0
-        begun.append(-1)
+        check()
+        steps.append("second")
 
-    monkeypatch.setattr(file, "read_ahead", slow)
+    monkeypatch.setattr(FileStore, "_copy", slow)
     store = opened(folder)
-    for identity in IDS[:2]:
-        store.put(sample_payload(identity))
     for _ in range(1000):
-        store.prefetch(IDS[0])
-        store.prefetch(IDS[1])
+        for identity in IDS[:2]:
+            store._copier.request(identity.digest)
+    assert begun.acquire(timeout=60)  # else it may be dropped for those that follow
     for number in range(1000):
-        store.prefetch(f"{number:064x}")
-    assert steps.acquire(timeout=60)
-    assert len(store._prefetches._pending) <= prefetch.MAX_PENDING
+        store._copier.request(f"{number:064x}")
+    assert len(store._copier._pending) <= background.MAX_PENDING
     closing = threading.Thread(target=store.close)
     closing.start()
     until = time.monotonic() + 60
-    while not store._prefetches._closed and time.monotonic() < until:
+    while not store._copier._closed and time.monotonic() < until:
         time.sleep(0.01)
     go.set()  # not before: a job that goes on earlier is right to take its second step
     closing.join(60)
     assert not closing.is_alive()
-    assert len(begun) == 1  # neither its second step nor another job
+    assert len(steps) == 1  # neither its second step nor another job
 
 
 EXIT = """
 import sys, time
-import prefix_index.file as file
-from prefix_index.testing import sample_identity, sample_payload
-def slow(fd):
-    time.sleep(10)
-    return iter(())
-file.read_ahead = slow
-store = file.FileStore(sys.argv[1], create=True)
+from prefix_index import FileStore
+FileStore._copy = lambda *_: time.sleep(10)
+store = FileStore(sys.argv[1], create=True)
 store.open()
 for i in range(60):
-    store.prefetch(store.put(sample_payload(sample_identity(range(i, i + 32)))).digest)
+    store._copier.request(f"{i:064x}")
 """
 
 
-def test_a_process_with_prefetches_under_way_ends(folder: Path) -> None:
+def test_a_process_with_jobs_under_way_ends(folder: Path) -> None:
     """Without doing them all: that takes ten minutes, ten seconds each."""
     with python(EXIT, folder) as process:
         assert process.wait(300) == 0

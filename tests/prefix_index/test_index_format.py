@@ -25,13 +25,14 @@ from prefix_index import (
     IndexMismatch,
     IndexNotFound,
     IndexPayload,
+    IndexWriter,
     InvalidPayload,
     LazyArray,
     Retention,
     StoreClosed,
-    write_index,
 )
-from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
+from tests.prefix_index.small_stores import in_memory
 
 KEYS = st.builds(
     ArrayKey, st.from_regex(r"[a-z][a-z0-9_.]{0,5}", fullmatch=True), st.integers(-1, 5), st.integers(-1, 3)
@@ -69,7 +70,9 @@ def payloads(draw: st.DrawFn) -> IndexPayload:
 
 def dump(payload: IndexPayload) -> bytes:
     out = io.BytesIO()
-    assert write_index(out, payload) == len(out.getvalue())
+    writer = IndexWriter(payload)
+    writer.write(out)
+    assert writer.nbytes == len(out.getvalue())
     return out.getvalue()
 
 
@@ -92,7 +95,7 @@ def assert_holds(index: IndexFile, payload: IndexPayload) -> None:
 def test_round_trip(payload: IndexPayload) -> None:
     raw = dump(payload)
     assert len(raw) % 4096 == 0
-    index = IndexFile.from_buffer(raw)
+    index = in_memory(raw)
     assert_holds(index, payload)
     index.verify(threads=2)
     assert dump(payload) == raw
@@ -146,7 +149,7 @@ def test_lazy_arrays_are_made_one_at_a_time() -> None:
 
     tracemalloc.start()
     try:
-        write_index(Sink(), IndexPayload(sample_identity(), lazy))
+        IndexWriter(IndexPayload(sample_identity(), lazy)).write(Sink())
         assert tracemalloc.get_traced_memory()[1] < 2.5 * nbytes
     finally:
         tracemalloc.stop()
@@ -160,7 +163,7 @@ def test_a_file_and_a_buffer_get_the_same_bytes(tmp_path: Path) -> None:
     payload = IndexPayload(sample_identity(), arrays, info=BuildInfo(created=1.0))
     path = tmp_path / "x"
     with io.FileIO(path, "wb") as out:
-        assert write_index(out, payload) == path.stat().st_size
+        IndexWriter(payload).write(out)
     assert path.read_bytes() == dump(payload)
 
 
@@ -192,21 +195,21 @@ ONE = {A: np.zeros(3, np.uint8)}
 def test_what_cannot_be_stored_is_refused_before_writing(parts: dict[str, Any], message: str) -> None:
     out = io.BytesIO()
     with pytest.raises(InvalidPayload, match=message):
-        write_index(out, IndexPayload(**{"identity": sample_identity(), "arrays": {}, **parts}))
+        IndexWriter(IndexPayload(**{"identity": sample_identity(), "arrays": {}, **parts})).write(out)
     assert not out.getvalue().startswith(b"\x89PFX")
 
 
 def test_oversized_spec_and_other_version_are_refused() -> None:
     with pytest.raises(InvalidPayload, match="header table bytes: expected at most"):
-        write_index(io.BytesIO(), IndexPayload(sample_identity(), {}, spec={"x": "y" * (65 << 20)}))
+        IndexWriter(IndexPayload(sample_identity(), {}, spec={"x": "y" * (65 << 20)})).write(io.BytesIO())
     deep: list[Any] = []
     for _ in range(40):
         deep = [deep]
     with pytest.raises(InvalidPayload, match="at most 32 levels of nesting"):
-        write_index(io.BytesIO(), IndexPayload(sample_identity(), {}, spec={"x": deep}))
+        IndexWriter(IndexPayload(sample_identity(), {}, spec={"x": deep})).write(io.BytesIO())
     other = msgspec.structs.replace(sample_identity(), format_version=2)
     with pytest.raises(InvalidPayload, match=r"identity.format_version: expected 1, found 2"):
-        write_index(io.BytesIO(), IndexPayload(other, {}))
+        IndexWriter(IndexPayload(other, {})).write(io.BytesIO())
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "1", False, True, 10**300, 1e13, None])
@@ -221,8 +224,8 @@ def test_times_are_floats_so_that_an_index_written_again_has_the_same_bytes(seco
     payload = replace(sample_payload(), info=BuildInfo(created=seconds, build_seconds=seconds))
     assert type(payload.info.created) is type(payload.info.build_seconds) is float
     raw, again = io.BytesIO(), io.BytesIO()
-    write_index(raw, payload)
-    write_index(again, IndexFile.from_buffer(raw.getvalue()).payload())
+    IndexWriter(payload).write(raw)
+    IndexWriter(in_memory(raw.getvalue()).payload()).write(again)
     assert again.getvalue() == raw.getvalue()
 
 
@@ -234,7 +237,7 @@ def test_times_are_floats_so_that_an_index_written_again_has_the_same_bytes(seco
 def test_what_json_cannot_say_is_refused(value: Any) -> None:
     for stats in ({"a": value}, {"a": [{"b": value}]}, *([{value: 1}] if isinstance(value, str) else [])):
         with pytest.raises(InvalidPayload, match="stats"):
-            write_index(io.BytesIO(), replace(sample_payload(), stats=stats))
+            IndexWriter(replace(sample_payload(), stats=stats)).write(io.BytesIO())
 
 
 @pytest.mark.parametrize("name", ["kv_dtype", "config_digest"])

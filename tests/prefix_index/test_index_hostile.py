@@ -17,20 +17,21 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_index import IndexCorrupt, IndexFile, IndexForeign, IndexFormatError, IndexPayload, IndexTooNew, write_index
+from prefix_index import IndexCorrupt, IndexFile, IndexForeign, IndexFormatError, IndexPayload, IndexTooNew, IndexWriter
 from prefix_index.format import ALIGN, PRELUDE, ArrayRecord, aligned, encode_footer, table_problem
 from tests.examples import examples
+from tests.prefix_index.small_stores import in_memory
 
 
 @pytest.fixture(scope="module")
 def raw(tiny_payload: IndexPayload) -> bytes:
     out = io.BytesIO()
-    write_index(out, tiny_payload)
+    IndexWriter(tiny_payload).write(out)
     return out.getvalue()
 
 
 def read_all(data: bytes) -> None:
-    IndexFile.from_buffer(data).verify()
+    in_memory(data).verify()
 
 
 def survivors(raw: bytes, bits: Iterable[int], use: Callable[[bytes], object]) -> list[int]:
@@ -55,14 +56,14 @@ def test_every_bit_of_header_and_footer_is_detected_by_opening(raw: bytes) -> No
     header = aligned(PRELUDE.size + entry_nbytes + table_nbytes)
     bits = [*range(header * 8), *range((len(raw) - ALIGN) * 8, len(raw) * 8)]
     assert len(bits) == 65_536
-    assert survivors(raw, bits, IndexFile.from_buffer) == []
+    assert survivors(raw, bits, in_memory) == []
 
 
-@pytest.mark.parametrize("read", [read_all, lambda data: IndexFile.from_buffer(data).read_many()], ids=["map", "bulk"])
+@pytest.mark.parametrize("read", [read_all, lambda data: in_memory(data).read_many()], ids=["map", "bulk"])
 def test_every_bit_of_arrays_and_every_byte_of_their_padding_is_detected(
     raw: bytes, read: Callable[[bytes], object]
 ) -> None:
-    index = IndexFile.from_buffer(raw)
+    index = in_memory(raw)
     start = len(raw) - ALIGN - sum(aligned(index.record(k).nbytes) for k in index.keys)
     bits: list[int] = []
     for record in map(index.record, index.keys):
@@ -77,12 +78,12 @@ def test_every_bit_of_arrays_and_every_byte_of_their_padding_is_detected(
 def test_every_other_length_is_detected(raw: bytes) -> None:
     for length in range(len(raw)):
         with pytest.raises(IndexCorrupt, match="file length"):
-            IndexFile.from_buffer(raw[:length])
+            in_memory(raw[:length])
     for extra in (1, 4095, 4096, 8192):
         with pytest.raises(IndexCorrupt, match="file length"):
-            IndexFile.from_buffer(raw + bytes(extra))
+            in_memory(raw + bytes(extra))
     with pytest.raises(IndexCorrupt, match="footer: expected"):  # a write that was never finished
-        IndexFile.from_buffer(raw[:-4096] + bytes(4096))
+        in_memory(raw[:-4096] + bytes(4096))
 
 
 @pytest.mark.parametrize(
@@ -92,22 +93,22 @@ def test_every_other_length_is_detected(raw: bytes) -> None:
 )
 def test_foreign_files_are_called_foreign(data: bytes) -> None:
     with pytest.raises(IndexForeign, match=r"file type: expected a prefix index .*move the file elsewhere"):
-        IndexFile.from_buffer(data)
+        in_memory(data)
 
 
 def test_newer_version_is_not_called_corrupt(raw: bytes, tmp_path: Path) -> None:
     data = reprelude(raw, version=7)
     with pytest.raises(IndexTooNew, match=r"at most 1, found 7 \(written by a newer version\); upgrade"):
-        IndexFile.from_buffer(data)
+        in_memory(data)
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(IndexTooNew, match="x: format version"):
         IndexFile.open(tmp_path / "x")
     with pytest.raises(IndexCorrupt, match="format version: expected 1, found 0"):
-        IndexFile.from_buffer(reprelude(raw, version=0))
+        in_memory(reprelude(raw, version=0))
     flipped = bytearray(raw)
     flipped[8] ^= 2
     with pytest.raises(IndexCorrupt, match="prelude checksum"):
-        IndexFile.from_buffer(bytes(flipped))
+        in_memory(bytes(flipped))
 
 
 def reprelude(raw: bytes, **changes: int) -> bytes:
@@ -148,10 +149,10 @@ def sections(raw: bytes) -> tuple[Any, Any, bytes]:
 def test_impossible_preludes(raw: bytes) -> None:
     for field in ("zero", "zero2"):
         with pytest.raises(IndexCorrupt, match="reserved prelude fields"):
-            IndexFile.from_buffer(reprelude(raw, **{field: 1}))
+            in_memory(reprelude(raw, **{field: 1}))
     for field, nbytes in itertools.product(("entry_nbytes", "table_nbytes"), (0, 1, 65536, 2**31, 2**32 - 1)):
         with pytest.raises(IndexCorrupt):
-            IndexFile.from_buffer(reprelude(raw, **{field: nbytes}))
+            in_memory(reprelude(raw, **{field: nbytes}))
 
 
 NAME, LAYER, KV_HEAD, DTYPE, SHAPE, OFFSET, NBYTES, XXH3 = range(8)
@@ -200,12 +201,12 @@ HOSTILE_ROWS: dict[str, Callable[[list[list[Any]]], object]] = {
 @pytest.mark.parametrize("name", HOSTILE_ROWS)
 def test_hostile_rows_with_right_checksums(raw: bytes, name: str) -> None:
     entry, table, data = sections(raw)
-    assert IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), msgspec.json.encode(table), data))
+    assert in_memory(rebuild(msgspec.json.encode(entry), msgspec.json.encode(table), data))
     HOSTILE_ROWS[name](table["arrays"])
     hostile = rebuild(msgspec.json.encode(entry), json.dumps(table).encode(), data)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(IndexCorrupt):
-        IndexFile.from_buffer(hostile)
+        in_memory(hostile)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
@@ -271,7 +272,7 @@ def test_rows_that_do_not_fill_the_data() -> None:
 def test_hostile_tables(raw: bytes, table: bytes) -> None:
     entry, _, _ = sections(raw)
     with pytest.raises(IndexCorrupt):
-        IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), table, b""))
+        in_memory(rebuild(msgspec.json.encode(entry), table, b""))
 
 
 def test_hostile_entries(raw: bytes) -> None:
@@ -290,7 +291,7 @@ def test_hostile_entries(raw: bytes) -> None:
         copy = msgspec.json.decode(msgspec.json.encode(entry))
         change(copy)
         with pytest.raises(IndexCorrupt, match=r"header entry|identity.format_version"):
-            IndexFile.from_buffer(rebuild(msgspec.json.encode(copy), msgspec.json.encode(table), data))
+            in_memory(rebuild(msgspec.json.encode(copy), msgspec.json.encode(table), data))
 
 
 @settings(max_examples=examples(400))
@@ -311,6 +312,6 @@ def test_random_bytes_never_crash(raw: bytes, data: st.DataObject) -> None:
 def test_random_sections_never_crash(raw: bytes, table: bytes) -> None:
     entry, _, data = sections(raw)
     with pytest.raises(IndexFormatError):
-        IndexFile.from_buffer(rebuild(msgspec.json.encode(entry), table, data))
+        in_memory(rebuild(msgspec.json.encode(entry), table, data))
     with pytest.raises(IndexFormatError):
-        IndexFile.from_buffer(rebuild(table, msgspec.json.encode({}), data))
+        in_memory(rebuild(table, msgspec.json.encode({}), data))

@@ -19,7 +19,7 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from prefix_index.testing import sample_identity, sample_model
+from tests.prefix_index.samples import sample_identity, sample_model
 
 NAMESPACE_NONE = "a9852fe01ddf741f0777b3fff56bcb11a7e6582ef3782f47e089c5b31613c4c9"
 NAMESPACE_AB = "7f069bf76bd5584c85b293d9d8a452780d0e5b73679af3ab8cf2f0b559715895"

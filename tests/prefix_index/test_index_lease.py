@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefix_index import FileStore, StoreFolderError
-from prefix_index.testing import sample_identity
+from tests.prefix_index.samples import sample_identity
 from tests.prefix_index.small_stores import in_threads, open_below
 
 DIGEST = sample_identity().digest
@@ -24,17 +24,6 @@ def store(folder: Path) -> Iterator[FileStore]:
 
 def lease_file(folder: Path) -> Path:
     return folder / DIGEST[:2] / f".lease-{DIGEST}"
-
-
-def test_two_stores_of_one_folder_exclude_each_other(folder: Path, store: FileStore) -> None:
-    with FileStore(folder) as other:
-        lease = store.lease(DIGEST)
-        assert lease is not None
-        assert other.lease(sample_identity()) is None
-        lease.release()
-        with other.lease(sample_identity()) or pytest.fail("not freed"):
-            assert store.lease(DIGEST) is None
-        assert list(lease_file(folder).parent.iterdir()) == []
 
 
 def test_what_a_dead_holder_left_is_cleared_away(folder: Path, store: FileStore) -> None:
@@ -84,14 +73,6 @@ def test_what_is_planted_by_the_name_of_a_lease(folder: Path, store: FileStore, 
     assert target.exists() == (kind == "link")
     if kind == "link":
         assert target.read_text() == "precious"
-
-
-def test_a_shard_that_is_a_link_is_not_followed(folder: Path, store: FileStore, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    lease_file(folder).parent.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreFolderError, match="check that the folder exists"):
-        store.lease(DIGEST)
-    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_folder_that_has_gone(folder: Path, store: FileStore) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,15 @@ from prefix_index import (
     IndexNotFound,
     IndexPayload,
     IndexUnreadable,
+    IndexWriter,
     InvalidPayload,
     Retention,
     StoreClosed,
-    write_index,
 )
-from prefix_index.folder import open_direct
-from prefix_index.reader import ReadPlan, fresh_buffer, run
-from prefix_index.testing import sample_identity, sample_payload
-from tests.prefix_index.small_stores import flip, place_of, resident_bytes
+from prefix_index.folder import bulk_reads, open_direct
+from prefix_index.reader import fresh_buffer, pieces_of, run
+from tests.prefix_index.samples import sample_identity, sample_payload
+from tests.prefix_index.small_stores import flip, in_memory, place_of
 
 PIECE = 16384
 SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
@@ -64,7 +62,7 @@ def payload() -> IndexPayload:
 def path(payload: IndexPayload, tmp_path: Path) -> Path:
     path = tmp_path / "x.pfxindex"
     with path.open("wb", buffering=0) as out:
-        write_index(out, payload)
+        IndexWriter(payload).write(out)
         os.fsync(out.fileno())
     return path
 
@@ -76,18 +74,11 @@ def index(path: Path) -> Iterator[IndexFile]:
 
 
 def has_direct(path: Path) -> bool:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.close(open_direct(fd))
-    except IndexUnreadable:
-        return False
-    finally:
+    with path.open("rb") as file:
+        fd = open_direct(file.fileno())
+    if fd is not None:
         os.close(fd)
-    return True
-
-
-def modes(path: Path) -> list[bool | None]:
-    return [None, False, *([True] if has_direct(path) else [])]
+    return fd is not None
 
 
 def drop_from_page_cache(path: Path) -> None:
@@ -113,26 +104,12 @@ def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = N
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_path_gives_what_was_written(path: Path, payload: IndexPayload, threads: int, cached: bool) -> None:
-    for mode in modes(path):
+    for mode in (True, False):
         with IndexFile.open(path) as index:
             if not cached:
                 drop_from_page_cache(path)
             found = index.read_many(threads=threads, direct=mode)
         assert_same(found, payload)  # after close(): the arrays are the caller's
-
-
-def test_an_index_in_memory_is_copied_and_checked(path: Path, payload: IndexPayload) -> None:
-    raw = bytearray(path.read_bytes())
-    index = IndexFile.from_buffer(bytes(raw))
-    found = index.read_many(threads=4)
-    assert_same(found, payload)
-    found[ArrayKey("ids", 1, 0)][:] = 0
-    assert index.array("ids", 1, 0).sum() > 0
-    raw[place_of(index, ArrayKey("ids", 1, 0)) + 20_000] ^= 4
-    with pytest.raises(IndexCorrupt, match=r"checksum of \('ids', 1, 0\)"):
-        IndexFile.from_buffer(bytes(raw)).read_many()
-    with pytest.raises(InvalidPayload, match="direct read: expected a file, found an index in memory; leave direct"):
-        index.read_many(direct=True)
 
 
 def test_addresses_come_back_in_the_order_asked_for(index: IndexFile, payload: IndexPayload) -> None:
@@ -148,23 +125,22 @@ def test_addresses_come_back_in_the_order_asked_for(index: IndexFile, payload: I
 def test_one_layer_is_one_stretch(index: IndexFile) -> None:
     """Neighbours are fetched together; nothing is fetched that was not asked for."""
     keys = [key for key in index.keys if key.layer == 2]
-    plan = ReadPlan.of([index.record(k) for k in keys], 0)
-    assert plan.nbytes == index.read_nbytes(keys) == sum(piece.nbytes for piece in plan.pieces)
-    ends = [(piece.offset, piece.offset + piece.nbytes) for piece in plan.pieces]
+    pieces = pieces_of([index.record(k) for k in keys], 0)
+    assert index.read_nbytes(keys) == sum(piece.nbytes for piece in pieces)
+    ends = [(piece.offset, piece.offset + piece.nbytes) for piece in pieces]
     assert [end for _, end in ends[:-1]] == [start for start, _ in ends[1:]]
-    assert max(piece.nbytes for piece in plan.pieces) == PIECE
-    assert sum(len(piece.whole) for piece in plan.pieces) > len([p for p in plan.pieces if p.whole])
-    apart = ReadPlan.of([index.record(k) for k in index.keys if (k.name, k.kv_head) == ("a.x", 0)], 0)
-    assert len([p for p in apart.pieces if p.whole]) == 2
+    assert all(piece.nbytes <= PIECE or len(piece.records) == 1 for piece in pieces)
+    assert 1 < len(pieces) < len(keys)
+    assert len(pieces_of([index.record(k) for k in index.keys if (k.name, k.kv_head) == ("a.x", 0)], 0)) == 3
 
 
 @given(st.lists(st.integers(0, 60_000), max_size=12), st.integers(1, 4), st.randoms())
 def test_any_arrays_any_selection(sizes: list[int], threads: int, chance: random.Random) -> None:
     arrays = {ArrayKey("a", i // 4, i % 4): values(n, i) for i, n in enumerate(sizes)}
     payload, out = IndexPayload(sample_identity(), arrays), io.BytesIO()
-    write_index(out, payload)
+    IndexWriter(payload).write(out)
     keys = [key for key in arrays if chance.random() < 0.7]
-    assert_same(IndexFile.from_buffer(out.getvalue()).read_many(keys, threads=threads), payload, keys)
+    assert_same(in_memory(out.getvalue()).read_many(keys, threads=threads), payload, keys)
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last", "padding"])
@@ -183,14 +159,13 @@ def test_damage_is_found_in_every_array_and_named(path: Path, where: str) -> Non
                 index.read_many()
             others = [k for k in index.keys if k != key]
             assert len(index.read_many(others)) == len(others)
-            index.read_many(verify=False)
             flip(path, start + at)
         index.read_many()
 
 
 def test_a_file_cut_while_it_is_open_is_corrupt_at_every_boundary(path: Path) -> None:
     """No signal kills the reader, whatever is missing: nothing here is mapped yet."""
-    for mode in modes(path):
+    for mode in (True, False):
         whole = path.read_bytes()
         data_end = len(whole) - 4096
         with IndexFile.open(path) as index:
@@ -229,9 +204,9 @@ def test_verify_reads_in_batches_and_maps_nothing(path: Path, threads: int, monk
 def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
-        for mode in (None, False):
+        for mode in (True, False):
             with IndexFile.open(path) as index:
-                os.dup2(folder, index._open()._file.fileno())  # type: ignore[attr-defined]
+                os.dup2(folder, index._fd())
                 with pytest.raises(IndexUnreadable, match=r"x.pfxindex: .*expected readable bytes, found Is a dir"):
                     index.read_many(direct=mode)
     finally:
@@ -241,7 +216,7 @@ def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> Non
 def test_a_closed_index_and_one_closed_meanwhile(path: Path) -> None:
     index = IndexFile.open(path)
     whole = path.read_bytes()
-    with index._open().bulk(None) as fetch:
+    with bulk_reads(index._fd(), direct=True) as fetch:
         index.close()
         out = bytearray(8192)
         assert fetch(memoryview(out), 4096) == 8192
@@ -254,7 +229,7 @@ def test_memory_of_the_caller(index: IndexFile, path: Path, payload: IndexPayloa
     nbytes = index.read_nbytes()
     assert nbytes % 4096 == 0
     out = fresh_buffer(nbytes + 4096)
-    for mode in modes(path):
+    for mode in (True, False):
         out[:] = 7
         found = index.read_many(out=out[:nbytes], direct=mode)
         assert_same(found, payload)
@@ -269,31 +244,17 @@ def test_memory_of_the_caller(index: IndexFile, path: Path, payload: IndexPayloa
     for bad in (np.zeros(nbytes - 1, np.uint8), np.zeros((nbytes, 2), np.uint8)[:, :1], frozen):
         with pytest.raises(InvalidPayload, match=r"buffer of a bulk read: expected \d+ bytes or more, contiguous"):
             index.read_many(out=bad)
-    if has_direct(path):
-        with pytest.raises(InvalidPayload, match=r"on a 4096-byte boundary, found .* 1 bytes off; take read_nbytes"):
-            index.read_many(out=off, direct=True)
-
-
-def test_where_o_direct_is_refused() -> None:
-    fd = os.open("/proc/self/status", os.O_RDONLY)
-    try:
-        with pytest.raises(IndexUnreadable, match="O_DIRECT: expected a file system with direct reads, found Inv"):
-            open_direct(fd)
-    finally:
-        os.close(fd)
 
 
 def test_a_file_system_without_o_direct(path: Path, tmp_path: Path) -> None:
-    """ramfs has none: auto reads through the page cache, direct=True says so."""
+    """ramfs has none: it is read through the page cache."""
     script = """
 import sys
-from prefix_index import IndexFile, IndexUnreadable
+from prefix_index import IndexFile
+from prefix_index.folder import open_direct
 with IndexFile.open(sys.argv[1]) as index:
     assert all((a == index.array(*k)).all() for k, a in index.read_many().items())
-    try:
-        index.read_many(direct=True)
-    except IndexUnreadable as err:
-        print(err)
+    assert open_direct(index._fd()) is None
 """
     (tmp_path / "ram").mkdir()
     command = 'mount -t ramfs none "$1" && cp "$2" "$1/y" && exec "$3" -c "$4" "$1/y"'
@@ -306,46 +267,10 @@ with IndexFile.open(sys.argv[1]) as index:
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    assert "y: O_DIRECT: expected a file system with direct reads, found Invalid argument; read without" in done.stdout
-
-
-def test_long_arrays_are_checked_in_any_order_of_arrival(payload: IndexPayload, path: Path) -> None:
-    raw = path.read_bytes()
-    with IndexFile.open(path) as index:
-        key = ArrayKey("ids", 1, 0)
-        start, record = place_of(index, key), index.record(key)
-    for order, damaged in itertools.product(itertools.permutations(range(3)), (False, True)):
-        plan = ReadPlan.of([record], start - record.offset)
-        buffer = bytearray(raw[start : start + plan.nbytes])
-        buffer[17_000] ^= damaged
-        pieces = [plan.pieces[i] for i in order]
-        for piece in pieces[:-1]:
-            piece.check(memoryview(buffer))
-        if damaged:
-            with pytest.raises(IndexCorrupt, match=r"checksum of \('ids', 1, 0\)"):
-                pieces[-1].check(memoryview(buffer))
-        else:
-            pieces[-1].check(memoryview(buffer))
-
-
-def test_parts_of_long_arrays_arrive_in_many_threads() -> None:
-    """The thread that brings the last part compares the sum."""
-    out = io.BytesIO()
-    write_index(out, IndexPayload(sample_identity(), {ArrayKey("a"): values(60 * PIECE + 5, 1)}))
-    for damaged in (False, True):
-        raw = bytearray(out.getvalue())
-        raw[-8192 - PIECE] ^= damaged
-        index = IndexFile.from_buffer(bytes(raw))
-        for _ in range(20):
-            if damaged:
-                with pytest.raises(IndexCorrupt, match="checksum of"):
-                    index.read_many(threads=8)
-            else:
-                index.read_many(threads=8)
 
 
 def test_an_error_leaves_no_thread_behind(index: IndexFile) -> None:
-    plan = ReadPlan.of([index.record(k) for k in index.keys], 0)
+    pieces = pieces_of([index.record(k) for k in index.keys], 0)
     seen = []
 
     def fetch(out: memoryview, offset: int) -> int:
@@ -353,27 +278,9 @@ def test_an_error_leaves_no_thread_behind(index: IndexFile) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        run(plan, fetch, memoryview(bytearray(plan.nbytes)), threads=2, verify=True)
-    assert 1 <= len(seen) <= 2 < len(plan.pieces)
+        run(pieces, fetch, memoryview(bytearray(index.read_nbytes())), threads=2)
+    assert 1 <= len(seen) <= 2 < len(pieces)
     assert not [t for t in threading.enumerate() if t.name.startswith("index-read")]
-
-
-def test_what_the_page_cache_holds_is_known(index: IndexFile, path: Path) -> None:
-    if not has_direct(path):
-        pytest.skip("no O_DIRECT here")
-    with index._open().bulk(None) as fetch:
-        nbytes = path.stat().st_size
-        drop_from_page_cache(path)
-        if fetch._is_cached(4096, nbytes - 4096):  # type: ignore[attr-defined]
-            pytest.skip("this file system lies in the page cache")
-        until = time.monotonic() + 60
-        while True:
-            path.read_bytes()
-            cached = all(fetch._is_cached(4096, nbytes - 4096) for _ in range(20))  # type: ignore[attr-defined]
-            if cached or time.monotonic() > until:
-                break
-            assert resident_bytes(path) < nbytes, "only what the kernel has dropped, short of memory, is not there"
-        assert cached
 
 
 # First reads of a process

@@ -18,7 +18,6 @@ import pytest
 from prefix_index import (
     FileStore,
     IndexFile,
-    IndexForeign,
     IndexNotFound,
     IndexPayload,
     IndexStoreError,
@@ -29,12 +28,11 @@ from prefix_index import (
     StoreFull,
     books,
 )
-from prefix_index.folder import PARTIAL, remove_unlocked
-from prefix_index.retention import _prepared
-from prefix_index.testing import sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import find
 from tests.prefix_index.faults.refusals import KINDS, Refusals, refusing
 from tests.prefix_index.faults.tools import Clock, fork, opened, reap
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import (
     IDS,
     ONE,
@@ -72,16 +70,6 @@ def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, m
         store.get(IDS[0]).close()
 
 
-def test_a_linked_folder_is_foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As systems say it that look at the link before they look for a folder."""
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        refuse(monkeypatch, index_file(folder, IDS[0]).parent, errno.ELOOP)
-        with pytest.raises(IndexForeign, match="folder of the index: expected a folder, found a symbolic link"):
-            store.get(IDS[0])
-        assert list(store.list()) == []
-
-
 def test_what_came_back_is_seen_again(folder: Path) -> None:
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]))
@@ -109,7 +97,7 @@ def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, mo
         store = opened(folder)
         assert [Path(p.path) for p in store.problems()] == [path]
         assert isinstance(store.problems()[0].error, IndexUnreadable)
-        store.check_integrity()
+        balanced(store)
     with store:
         store.rescan()
         assert [e.retention for e in store.list()] == [PINNED]
@@ -118,7 +106,7 @@ def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, mo
             refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
             store.rescan(full=True)
             assert [e.retention for e in store.list()] == [PINNED]
-        store.check_integrity()
+        balanced(store)
 
 
 @pytest.mark.parametrize("left", range(5))
@@ -139,7 +127,7 @@ def test_a_store_that_opened_without_descriptors_sees_all_after_a_rescan(folder:
             store.rescan()
             assert len(store.list()) == 1
             assert list(store.problems()) == []
-            store.check_integrity()
+            balanced(store)
 
     assert reap(fork(work), 120) == 0
 
@@ -150,7 +138,7 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
 ) -> None:
     with opened(folder) as store, opened(folder) as other:
         store.put(sample_payload(IDS[0]), retention=PINNED)
-        used = store.used_bytes
+        used = store._books.used_bytes
         other.put(sample_payload(IDS[1]))
         settled(folder)
         shard = index_file(folder, IDS[0]).parent
@@ -159,11 +147,11 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
             for full in (False, True):
                 store.rescan(full=full)
                 assert IDS[0] in [e.identity for e in store.list()]
-                assert store.used_bytes >= used
+                assert store._books.used_bytes >= used
                 assert [Path(p.path) for p in store.problems()] == [shard]
                 with pytest.raises(StoreFolderError, match="folder of indexes: expected one that can be listed, found"):
                     raise store.problems()[0].error
-                store.check_integrity()
+                balanced(store)
         store.rescan()
         assert list(store.problems()) == []
         assert {e.identity for e in store.list()} == {IDS[0], IDS[1]}
@@ -174,7 +162,7 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
     dram = folder.parent / "dram"
     with opened(folder, copies=copies_in(dram)) as store:
         store.put(sample_payload(IDS[0]))
-        assert store._prefetches.settle(60)
+        assert store._copier.settle(60)
         with monkeypatch.context() as patch:
             none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
             patch.setattr("prefix_index.copies.open_named", Mock(side_effect=none_left))
@@ -200,12 +188,12 @@ def test_the_next_one_leaves_for_one_that_cannot(folder: Path, monkeypatch: pyte
         refuse_call(monkeypatch, "unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
         store.put(sample_payload(IDS[3]))
         assert held(store) == {0, 2, 3}
-        assert store.used_bytes == 3 * ONE
+        assert store._books.used_bytes == 3 * ONE
         assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
         with pytest.raises(StoreFolderError, match="index that must leave: expected a file to remove, found Operation"):
             raise store.problems()[0].error
         assert store.contains(IDS[0])
-        store.check_integrity()
+        balanced(store)
         monkeypatch.undo()
         assert store.delete(IDS[0])
         assert list(store.problems()) == []
@@ -219,9 +207,9 @@ def test_the_cap_holds_where_nothing_can_be_removed(folder: Path, monkeypatch: p
                 store.put(sample_payload(IDS[i]))
         store.rescan(full=True)
         assert held(store) == {0, 1, 2}
-        assert store.used_bytes == 3 * ONE
+        assert store._books.used_bytes == 3 * ONE
         store.put(sample_payload(IDS[1], fill=7))  # replacing takes no room
-        store.check_integrity()
+        balanced(store)
 
 
 def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +221,7 @@ def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytes
         assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
         store.retain(IDS[0], Retention(expires=1.0))
         assert list(store.collect()) == []
-        store.check_integrity()
+        balanced(store)
         monkeypatch.undo()
         assert [e.identity for e in store.collect()] == [IDS[0]]
         assert list(store.problems()) == []
@@ -258,19 +246,7 @@ def test_a_put_over_a_retention_that_cannot_be_read_changes_nothing(
         with store.get(IDS[0]) as index:
             assert index.stats["fill"] == 1
         assert store.put(sample_payload(IDS[0], fill=2)).retention == PINNED
-        store.check_integrity()
-
-
-def test_what_is_about_to_become_a_retention_is_nobodys_to_clear_away(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        fd = os.open(keep_file(folder, IDS[0]).parent, os.O_RDONLY)
-        with _prepared(fd, IDS[0].digest, PINNED, mode=0o600) as commit:
-            assert remove_unlocked(fd, PARTIAL, grace_s=0.0) == 0
-            commit()
-        os.close(fd)
-        store.rescan()
-        assert [e.retention for e in store.list()] == [PINNED]
+        balanced(store)
 
 
 def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

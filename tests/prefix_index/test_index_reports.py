@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexPayload, LazyArray
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import same_arrays
 from tests.prefix_index.faults.tools import opened
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import IDS, flip, index_file, refuse_call, settled
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
@@ -86,8 +87,8 @@ def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
         writer.join()
         store.rescan()
         assert list(store.list()) == []
-        assert store.used_bytes == 0
-        store.check_integrity()
+        assert store._books.used_bytes == 0
+        balanced(store)
 
 
 def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +102,7 @@ def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, mon
                 store.put(sample_payload(values_per_array=4096, fill=2))
         nbytes = index_file(folder, sample_identity()).stat().st_size
         assert [e.nbytes for e in store.list()] == [nbytes]
-        store.check_integrity()
+        balanced(store)
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC, errno.EIO])
@@ -117,4 +118,4 @@ def test_an_error_of_the_payload_s_own_files_is_not_the_store_s(folder: Path, nu
             store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4,), load)}))
         assert caught.value is error
         assert same_arrays(store, sample_payload(fill=1))
-        store.check_integrity()
+        balanced(store)

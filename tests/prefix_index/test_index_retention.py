@@ -21,11 +21,11 @@ from prefix_index import (
     Retention,
     StoreFolderError,
     StoreFull,
-    StoreInconsistent,
 )
 from prefix_index.retention import remove_orphans
-from prefix_index.testing import sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock, opened
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, refuse_call
 
 
@@ -114,7 +114,7 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
             assert message in str(store.problems()[0].error)
             assert str(path) in str(store.problems()[0].error)
             assert [e.retention for e in store.list()] == [Retention()]
-            store.check_integrity()
+            balanced(store)
         store.get(IDS[0]).close()
         store.collect()
         assert path.is_symlink() or path.exists()
@@ -137,7 +137,7 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
             store.rescan()
             assert [e.retention for e in store.list()] == [PINNED]
         store.rescan()
-        store.check_integrity()
+        balanced(store)
         assert store.delete(IDS[0])
         assert target.read_bytes() == b'{"pinned":true}'
 
@@ -155,7 +155,7 @@ def test_sidecars_without_an_index_are_cleared_away(folder: Path) -> None:
         assert [p for p in folder.rglob("*") if not p.is_dir()] == [foreign]
         assert [(p.path, type(p.error)) for p in store.problems()] == [(str(foreign), IndexForeign)]
         assert store.put(sample_payload(IDS[0])).retention == Retention()
-        store.check_integrity()
+        balanced(store)
 
 
 def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_failed_put_leaves_the_retention(
             with pytest.raises(StoreFull):
                 store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
         store.rescan()
-        store.check_integrity()
+        balanced(store)
         if suffix == ".pfxkeep" and before is not None:
             assert keep_file(folder, IDS[0]).read_bytes() == files[keep_file(folder, IDS[0])]  # the longer one
             return
@@ -207,25 +207,6 @@ def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None
         os.utime(keep_file(folder, IDS[0]), (time.time() + 3600, time.time() + 3600))
         assert remove_orphans(fd, [IDS[0].digest], grace_s=60.0) == 1
         os.close(fd)
-
-
-def test_only_the_sidecar_of_an_index_that_is_gone_is_an_orphan(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        fd = os.open(keep_file(folder, IDS[0]).parent, os.O_RDONLY)
-        assert remove_orphans(fd, [IDS[0].digest], grace_s=0.0) == 0
-        os.close(fd)
-        assert keep_file(folder, IDS[0]).exists()
-
-
-def test_wrong_retention_in_the_books_is_an_inconsistency(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        store.check_integrity()
-        wrong = msgspec.structs.replace(store.list()[0], retention=Retention())
-        store._books.catalog.add(IDS[0].digest, wrong)
-        with pytest.raises(StoreInconsistent, match=r"retention of .*: expected Retention\(pinned=True"):
-            store.check_integrity()
 
 
 @pytest.mark.parametrize("what", ["retain", "put"])

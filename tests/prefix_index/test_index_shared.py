@@ -24,8 +24,9 @@ from prefix_index import (
     link,
 )
 from prefix_index.remote import ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
 from tests.prefix_index.small_stores import python
 from tests.prefix_index.tiers import eventually
@@ -52,19 +53,10 @@ def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: P
     assert one.counters.published == 1
 
 
-def test_a_prefetch_brings_it_here(make: Make) -> None:
-    one, two = make("a"), make("b")
-    one.put(sample_payload(fill=7))
-    assert flushed(one)
-    two.prefetch(DIGEST)
-    eventually(lambda: two.local.contains(DIGEST))
-    assert find(two) == 32
-
-
 def test_the_longer_prefix_wins_wherever_it_is_but_not_from_a_remote_store_that_is_away(
     make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = make("a"), make("b", remote={"backoff_s": 60.0})
+    one, two = make("a"), make("b")
     one.put(sample_payload(sample_identity(LONG)))
     two.put(sample_payload())
     assert flushed(one)
@@ -162,7 +154,7 @@ def test_what_the_remote_store_lacks_stays_here(make: Make, blobs: Shaky, how: s
         assert fill_of(store) == 5
     assert list(store.collect()) == []
     assert fill_of(store) == 5
-    store.check_integrity()
+    balanced(store)
 
 
 def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs: Shaky) -> None:
@@ -213,6 +205,19 @@ def test_a_report_about_an_older_index_keeps_the_new_one_on_its_way(make: Make, 
     assert list(store.problems()) == []
 
 
+def test_a_report_reaches_what_is_on_its_way_there(make: Make, blobs: Shaky) -> None:
+    store = make("a")
+    blobs.gate.clear()
+    store.put(sample_payload())
+    assert blobs.writing.wait(SOON)
+    store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
+    blobs.gate.set()
+    assert store._teller.settle(SOON)
+    assert (find(store), store.contains(DIGEST)) == (0, False)
+    with pytest.raises(IndexCorrupt, match="a test"):
+        store.get(DIGEST)
+
+
 def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_reported_nor_replaced(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,17 +225,17 @@ def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_repo
     entry = store.put(sample_payload(fill=5))
     assert flushed(store)
     inode = Path(str(entry.path)).stat().st_ino
-    opened = folder.open_index
+    opened = folder.open_fd
 
     def refuse(*_: Any, **__: Any) -> int:
         raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
 
-    monkeypatch.setattr(folder, "open_index", refuse)
+    monkeypatch.setattr(folder, "open_fd", refuse)
     assert fill_of(store) == 5
     assert store.counters.hits_remote == 1
     store.put(sample_payload(sample_identity(LONG), fill=6))
     assert not store.flush(0.2), "the publication is tried again"
-    monkeypatch.setattr(folder, "open_index", opened)
+    monkeypatch.setattr(folder, "open_fd", opened)
     assert flushed(store)
     assert Path(str(entry.path)).stat().st_ino == inode
     assert (fill_of(store), fill_of(store, sample_identity(LONG))) == (5, 6)
@@ -287,7 +292,7 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
     assert flushed(one)
     blobs.reading.clear()
     blobs.gate.clear()
-    two.prefetch(DIGEST)
+    two._fetcher.request(DIGEST)
     assert blobs.reading.wait(SOON)
     if change == "put":
         two.put(sample_payload(fill=2))
@@ -333,7 +338,7 @@ def forget():
     circle = [store.lease("a" * 64)]
     circle.append(circle)
 forget()
-with store.remotes[0]._calls._lock:  # as where a call begins, and an allocation may start a collection
+with store.remotes[0]._calls._opening:  # as where a call begins, and an allocation may start a collection
     gc.collect()
 store.close()
 """

@@ -11,8 +11,8 @@ import pytest
 
 from prefix_index import BuildInfo, FileStore, IndexFormatError, IndexNotFound, Retention, StoreUnavailable, link
 from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
-from prefix_index.testing import sample_identity, sample_payload
 from tests.prefix_index.remote_stores import DIGEST, damage, flip
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed, reached
 from tests.prefix_index.tiers import eventually
 
@@ -195,16 +195,3 @@ def test_a_newer_build_that_could_not_be_published_is_at_the_next_start(make: Ma
     assert flushed(store)
     with RemoteStore(blobs) as remote:
         assert fill_of(remote) == 2
-
-
-def test_names_of_others_are_forgotten_when_they_are_gone(blobs: Shaky) -> None:
-    blobs.open(60)
-    with RemoteStore(blobs) as store:
-        for number in range(150):
-            blobs.write(f"prefix_index/stray-{number}", memoryview(b"x"))
-        store.rescan(full=True)
-        assert len(store.problems()) == 100
-        for number in range(150):
-            blobs.delete(f"prefix_index/stray-{number}")
-        store.rescan(full=True)
-        assert store.problems() == ()

@@ -24,8 +24,9 @@ from prefix_index import (
     Retention,
     StoreClosed,
 )
-from prefix_index.testing import sample_identity, sample_model, sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import PINNED, PROMPT, find, miss, same_arrays
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 from tests.prefix_index.small_stores import in_threads
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
@@ -105,7 +106,7 @@ def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStor
     assert find(store) is None
     assert find(store, extra_key="") is None
     assert find(store, extra_key="tenant", model=other) is None
-    assert find(store, extra_key="tenant", profile="profile-2") is None
+    assert find(store, extra_key="tenant", profile_digest="profile-2") is None
     assert find(store, extra_key="tenant", page_tokens=8) is None
 
 
@@ -134,7 +135,7 @@ def test_near_miss_names_the_field_but_never_another_namespace(store: IndexStore
     assert miss(store, extra_key="tenant") is None
     other = sample_model(kv_dtype="float32")
     assert miss(store, extra_key="tenant", model=other) == "model.kv_dtype: expected float32, found bfloat16"
-    said = miss(store, extra_key="tenant", profile="profile-2")
+    said = miss(store, extra_key="tenant", profile_digest="profile-2")
     assert said == "profile_digest: expected profile-2, found profile-1"
 
 
@@ -218,7 +219,6 @@ def test_only_digests_are_keys(store: IndexStore, key: Any) -> None:
         store.contains,
         store.delete,
         store.lease,
-        store.prefetch,
         lambda key: store.retain(key, Retention()),
     ]
     for call in calls:
@@ -239,28 +239,16 @@ def test_closed_store_says_so(store: IndexStore) -> None:
         lambda: miss(store),
         lambda: store.retain(sample_identity(), Retention()),
         lambda: store.lease(sample_identity()),
-        lambda: store.prefetch(sample_identity()),
         store.collect,
         store.list,
         store.problems,
         store.rescan,
-        store.check_integrity,
     ]
     for call in calls:
         with pytest.raises(StoreClosed, match=r"store: expected open, found closed; call open\(\) first"):
             call()
     store.open()
     store.open()
-
-
-def test_prefetch_changes_nothing_one_can_see(store: IndexStore) -> None:
-    store.prefetch(sample_identity(PROMPT))
-    store.put(sample_payload())
-    store.prefetch(sample_identity())
-    store.prefetch(sample_identity().digest)
-    assert same_arrays(store, sample_payload())
-    assert [e.identity for e in store.list()] == [sample_identity()]
-    assert list(store.problems()) == []
 
 
 def test_many_threads(store: IndexStore) -> None:
@@ -300,9 +288,8 @@ def test_each_lazy_array_is_loaded_once(store: IndexStore) -> None:
         return np.zeros(4096, np.uint8)
 
     store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4096,), load)}))
-    store.prefetch(sample_identity())
     store.get(sample_identity()).close()
-    store.check_integrity()  # once work in the background is done
+    balanced(store)  # once work in the background is done
     assert len(loads) == 1
 
 

@@ -18,18 +18,17 @@ import pytest
 from prefix_index import IndexCorrupt
 from prefix_index.remote import ObjectBlobs, claims
 from prefix_index.remote.values import LEASE, LEASES, unpack_record
-from prefix_index.testing import sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock
 from tests.prefix_index.remote_stores import (
     DIGEST,
     OBJECT_STORE_NAMES,
     OBJECT_STORES,
     chunks_of,
-    damage,
     file_blobs,
-    flip,
     machine,
 )
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import in_threads, python
 from tests.prefix_index.tiers import eventually
 
@@ -61,34 +60,6 @@ def test_a_report_hides_a_generation_here_and_not_the_one_that_replaced_it_elsew
         assert list(two.problems()) == []
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_report_that_may_be_about_an_older_generation_is_looked_into(blobs: ObjectBlobs, damaged: bool) -> None:
-    with machine(blobs) as store:
-        store.put(sample_payload(fill=1))
-        store.get(DIGEST).close()
-        store.put(sample_payload(fill=2))
-        if damaged:
-            damage(blobs, chunks_of(blobs)[1], flip(8 * 900))
-        store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
-        assert store.contains(DIGEST) == (not damaged)
-        assert [("chunk 1" in str(p.error)) for p in store.problems()] == [True] * damaged
-
-
-def test_a_report_that_cannot_be_looked_into_hides_nothing(tmp_path: Path) -> None:
-    blobs = file_blobs(tmp_path)
-    with machine(blobs) as store:
-        store.put(sample_payload(fill=1))
-        store.get(DIGEST).close()
-        store.put(sample_payload(fill=2))
-        lost = chunks_of(blobs)[1]
-        value = blobs.fetch(lost, 1 << 20)
-        blobs.delete(lost)
-        store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
-        blobs.write(lost, memoryview(value))
-        assert store.get(DIGEST).array("channels")[0] == 2
-        assert list(store.problems()) == []
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_a_listing_that_took_long_does_not_undo_what_happened_meanwhile(full: bool) -> None:
     class Slow(ObjectBlobs):
@@ -115,7 +86,7 @@ def test_a_listing_that_took_long_does_not_undo_what_happened_meanwhile(full: bo
         blobs.meanwhile = lambda: store.delete(DIGEST)
         store.rescan(full=full)
         assert list(store.list()) == list(store.problems()) == []
-        store.check_integrity()
+        balanced(store)
 
 
 def test_two_writers_of_one_key_on_two_machines(tmp_path: Path) -> None:
@@ -178,7 +149,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_index_or_the_new(tmp_path:
     """Processes put in a loop and are killed; what is there afterwards is always whole."""
     blobs = file_blobs(tmp_path)
     code = (
-        "import sys, itertools; from prefix_index.remote import *; from prefix_index.testing import *\n"
+        "import sys, itertools; from prefix_index.remote import *; from tests.prefix_index.samples import *\n"
         "store = RemoteStore(ObjectBlobs(sys.argv[1]), chunk_nbytes=4096); store.open(); print('up', flush=True)\n"
         "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250))\n"
     )

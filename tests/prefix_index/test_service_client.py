@@ -27,9 +27,10 @@ from prefix_index.folder import come_back
 from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import socket_path
-from prefix_index.testing import sample_identity, sample_payload
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON, fork, reap, remove
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import fill_of, in_threads
 from tests.prefix_index.tiers import PATIENCE_S, eventually, patient, served, two_tiers
 
@@ -50,10 +51,9 @@ def test_while_the_service_is_away_or_hangs_the_folder_is_used_all_the_same(proc
         assert client.contains(sample_identity())
         with client.lease(sample_identity()) or pytest.fail("no lease"):
             assert client.lease(sample_identity()) is None
-        client.prefetch(sample_identity())
         client.rescan(full=True)
         assert list(client.collect()) == []
-        client.check_integrity()
+        balanced(client)
         assert time.monotonic() - began < PATIENCE_S / 2
         eventually(lambda: len(client.problems()) == (how == "killed"))
         client._timeout_s = 0.2
@@ -120,7 +120,7 @@ def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> Non
         client.put(sample_payload(fill=3))
         assert fill_of(client.get(sample_identity())) == 3
         eventually(lambda: client.status().tiers[-1].error is None)
-        client.check_integrity()
+        balanced(client)
 
 
 def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def client(tmp_path: Path, own: FileStore) -> Iterator[StoreClient]:
 def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
     client: StoreClient, own: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 0.1)
+    monkeypatch.setattr("prefix_index.copies._AGAIN_S", 0.1)
 
     def tier() -> str:
         with client.get(sample_identity()) as index:
@@ -250,7 +250,7 @@ def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
     eventually(lambda: client.status().tiers[0].indexes == 1)
     assert client.status().tiers[0].hits > 0
     # Somebody who knows nothing of the service replaces it: the next get sees it.
-    assert own._prefetches.settle(60.0)  # a copy that comes late uses the index
+    assert own._copier.settle(60.0)  # a copy that comes late uses the index
     fill = 4
     with FileStore(tmp_path / "store") as other:
         other.put(sample_payload(fill=fill))
@@ -264,7 +264,7 @@ def wait_for_files(folder: Path) -> list[Path]:
 
 
 def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefix_index.service.server._WANT_AGAIN_S", 3600.0)
+    monkeypatch.setattr("prefix_index.copies._AGAIN_S", 3600.0)
     with served(tmp_path, two_tiers(tmp_path)) as endpoint, patient(endpoint) as client:
         client.put(sample_payload(fill=2))
         wait_for_files(tmp_path / "dram")
@@ -274,7 +274,7 @@ def test_a_dram_folder_that_was_removed_comes_back(tmp_path: Path, monkeypatch: 
         eventually(lambda: (tmp_path / "dram").is_dir())
         copy = tmp_path / "dram" / sample_identity().digest[:2] / f"{sample_identity().digest}.pfxindex"
         eventually(lambda: client.get(sample_identity()).path == str(copy))
-        client.check_integrity()
+        balanced(client)
 
 
 def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,10 +22,10 @@ from prefix_index import FileStore, InvalidPayload, StoreFolderError, StoreUnava
 from prefix_index.service import Limits, StoreClient, StoreServer, messages
 from prefix_index.service.endpoint import SocketPlace, most_connections, raise_descriptor_limit, socket_path
 from prefix_index.service.server import _leases
-from prefix_index.testing import sample_identity, sample_payload
 from sglang_ext.cli.store import memory_name
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON
+from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.tiers import eventually, patient, served
 
 OTHER = sample_identity(range(64))

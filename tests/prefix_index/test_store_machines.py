@@ -139,16 +139,6 @@ class RemoteMachine(TwoStores):
         return machine(blobs, clock=self.clock)
 
 
-class RemoteFileMachine(RemoteMachine):
-    def blobs(self) -> ObjectBlobs:
-        self.folder = tempfile.mkdtemp()
-        return ObjectBlobs(Path(self.folder).as_uri())
-
-    def teardown(self) -> None:
-        super().teardown()
-        shutil.rmtree(self.folder)
-
-
 class RemoteS3Machine(RemoteMachine):
     def blobs(self) -> ObjectBlobs:
         return s3_server.new_bucket()
@@ -156,8 +146,6 @@ class RemoteS3Machine(RemoteMachine):
 
 TestRemoteMachine = RemoteMachine.TestCase
 TestRemoteMachine.settings = STEPS
-TestRemoteFileMachine = RemoteFileMachine.TestCase
-TestRemoteFileMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
 TestRemoteS3Machine = pytest.mark.full(RemoteS3Machine.TestCase)
 TestRemoteS3Machine.settings = settings(STEPS, max_examples=examples(3, day=4), stateful_step_count=12)
 
@@ -175,7 +163,7 @@ class SharedMachine(StoreMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.blobs = Shaky()
         local = FileStore(self.folder, create=True, clock=self.clock)
-        over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON, backoff_s=0.0, clock=self.clock)
+        over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON, clock=self.clock)
         self.shared = SharedStore(local, [over], timeout_s=SOON, rescan_s=0.0)
         return self.shared
 

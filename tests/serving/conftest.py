@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from prefix_index import FileStore, IndexEntry, IndexIdentity, ModelFingerprint, namespace_digest, page_hashes
-from prefix_index.testing import sample_model
 from sglang_ext.config import PAGE_TOKENS, Settings, SparseAttnConfig, config_from_dict
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
+from tests.prefix_index.samples import sample_model
 from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model, Runtime
 
 

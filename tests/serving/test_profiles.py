@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from prefix_index import ArrayKey, ModelFingerprint
-from prefix_index.testing import sample_model
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
 from sglang_ext.methods import make_builder, method_specs
 from sglang_ext.methods.exact import ExactSpec
@@ -27,6 +26,7 @@ from sglang_ext.profiles import (
     local_folder,
 )
 from sglang_ext.runtime import SparseRuntime
+from tests.prefix_index.samples import sample_model
 from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
 
 PLAN = ["dense", "anchor", {"reuse": 1, "head_map": [1, 1]}]

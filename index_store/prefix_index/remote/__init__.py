@@ -1,12 +1,12 @@
 """Indexes on another machine, by Mooncake or ``obstore``. These libraries are imported on ``open()``."""
 
-from .blobs import BlobMissing, Blobs, BlobsError, BlobsFailed, BlobsFull, BlobTooShort, ObjectBlobs
+from .blobs import BlobMissing, Blobs, BlobsError, BlobsFailed, BlobsFull, BlobTooLong, ObjectBlobs
 from .mooncake import MooncakeBlobs
 from .store import RemoteStore
 
 __all__ = [
     "BlobMissing",
-    "BlobTooShort",
+    "BlobTooLong",
     "Blobs",
     "BlobsError",
     "BlobsFailed",

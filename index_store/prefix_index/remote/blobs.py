@@ -11,18 +11,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
-
 _SECRET: Final = re.compile(r"\?\S*|(?<=://)[^/\s@]*@")
 _FULL: Final = ("(os error 27)", "(os error 28)", "(os error 122)", "QuotaExceeded")  # EFBIG, ENOSPC, EDQUOT
 _LOCAL: Final = ("(os error 12)", "(os error 23)", "(os error 24)")  # ENOMEM, ENFILE, EMFILE
-_RANGE: Final = ("InvalidRange", "Requested range was invalid", "Wanted range starting at")
 
 
 class BlobsError(Exception):
@@ -33,8 +30,8 @@ class BlobMissing(BlobsError):
     """No value of that name, as far as the store can tell."""
 
 
-class BlobTooShort(BlobsError):
-    """The value has not the bytes that were asked for."""
+class BlobTooLong(BlobsError):
+    """The value has more bytes than were asked for."""
 
 
 class BlobsFull(BlobsError):
@@ -66,10 +63,7 @@ class Blobs(Protocol):
         """Disconnects. Called when no other call is running. Opening again is allowed."""
 
     def fetch(self, name: str, limit: int) -> bytes:
-        """A whole small value. Raises BlobMissing; BlobTooShort for one of more than ``limit`` bytes."""
-
-    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
-        """Fills ``parts``, one after the other, from ``offset`` on. Raises BlobMissing, and BlobTooShort at the end."""
+        """A whole value. Raises BlobMissing; BlobTooLong for one of more than ``limit`` bytes."""
 
     def size(self, name: str) -> int:
         """Length in bytes. Raises BlobMissing."""
@@ -85,11 +79,6 @@ class Blobs(Protocol):
 
     def names(self, folder: str) -> Mapping[str, str]:
         """All names below ``folder``, each with a tag that changes when its value is written (or "": none)."""
-
-
-def copy_bytes(out: memoryview, data: memoryview | bytes) -> None:
-    """``out[:] = data`` without the interpreter lock: chunks are large, and copied by several threads."""
-    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))
 
 
 class ObjectBlobs:
@@ -132,24 +121,8 @@ class ObjectBlobs:
         with _translated():
             found = self._api.get(self._store, name)
             if found.meta["size"] > limit:
-                raise BlobTooShort(f"{found.meta['size']} bytes")
+                raise BlobTooLong(f"{found.meta['size']} bytes")
             return bytes(found.bytes())
-
-    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
-        length = sum(len(part) for part in parts)
-        with _translated():
-            try:
-                found = memoryview(self._api.get_range(self._store, name, start=offset, length=length))
-            except Exception as err:
-                if any(word in str(err) for word in _RANGE):
-                    raise BlobTooShort(f"less than {offset} bytes") from None
-                raise
-        # A range that reaches past the end is cut in silence.
-        if len(found) != length:
-            raise BlobTooShort(f"{offset + len(found)} bytes")
-        for part in parts:
-            copy_bytes(part, found[: len(part)])
-            found = found[len(part) :]
 
     def size(self, name: str) -> int:
         with _translated():

@@ -14,14 +14,14 @@ import os
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from ..errors import InvalidPayload
-from .blobs import BlobMissing, BlobsFailed, BlobsFull, BlobTooShort
+from .blobs import BlobMissing, BlobsFailed, BlobsFull, BlobTooLong
 
 _MISSING: Final = -704
 _BEING_WRITTEN: Final = -703
@@ -93,9 +93,9 @@ class MooncakeBlobs:
         for _ in range(_RACES):
             nbytes = self.size(name)
             if nbytes > limit:
-                raise BlobTooShort(f"{nbytes} bytes")
+                raise BlobTooLong(f"{nbytes} bytes")
             buffer = mmap.mmap(-1, nbytes + mmap.PAGESIZE)
-            with self._registered([memoryview(buffer)]) as (pointer,):
+            with self._registered(memoryview(buffer)) as pointer:
                 got = _patiently(lambda p, n: self._open().get_into(name, p, n), pointer, len(buffer))
             if got >= 0:
                 return bytes(buffer[:got])
@@ -103,23 +103,6 @@ class MooncakeBlobs:
                 raise _failed(got)
             # Replaced by a longer one since it was asked for its size.
         raise BlobsFailed(f"{name} changes faster than it can be read")
-
-    def read(self, name: str, offset: int, parts: Sequence[memoryview]) -> None:
-        sizes = [len(part) for part in parts]
-        starts = [[[offset + sum(sizes[:i])]] for i in range(len(parts))]
-        names, targets = [[name]] * len(parts), [[[0]]] * len(parts)
-
-        def get() -> int:
-            found = self._open().get_into_ranges(pointers, names, targets, starts, [[[size]] for size in sizes])
-            codes = [one for ((one,),) in found]
-            return min(codes) if min(codes) < 0 else sum(codes)
-
-        with self._registered(parts) as pointers:
-            got = _patiently(get)
-        if got == _OUT_OF_RANGE and (nbytes := self.size(name)) < offset + sum(sizes):
-            raise BlobTooShort(f"{nbytes} bytes")
-        if got != sum(sizes):
-            raise _failed(got)
 
     def size(self, name: str) -> int:
         nbytes = _patiently(lambda: self._open().get_size(name))
@@ -129,7 +112,7 @@ class MooncakeBlobs:
 
     def write(self, name: str, value: memoryview) -> None:
         deadline = time.monotonic() + self._timeout_s / 2
-        with self._registered([value]) as (pointer,):
+        with self._registered(value) as pointer:
             # ``put`` would keep an old value. A full store evicts when it is asked, but answers before it has.
             while code := _patiently(lambda: self._open().upsert_from(name, pointer, len(value), self._config)):
                 if code not in _NO_ROOM:
@@ -171,20 +154,15 @@ class MooncakeBlobs:
         return self._client
 
     @contextlib.contextmanager
-    def _registered(self, parts: Sequence[memoryview]) -> Iterator[list[int]]:
-        """Addresses of the parts, known to the transfer engine while the block runs."""
-        client = self._open()
-        pointers = [np.frombuffer(part, np.uint8).ctypes.data for part in parts]
-        done = []
+    def _registered(self, memory: memoryview) -> Iterator[int]:
+        """The memory's address, known to the transfer engine while the block runs."""
+        client, pointer = self._open(), np.frombuffer(memory, np.uint8).ctypes.data
+        if code := client.register_buffer(pointer, len(memory)):
+            raise BlobsFailed(f"registering {len(memory)} bytes: error {code}")
         try:
-            for pointer, part in zip(pointers, parts, strict=True):
-                if code := client.register_buffer(pointer, len(part)):
-                    raise BlobsFailed(f"registering {len(part)} bytes: error {code}")
-                done.append(pointer)
-            yield pointers
+            yield pointer
         finally:
-            for pointer in done:
-                client.unregister_buffer(pointer)
+            client.unregister_buffer(pointer)
 
 
 def _address(master: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ A cache that may lose, never the only copy. What comes back is whole and checked
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,18 +14,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..errors import IndexForeign, IndexFormatError, IndexNotFound, IndexStoreError, StoreFull, StoreUnavailable
-from ..format import ALIGN, Entry, IndexIdentity, aligned
+from ..errors import IndexFormatError, IndexNotFound, IndexStoreError, StoreFull
+from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
 from ..reader import IndexFile, IndexLookup, check_identity
-from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired, inconsistent
+from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
 from .calls import Calls
 from .claims import SharedLeases
-from .values import ChunkedBuffer, Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
-
-_MAX_STRAYS = 100
-"""Files of somebody else's that are named as problems."""
+from .values import Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
 
 
 class _Bad(NamedTuple):
@@ -37,9 +35,8 @@ class _Bad(NamedTuple):
 class RemoteStore(IndexStore):
     """An ``IndexStore`` on a ``Blobs``. Any number of machines may use one ``folder`` of one store.
 
-    ``timeout_s``     seconds that one request (at most one chunk) may take; after one that took longer, every call
-                      raises StoreUnavailable for ``backoff_s`` seconds. A whole get or put of n chunks takes at
-                      most n / 4 times as long: four are under way at a time
+    ``timeout_s``     seconds that one request (at most one chunk) may take. A whole get or put of n chunks takes
+                      at most n / 4 times as long: four are under way at a time
     ``chunk_nbytes``  size of the values that a container is cut into; readers take it from the manifest
     ``lease_ttl_s``   how long a build lease outlives its holder, where the store can arbitrate (``claims.py``)
     ``grace_s``       age, by the writer's clock, from which ``collect()`` removes chunks that no manifest names
@@ -58,7 +55,6 @@ class RemoteStore(IndexStore):
         *,
         folder: str = "prefix_index",
         timeout_s: float = 5.0,
-        backoff_s: float = 5.0,
         chunk_nbytes: int = 32 << 20,
         lease_ttl_s: float = 60.0,
         grace_s: float = 3600.0,
@@ -72,7 +68,7 @@ class RemoteStore(IndexStore):
         if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
             raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
         self._chunk_nbytes = chunk_nbytes
-        self._calls = Calls(blobs.name, timeout_s=timeout_s, backoff_s=backoff_s)
+        self._calls = Calls(blobs.name, timeout_s=timeout_s)
         self._values = Values(blobs, self._calls, folder)
         self._leases = SharedLeases(self._values, ttl_s=lease_ttl_s)
         self._swap = threading.RLock()  # one change of a manifest at a time
@@ -83,7 +79,6 @@ class RemoteStore(IndexStore):
         self._seen: dict[str, Found] = {}
         self._touched: set[str] = set()
         """What this process learned of since a listing began: newer than the listing, which says nothing of it then."""
-        self._strays: set[str] = set()
 
     def open(self) -> None:
         with self._opening:
@@ -110,19 +105,19 @@ class RemoteStore(IndexStore):
         """As in the protocol; when the store stops answering in the end, either the old or the new index is there."""
         self._check_open()
         writer = IndexWriter(payload)
-        digest, generation = payload.identity.digest, new_generation(self._clock())
-        buffer = ChunkedBuffer(writer.nbytes, self._chunk_nbytes)
-        writer.write(buffer)
+        digest = payload.identity.digest
+        container, size = mmap.mmap(-1, writer.nbytes), self._chunk_nbytes
+        writer.write(container)
         manifest = Manifest(
             entry=Entry(payload.identity, payload.info),
             nbytes=writer.nbytes,
-            chunk_nbytes=self._chunk_nbytes,
-            generation=generation,
-            chunks=buffer.seal(digest, generation),
+            chunk_nbytes=size,
+            generation=new_generation(self._clock()),
+            chunks=[xxh3_hex(memoryview(container)[at : at + size]) for at in range(0, writer.nbytes, size)],
             retention=retention or Retention(),
         )
         with self._undone(manifest):
-            self._values.upload(digest, generation, buffer)
+            self._values.upload(manifest, memoryview(container))
             if not self._values.is_whole(manifest):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
@@ -147,7 +142,7 @@ class RemoteStore(IndexStore):
             while True:
                 self._check_offered(digest, manifest)
                 try:
-                    index = IndexFile.from_buffer(self._values.download(manifest))
+                    index = IndexFile(self._values.download(manifest))
                     check_identity(manifest.entry.identity, index.identity)
                     break
                 except (IndexNotFound, IndexFormatError):
@@ -185,7 +180,7 @@ class RemoteStore(IndexStore):
             self._forget(digest)
         if isinstance(old, Manifest):
             self._drop_chunks(old)
-        elif old is not None and (names := self._values.listing()[0].get(digest)) is not None:
+        elif old is not None and (names := self._values.listing().get(digest)) is not None:
             for generation, indexes in names.chunks.items():
                 self._values.remove_chunks(digest, generation, indexes)
         return old is not None
@@ -205,10 +200,6 @@ class RemoteStore(IndexStore):
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """As in the protocol: between machines where the store can create a value only if there is none."""
         return self._leases.acquire(self._digest(key))
-
-    def prefetch(self, key: IndexLookup) -> None:
-        """Nothing to do: a folder in front of this store brings indexes nearer."""
-        self._digest(key)
 
     def collect(self) -> Sequence[IndexEntry]:
         """As in the protocol; also removes indexes that lost chunks, chunks without a manifest, leases of the dead."""
@@ -236,22 +227,13 @@ class RemoteStore(IndexStore):
         return sorted(removed, key=lambda entry: entry.digest)
 
     def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """As in the protocol. Where the index has to be read first and cannot be, the report is not believed."""
+        """As in the protocol; one that may be about an older version counts for nothing: ``get`` checks all bytes."""
         digest = self._digest(key)
-        manifest = self._manifests.get(digest)
-        if manifest is None or self._is_expired(manifest):
-            return
-        if not self.catalog.gave_only(digest, manifest.generation):
-            try:
-                IndexFile.from_buffer(self._values.download(manifest)).verify()
-                return
-            except (IndexNotFound, StoreUnavailable):
-                return
-            except IndexFormatError as err:
-                error = err
         with self._lock:
-            known = self._manifests.get(digest)
-            if known is not None and known.generation == manifest.generation:
+            manifest = self._manifests.get(digest)
+            if manifest is None or self._is_expired(manifest):
+                return
+            if self.catalog.gave_only(digest, manifest.generation):
                 self._hide(digest, error, _Bad(manifest.generation, reported=True))
 
     def rescan(self, *, full: bool = False) -> None:
@@ -260,20 +242,6 @@ class RemoteStore(IndexStore):
         """
         self._check_open()
         self._scan(full=full)
-
-    def check_integrity(self) -> None:
-        """As in the protocol: books against manifests. Meaningful while no other machine writes, or evicts."""
-        self._check_open()
-        found = self._scan(full=False)
-        outcomes = self._values.manifests([d for d, names in found.items() if names.tag is not None])
-        with self._lock:
-            self.catalog.check_integrity()
-            there = {d: m for d, m in outcomes.items() if isinstance(m, Manifest) and d not in self._bad}
-            if self._manifests != there:
-                raise inconsistent("manifests", there, self._manifests)
-            held, listed = dict(self.catalog.all_held()), {d: m.listed for d, m in there.items()}
-            if held != listed:
-                raise inconsistent("entries", listed, held)
 
     # ---- what it knows without asking ----
 
@@ -335,7 +303,7 @@ class RemoteStore(IndexStore):
         with self._scanning:
             with self._lock:
                 self._touched.clear()
-            found, strays = self._values.listing()
+            found = self._values.listing()
             with self._lock:
                 there = {d: names for d, names in found.items() if names.tag is not None}
                 news = [d for d, names in there.items() if full or self._seen.get(d) != names]
@@ -348,13 +316,6 @@ class RemoteStore(IndexStore):
                     if digest not in touched:
                         self._take_in(digest, outcome, found[digest])
                         self._seen[digest] = found[digest]
-                for name in self._strays.difference(strays):
-                    self.catalog.problems.pop(name, None)
-                self._strays = set(sorted(strays)[:_MAX_STRAYS])
-                for name in self._strays:
-                    remedy = "give the store a folder of its own"
-                    stray = IndexForeign("name in the store's folder", "one of ours", name[:100], remedy)
-                    self.catalog.problems[name] = stray
         return found
 
     def _take_in(self, digest: str, outcome: Outcome, names: Found) -> None:

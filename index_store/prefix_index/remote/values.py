@@ -7,7 +7,8 @@ written last and removed first. A generation is new for every put: no chunk's na
 
 from __future__ import annotations
 
-import mmap
+import io
+import os
 import re
 import secrets
 import struct
@@ -27,9 +28,10 @@ from ..errors import (
     StoreUnavailable,
     out_of_memory,
 )
+from ..folder import owned_file
 from ..format import ALIGN, MAX_NBYTES, Entry, corrupt, sealed
 from ..store import IndexEntry, Retention
-from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobsLocal, BlobTooShort, copy_bytes
+from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobsLocal, BlobTooLong
 from .calls import Calls
 
 MAGIC: Final = b"\x89PFXVAL\n"
@@ -45,7 +47,6 @@ MAX_MANIFEST_NBYTES: Final = 4 << 20
 HEADER: Final = struct.Struct("<8sHHI16sQQQQ")
 
 _NAME = re.compile(r"([0-9a-f]{64})\.(?:(manifest)|(lease)|([0-9a-f]{16})\.([0-9]{6}))")
-_BATCH: Final = 16
 _T = TypeVar("_T")
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -131,14 +132,16 @@ def check_header(raw: bytes, kind: int, digest: str, generation: str | None, ind
     return length, checksum, f"{number:016x}"
 
 
-def check_chunk(header: bytes, body: memoryview, manifest: Manifest, index: int) -> None:
-    """Compares a chunk with its own header and with the manifest. Raises IndexFormatError."""
-    digest = manifest.entry.identity.digest
-    length, checksum, _ = check_header(header, CHUNK, digest, manifest.generation, index)
+def check_chunk(raw: bytes, manifest: Manifest, index: int) -> memoryview:
+    """The body of a chunk, compared with its own header and with the manifest. Raises IndexFormatError."""
+    digest, wanted = manifest.entry.identity.digest, manifest.size_of(index)
+    body = memoryview(raw)[HEADER.size :]
+    length, checksum, _ = check_header(raw[: HEADER.size], CHUNK, digest, manifest.generation, index)
     found = xxhash.xxh3_64_intdigest(body)
-    if length != len(body) or checksum != found or manifest.chunks[index] != f"{found:016x}":
-        expected = f"{len(body)} bytes of xxh3 {manifest.chunks[index]}"
+    if not length == len(body) == wanted or checksum != found or manifest.chunks[index] != f"{found:016x}":
+        expected = f"{wanted} bytes of xxh3 {manifest.chunks[index]}"
         raise corrupt(f"chunk {index}", expected, f"{length} bytes of xxh3 {checksum:016x}, in fact {found:016x}")
+    return body
 
 
 def pack_record(kind: int, digest: str, generation: str, record: msgspec.Struct) -> bytes:
@@ -167,44 +170,6 @@ def unpack_manifest(digest: str, raw: bytes) -> Manifest:
         raise corrupt("identity digest", digest, manifest.entry.identity.digest)
     check_header(raw[: HEADER.size], MANIFEST, digest, manifest.generation, 0)
     return manifest
-
-
-class ChunkedBuffer:
-    """A container in memory as the chunk values that go out, each with room for its header: no second copy.
-
-    Write the container into it, ``seal()`` it, then take each ``value(i)``.
-    """
-
-    def __init__(self, nbytes: int, chunk_nbytes: int) -> None:
-        self.nbytes, self.chunk_nbytes = nbytes, chunk_nbytes
-        self.count = -(-nbytes // chunk_nbytes)
-        self._view = memoryview(mmap.mmap(-1, nbytes + self.count * HEADER.size))
-        self._at = 0
-
-    def seek(self, offset: int, /) -> int:
-        self._at = offset
-        return offset
-
-    def write(self, data: memoryview, /) -> int:
-        """Takes what fits into the chunk where the position is."""
-        index, within = divmod(self._at, self.chunk_nbytes)
-        part = data[: self.chunk_nbytes - within]
-        start = self._at + (index + 1) * HEADER.size
-        copy_bytes(self._view[start : start + len(part)], part)
-        self._at += len(part)
-        return len(part)
-
-    def value(self, index: int) -> memoryview:
-        """Header and body of one chunk."""
-        size = HEADER.size + self.chunk_nbytes
-        return self._view[index * size : (index + 1) * size]
-
-    def seal(self, digest: str, generation: str) -> list[str]:
-        """Fills the headers in; returns the checksum of each body, 16 hex digits."""
-        values = [self.value(index) for index in range(self.count)]
-        for index, value in enumerate(values):
-            value[: HEADER.size] = value_header(CHUNK, digest, generation, index, value[HEADER.size :])
-        return [f"{HEADER.unpack(value[: HEADER.size])[7]:016x}" for value in values]
 
 
 class Found(NamedTuple):
@@ -247,17 +212,13 @@ class Values:
     def manifests(self, digests: Sequence[str]) -> dict[str, Outcome]:
         """Many at once, each with what became of it."""
 
-        def fetch(batch: Sequence[str]) -> dict[str, Outcome]:
-            outcomes: dict[str, Outcome] = {}
-            for digest in batch:
-                try:
-                    outcomes[digest] = self._fetch_manifest(digest)
-                except (IndexNotFound, IndexFormatError) as err:
-                    outcomes[digest] = err
-            return outcomes
+        def fetch(digest: str) -> Outcome:
+            try:
+                return self._fetch_manifest(digest)
+            except (IndexNotFound, IndexFormatError) as err:
+                return err
 
-        parts = self.ask(partial(fetch, digests[i : i + _BATCH]) for i in range(0, len(digests), _BATCH))
-        return {digest: outcome for part in parts for digest, outcome in part.items()}
+        return dict(zip(digests, self.ask(partial(fetch, digest) for digest in digests), strict=True))
 
     def put_manifest(self, manifest: Manifest) -> None:
         """From now on the index is there. Raises StoreFull."""
@@ -284,17 +245,15 @@ class Values:
     def remove_chunks(self, digest: str, generation: str, indexes: Iterable[int]) -> None:
         self.remove(*(_chunk_name(digest, generation, i) for i in indexes))
 
-    def listing(self) -> tuple[dict[str, Found], list[str]]:
-        """What there is, by digest, and the names that are none of ours."""
+    def listing(self) -> dict[str, Found]:
+        """What there is, by digest. Names that are none of ours count for nothing."""
         (names,) = self.ask([partial(self._blobs.names, self._folder)])
         tags: dict[str, str] = {}
         leased: set[str] = set()
         chunks: dict[str, dict[str, set[int]]] = {}
-        strays = []
         for name, tag in names.items():
             match = _NAME.fullmatch(name.removeprefix(self._folder + "/"))
             if match is None:
-                strays.append(name)
                 continue
             digest, is_manifest, is_lease, generation, index = match.groups()
             generations = chunks.setdefault(digest, {})
@@ -307,38 +266,50 @@ class Values:
         return {
             digest: Found(tags.get(digest), {g: frozenset(s) for g, s in generations.items()}, digest in leased)
             for digest, generations in chunks.items()
-        }, strays
+        }
 
-    def upload(self, digest: str, generation: str, buffer: ChunkedBuffer) -> None:
-        """Writes all chunks. Raises StoreFull."""
-        names = (self._at(_chunk_name(digest, generation, i)) for i in range(buffer.count))
-        self.ask(partial(self._blobs.write, name, buffer.value(i)) for i, name in enumerate(names))
+    def upload(self, manifest: Manifest, container: memoryview) -> None:
+        """Writes all chunks of a container. Raises StoreFull."""
+        digest, generation = manifest.entry.identity.digest, manifest.generation
 
-    def download(self, manifest: Manifest) -> mmap.mmap:
-        """The whole container, each chunk compared with its checksums. Raises IndexNotFound, IndexFormatError."""
-        try:
-            buffer = mmap.mmap(-1, manifest.nbytes)
-        except (OSError, ValueError, OverflowError) as err:
-            if not self.is_whole(manifest):
-                raise corrupt("manifest", "the lengths of its chunks", f"{manifest.nbytes} bytes") from None
-            raise out_of_memory(err, f"{manifest.nbytes} bytes") from err
-        view = memoryview(buffer)
+        def send(index: int) -> None:
+            start = index * manifest.chunk_nbytes
+            body = container[start : start + manifest.size_of(index)]
+            value = b"".join((value_header(CHUNK, digest, generation, index, body), body))
+            self._blobs.write(self._at(_chunk_name(digest, generation, index)), memoryview(value))
+
+        self.ask(partial(send, i) for i in range(len(manifest.chunks)))
+
+    def download(self, manifest: Manifest) -> io.FileIO:
+        """The whole container in a file in memory, each chunk compared with its checksums; the caller closes it.
+
+        Raises IndexNotFound, IndexFormatError. The file is not closed then: a call that overran may write to it still.
+        """
         digest = manifest.entry.identity.digest
+        try:
+            file = owned_file(os.memfd_create("prefix_index"), "w+b")
+        except OSError as err:
+            raise out_of_memory(err, "a file in memory") from err
 
         def fetch(index: int) -> None:
-            start = index * manifest.chunk_nbytes
-            header, body = memoryview(bytearray(HEADER.size)), view[start : start + manifest.size_of(index)]
+            name, limit = _chunk_name(digest, manifest.generation, index), HEADER.size + manifest.size_of(index)
             try:
-                self._blobs.read(self._at(_chunk_name(digest, manifest.generation, index)), 0, [header, body])
+                raw = self._blobs.fetch(self._at(name), limit)
             except BlobMissing:
                 found = f"chunk {index} gone (evicted, lost with its machine, or replaced)"
                 raise not_found(digest, found, "build it again") from None
-            except BlobTooShort as err:
-                raise corrupt(f"length of chunk {index}", HEADER.size + len(body), err) from None
-            check_chunk(bytes(header), body, manifest, index)
+            except BlobTooLong as err:
+                raise corrupt(f"length of chunk {index}", limit, err) from None
+            body, at = check_chunk(raw, manifest, index), index * manifest.chunk_nbytes
+            try:
+                while body:
+                    done = os.pwrite(file.fileno(), body, at)
+                    body, at = body[done:], at + done
+            except OSError as err:
+                raise out_of_memory(err, f"{manifest.nbytes} bytes") from err
 
         self.ask(partial(fetch, i) for i in range(len(manifest.chunks)))
-        return buffer
+        return file
 
     def is_whole(self, manifest: Manifest) -> bool:
         """Whether all chunks are there and have their lengths; their bytes are not read."""
@@ -358,7 +329,7 @@ class Values:
             raw = self._blobs.fetch(self._at(f"{digest}.manifest"), MAX_MANIFEST_NBYTES)
         except BlobMissing:
             raise not_found(digest, "none", "build it: a remote tier may lose what it held") from None
-        except BlobTooShort as err:
+        except BlobTooLong as err:
             raise corrupt("manifest", f"at most {MAX_MANIFEST_NBYTES} bytes", err) from None
         return unpack_manifest(digest, raw)
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
@@ -40,8 +40,6 @@ from .messages import (
 )
 
 log = logging.getLogger("prefix_index.service")
-_MAX_SEEN: Final = 10_000
-_WANT_AGAIN_S: Final = 10.0
 
 
 class Limits(NamedTuple):
@@ -58,7 +56,6 @@ class Limits(NamedTuple):
     burst: int = 64
     rescan_s: float = 2.0
     collect_s: float = 30.0
-    stats_s: float = 600.0
     finish_s: float = 10.0
 
 
@@ -85,7 +82,6 @@ class StoreServer:
         self._limits = limits or Limits()
         self._place = SocketPlace(socket_path(endpoint))
         self._clients: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        self._wanted: dict[str, float] = {}
         self._stopping = threading.Event()
         self._began = 0.0
         self._hits = [0, 0]
@@ -205,7 +201,8 @@ class StoreServer:
             return self._welcome(client, request)
         self._remember(client, None)
         if isinstance(request, Used):
-            self._use(request)
+            self._hits[0 if request.copy else 1] += 1
+            self.store.served(request.digest, copy=request.copy)
             return None
         return self.status()
 
@@ -236,17 +233,6 @@ class StoreServer:
         while len(self._clients) > self._limits.clients:
             self._clients.popitem(last=False)  # the first is who was heard from least recently
 
-    def _use(self, used: Used) -> None:
-        """A copy in DRAM, please; asked for now and then only, since it may not fit."""
-        self._hits[0 if used.copy else 1] += 1
-        now = time.monotonic()
-        if used.copy or self.store.copies is None or now < self._wanted.get(used.digest, 0.0):
-            return
-        if len(self._wanted) >= _MAX_SEEN:
-            self._wanted.clear()
-        self._wanted[used.digest] = now + _WANT_AGAIN_S
-        self.store.prefetch(used.digest)
-
     def _send(self, client: bytes, number: bytes, answer: Answer) -> None:
         try:
             self._socket.send_multipart((client, number + encode(answer)), zmq.NOBLOCK)
@@ -265,7 +251,7 @@ class StoreServer:
     # ---- the folders ----
 
     def _keep_house(self) -> None:
-        collect_at, stats_at = self._began + self._limits.collect_s, self._began + self._limits.stats_s
+        collect_at = self._began + self._limits.collect_s
         while not self._stopping.wait(self._limits.rescan_s):
             now = time.monotonic()
             try:
@@ -275,16 +261,13 @@ class StoreServer:
                 log.exception("rescan")
             if now >= collect_at:
                 collect_at = now + self._limits.collect_s
-            if now >= stats_at:
-                stats_at = now + self._limits.stats_s
-                log.info("%s", self._summary())
 
     def _look_after(self, *, collect: bool) -> None:
         copies = self.store.copies
         if copies is not None:
             with self._complaining("memory"):
                 if come_back(copies.folder):
-                    self._wanted.clear()
+                    copies.not_before.clear()
                     log.warning("%s: the DRAM tier's folder was gone, with all copies; it was made anew", copies.folder)
                 if copies.problem is not None:
                     raise copies.problem

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError, Retention
 from prefix_index.connect import locate
 from prefix_index.eviction import Candidate, choose_victims, policy_of
-from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, open_index, shard_fd
+from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, open_fd, shard_fd
 from prefix_index.lease import LEASE
 from prefix_index.reader import read_entry
 from prefix_index.retention import KEEP_SUFFIX, read_retention
@@ -258,7 +258,7 @@ def _plan(folder: Path, args: argparse.Namespace) -> Plan:
 
 def _candidate(folder: Path, path: Path) -> Candidate:
     with shard_fd(folder, path.parent.name) as dir_fd:
-        fd = open_index(path.name, dir_fd)
+        fd = open_fd(path.name, dir_fd=dir_fd, follow=False)
         try:
             header, nbytes = read_entry(fd)
             last_used = os.fstat(fd).st_atime

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from prefix_index import FileStore, IndexNotFound, IndexStoreError, Retention
+from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .tools import SMALL, Clock, Tally, folder, identity_of, opened, payload_of, read_fill
@@ -97,7 +98,7 @@ def compare(
         else:
             tally.expect(not contained, f"step {step} at {clock.now}: expired index {number} is contained")
     if step % 10 == 0:
-        store.check_integrity()
+        balanced(store)
 
 
 def reopen_and_compare(tally: Tally, path: Path, clock: Clock, model: dict[int, tuple[int, float | None]]) -> None:
@@ -134,7 +135,7 @@ def lru_after_jumps(count: int, seed: int) -> Outcome:
                 if rng.random() < 0.2:
                     store.close()
                     store.open()
-                store.check_integrity()
+                balanced(store)
             store.close()
     return tally.outcome(f"room for 4 indexes, {KEYS} wanted, jumps of up to 10 years, both policies")
 
@@ -163,7 +164,7 @@ def odd_times(count: int, seed: int) -> Outcome:
             for digest, _ in mine:
                 if digest == identity_of(number).digest:
                     tally.expect(read_fill(here, number) == step, f"step {step}: bytes of {number}")
-            here.check_integrity()
+            balanced(here)
         there.collect()
         tally.expect(not here.problems(), f"problems: {here.problems()[:1]}")
     return tally.outcome("times from 1970 to 2106 on files and folders")

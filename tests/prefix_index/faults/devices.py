@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from prefix_index import IndexFile, IndexStoreError, Retention, StoreFull
+from tests.prefix_index.balance import balanced
 
 from .mounts import can_mount, ext4, run, tmpfs
 from .outcome import Campaign, Outcome
@@ -134,7 +135,7 @@ def free_floor(count: int, seed: int) -> Outcome:
                         ballast(place / "ballast", 0)
                         store.put(payload_of(number, 1), retention=PINNED)
                         seen["pins given up last"] += 1
-                store.check_integrity()
+                balanced(store)
             ballast(place / "ballast", 0)
             for number in pinned:
                 tally.expect(read_fill(store, number) == 1, f"bytes of {number}")

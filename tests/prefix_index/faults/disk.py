@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prefix_index import FileStore, IndexNotFound, IndexStoreError, Retention, StoreFolderError, StoreFull
 from prefix_index.folder import PARTIAL
+from tests.prefix_index.balance import balanced
 
 from .mounts import can_mount, ext4, remount, tmpfs
 from .outcome import Campaign, Outcome
@@ -97,11 +98,11 @@ def fill_up(tally: Tally, where: str, path: Path, refusals: int, rng: random.Ran
                 for number in rng.sample(sorted(acked), min(len(acked), 3)):
                     tally.expect(store.delete(identity_of(number)), f"{where}: delete of {number}")
                     del acked[number]
-                store.check_integrity()
+                balanced(store)
         tally.tried += refused
         tally.expect(refused == refusals, f"{where}: only {refused} of {puts} puts were refused")
         check_all(tally, where, store, acked)
-        store.check_integrity()
+        balanced(store)
         for number in list(acked)[: len(acked) // 2 + 1]:
             store.delete(identity_of(number))
             del acked[number]
@@ -110,7 +111,7 @@ def fill_up(tally: Tally, where: str, path: Path, refusals: int, rng: random.Ran
     with opened(path / "store", partial_grace_s=0.0) as store:
         tally.expect(len(store.list()) == len(acked) and not store.problems(), f"{where}: after opening again")
         check_all(tally, where, store, acked)
-        store.check_integrity()
+        balanced(store)
 
 
 def full_for_the_rest(tally: Tally, where: str, store: FileStore, number: int) -> None:
@@ -153,7 +154,7 @@ def refuses_writes(tally: Tally, where: str, store: FileStore, acked: dict[int, 
     store.rescan(full=rng.random() < 0.5)
     tally.expect(len(store.list()) == len(acked), f"{where}: {len(store.list())} of {len(acked)} listed")
     check_all(tally, where, store, acked)
-    store.check_integrity()
+    balanced(store)
 
 
 def read_only(count: int, seed: int) -> Outcome:
@@ -256,7 +257,7 @@ def folder_gone(count: int, seed: int) -> Outcome:
                 store.rescan(full=True)
                 store.put(payload_of(7, i))
                 tally.expect(read_fill(store, 7) == i, f"try {i}: after the folder came back")
-                store.check_integrity()
+                balanced(store)
             for one in (place, other, path / "moved"):
                 shutil.rmtree(one, ignore_errors=True)
     return tally.outcome(f"{count} folders deleted, replaced, or a shard swapped for a file")

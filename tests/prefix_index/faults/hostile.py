@@ -17,6 +17,7 @@ import msgspec
 
 from prefix_index import FileStore, IndexStoreError, InvalidPayload, Retention
 from prefix_index.folder import PARTIAL
+from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .tools import SOON, Tally, folder, identity_of, in_child, opened, payload_of, read_fill
@@ -61,7 +62,6 @@ def keys(count: int, seed: int) -> Outcome:
             store.contains,
             store.delete,
             store.lease,
-            store.prefetch,
             store.path_of,
             lambda key: store.retain(key, Retention(pinned=True)),
             lambda key: store.report(key, error),
@@ -86,7 +86,7 @@ def keys(count: int, seed: int) -> Outcome:
         tally.expect(before == after, f"files changed: {sorted(before.items() ^ after.items())[:2]}")
         if read_fill(store, 0) != 1:
             tally.lose("the index beside")
-    return tally.outcome("each of 8 methods with each key; 9 identities")
+    return tally.outcome("each of 7 methods with each key; 9 identities")
 
 
 def shard_only(name: str) -> bool:
@@ -168,11 +168,9 @@ CALLS: Final[dict[str, Callable[[FileStore], object]]] = {
     "put with retention": lambda store: store.put(payload_of(0, 2), retention=Retention(pinned=True)),
     "retain": lambda store: store.retain(MINE, Retention(pinned=True, expires=4e9)),
     "lease": lease_and_release,
-    "prefetch": lambda store: store.prefetch(MINE),
     "collect": lambda store: store.collect(),
     "clean_partials": lambda store: store._keeper.clean_partials(),
     "delete": lambda store: store.delete(MINE),
-    "check_integrity": lambda store: store.check_integrity(),
 }
 
 
@@ -245,7 +243,7 @@ def one_call(store: FileStore, name: str) -> str:
             if number == 1:
                 return f"the index beside: {err}"
     store.rescan(full=True)
-    store.check_integrity()
+    balanced(store)
     return "fine"
 
 

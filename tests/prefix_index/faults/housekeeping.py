@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from prefix_index import FileStore, IndexNotFound, IndexStoreError, Retention
+from tests.prefix_index.balance import balanced
 
 from .crashes import announce
 from .outcome import Campaign, Outcome
@@ -157,7 +158,7 @@ def check_after_kill(
                 again, f"{where}: index {number} came back with the retention of a deleted one: {entry.retention}"
             )
             store.delete(identity_of(number))
-        store.check_integrity()
+        balanced(store)
         left = [name for name in stored_files(path) if name.startswith(".")]
         tally.expect(not left, f"{where}: files stay: {left[:2]}")
 
@@ -220,7 +221,7 @@ def flip_sidecar(count: int, seed: int) -> Outcome:
                     kept = next((e.retention for e in one.list()), None)
                     harmless = (retention, Retention())
                     tally.expect(kept in harmless, f"{kind} store takes {kept} from sidecar {data[:80]!r}")
-                    one.check_integrity()
+                    balanced(one)
                 except (IndexNotFound, AssertionError) as err:
                     tally.lose(f"{kind} store with sidecar {data[:80]!r}: {err}")
                     store.put(payload_of(0, 1), retention=retention)

@@ -12,6 +12,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+from tests.prefix_index.balance import balanced
+
 from .outcome import Campaign, Outcome
 from .sharing import PROCESSES, run_all
 from .tools import SOON, Line, Tally, folder, fork, identity_of, opened, reap
@@ -76,7 +78,7 @@ def kill_lease_holder(count: int, seed: int) -> Outcome:
             line.close()
         store.rescan(full=True)
         tally.expect(not store.problems(), f"problems: {store.problems()[:1]}")
-        store.check_integrity()
+        balanced(store)
     return tally.outcome(", ".join(f"{n} {kind}" for kind, n in seen.items()))
 
 

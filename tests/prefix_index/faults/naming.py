@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefix_index import FileStore, IndexPayload, IndexStoreError, Retention
+from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .tools import SOON, Tally, folder, fork, opened, payload_of, read_fill, reap, stored_files
@@ -60,7 +61,7 @@ def what_is_wrong(path: Path, before: Retention, asked: Retention | None, *, kil
         left = [name for name in stored_files(path) if name.startswith(".") or (not listed and "keep" in name)]
         if left or store.problems():
             return f"left {left}, problems {store.problems()}"
-        store.check_integrity()
+        balanced(store)
         if not listed:
             return None if over or (wanted.expires == 1.0 and not killed) else "the index is gone"
         found = listed[0].retention

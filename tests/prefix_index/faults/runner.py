@@ -40,7 +40,7 @@ def run_one(name: str, count: int, seed: int, limit_s: float) -> Outcome:
     """Runs a campaign in a session of its own, which is killed as a whole after ``limit_s`` seconds: then it is
     stuck. One that ends without an outcome has tried nothing, which is not ok either.
     """
-    command = [sys.executable, "-m", f"{__package__}.one", name, str(count), str(seed)]
+    command = [sys.executable, "-m", f"{__package__}.runner", name, str(count), str(seed)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
         try:
@@ -131,3 +131,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     bad = sum(not row["ok"] for row in rows)
     lines.append(f"{len(rows)} campaigns, {sum(row['tried'] for row in rows):,} faults, {bad} not ok")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":  # one campaign, NAME COUNT SEED: the last line of the output is its outcome as JSON
+    print(json.dumps(dataclasses.asdict(campaigns()[sys.argv[1]].run(int(sys.argv[2]), int(sys.argv[3])))), flush=True)

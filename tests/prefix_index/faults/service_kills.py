@@ -1,4 +1,4 @@
-"""The store service killed under load, and its clients killed while they put or hold a lease."""
+"""The store service killed under load, and its clients killed while they put."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from prefix_index import IndexStoreError, StoreUnavailable
 from prefix_index.folder import PARTIAL
 from prefix_index.writer import PartialFile
+from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .service_process import CALL_S, Service, client_of, hasty_client_of
@@ -26,7 +27,6 @@ from .tools import (
     Tally,
     folder,
     fork,
-    identity_of,
     opened,
     payload_of,
     read_fill,
@@ -113,7 +113,7 @@ def kill_service_under_load(count: int, seed: int) -> Outcome:
                         tally.expect(read_fill(store, int(number)) in fills, f"index {number} is none of {fills}")
                     except (IndexStoreError, AssertionError) as err:
                         tally.lose(f"in the end: index {number}: {err}")
-            store.check_integrity()
+            balanced(store)
         service.start()
     for what in ("puts", "gets"):
         tally.expect(said[what] > 0, f"no {what}")
@@ -157,7 +157,7 @@ def kill_client_mid_put(count: int, seed: int) -> Outcome:
                 tally.expect(read_fill(good, number) == 2, f"index {number} could not be replaced")
             except IndexStoreError as err:
                 tally.lose(f"index {number}: {err}")
-        good.check_integrity()
+        balanced(good)
     return tally.outcome("writers killed " + ", ".join(f"{n} {what}" for what, n in said.items()))
 
 
@@ -179,43 +179,7 @@ def put_and_hang(service: Service, line: Line, phase: str, number: int, fill: in
         client.put(payload)
 
 
-def kill_lease_holder(count: int, seed: int) -> Outcome:
-    """``kill -9`` of whoever holds a build lease: nobody else has it before, anybody can right after."""
-    tally = Tally("service_lease_holder_killed")
-    slowest = 0.0
-    with folder() as path, Service(path) as service, client_of(service) as good:
-        for i in range(count):
-            line, identity = Line(), identity_of(i % 5)
-            pid = fork(lambda: hold_lease(service, line, i % 5))  # noqa: B023
-            if not line.wait_for("held", SOON):
-                tally.hang(f"try {i}: no lease")
-            tally.expect(good.lease(identity) is None, f"try {i}: two leases")
-            os.kill(pid, signal.SIGKILL)
-            reap(pid, SOON)
-            line.close()
-            tally.tried += 1
-            began = time.monotonic()
-            lease = good.lease(identity)
-            while lease is None and time.monotonic() - began < SOON:
-                time.sleep(0.001)
-                lease = good.lease(identity)
-            slowest = max(slowest, time.monotonic() - began)
-            if lease is None:
-                tally.hang(f"try {i}: the lease of a dead process stays")
-            else:
-                lease.release()
-    return tally.outcome(f"lease holders killed; free again within {slowest * 1e3:.1f} ms")
-
-
-def hold_lease(service: Service, line: Line, number: int) -> None:
-    with client_of(service) as client:
-        lease = client.lease(identity_of(number))
-        line.say("held" if lease is not None else "refused")
-        time.sleep(LIFE_S)
-
-
 CAMPAIGNS = {
     "service_killed_under_load": Campaign(kill_service_under_load, full=300, quick=16),
     "service_client_killed_mid_put": Campaign(kill_client_mid_put, full=150, quick=18),
-    "service_lease_holder_killed": Campaign(kill_lease_holder, full=200, quick=20),
 }

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexIdentity, IndexPayload, LazyArray
-from prefix_index.testing import sample_identity
+from tests.prefix_index.samples import sample_identity
 
 from .outcome import Outcome
 

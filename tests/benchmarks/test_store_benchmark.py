@@ -42,7 +42,6 @@ def test_every_row_has_its_figures_and_its_origin(tmp_path: Path) -> None:
         assert len([row for row in rows if row["bench"] == "cold_read_verified"]) == 2
     assert {row["bench"] for row in rows} - {"cold_read_verified"} == {
         "warm_read_verified",
-        "verify_cost",
         "write_durable",
         "open_header",
         "startup_scan",

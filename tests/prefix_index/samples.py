@@ -1,4 +1,4 @@
-"""Small made-up identities and payloads, for tests of this package and of what stands on it."""
+"""Small made-up identities and payloads, for tests of stores and of what stands on them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from .format import (
+from prefix_index import (
     ArrayKey,
     BuildInfo,
     IndexIdentity,
+    IndexPayload,
     ModelFingerprint,
     canonical_digest,
     namespace_digest,
     page_hashes,
 )
-from .writer import IndexPayload
 
 
 def sample_model(**changes: Any) -> ModelFingerprint:
