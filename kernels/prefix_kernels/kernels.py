@@ -7,7 +7,8 @@ before the first one of what the launch before it writes.
 
 *Counts.* `tl.histogram` finds the lanes of each bin by votes: about 20 instructions for each value of a thread. An
 add to shared memory takes one, and adds of 1 to one place by several lanes are one add. Triton has no such add, so it
-is assembly. Triton's interpreter counts by `tl.histogram`.
+is assembly. What it counts in lies beside Triton's own shared memory, and Triton asks for more than 48 KiB by its own
+alone: so fp32, whose tiles need little less than that, and Triton's interpreter count by `tl.histogram`.
 
 *Meetings.* Programs of one launch wait for each other on a counter in device memory. All of them run at the same time
 (a cooperative launch), and one that waits has nothing else to do before: so waiting cannot last.
@@ -58,14 +59,14 @@ def _places():
 
 
 @triton.jit
-def begin_counts():
+def begin_counts(PLAIN: tl.constexpr):
     """(int32 [NUM_BINS], 0; where they are counted in shared memory: its address there).
 
-    Each place in the source has counts of its own, which live as long as the program.
+    Each place in the source has counts of its own, which live as long as the program. PLAIN: by `tl.histogram`.
     """
     counts = tl.zeros([NUM_BINS], tl.int32)
     at = 0
-    if not _INTERPRETED:
+    if not (_INTERPRETED or PLAIN):
         at = tl.inline_asm_elementwise(COUNTS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         # Threads that still read what was counted here before.
         tl.debug_barrier()
@@ -75,12 +76,12 @@ def begin_counts():
 
 
 @triton.jit
-def add_counts(counts, at, bins, mask):
+def add_counts(counts, at, bins, mask, PLAIN: tl.constexpr):
     """Count bins where `mask` is set; the counts so far.
 
     Of as many values as the program has threads, or more: of fewer some threads would hold copies, and count them, too.
     """
-    if _INTERPRETED:
+    if _INTERPRETED or PLAIN:
         counts += tl.histogram(bins, NUM_BINS, mask=mask)
     else:
         tl.inline_asm_elementwise(
@@ -96,9 +97,9 @@ def add_counts(counts, at, bins, mask):
 
 
 @triton.jit
-def end_counts(counts, at):
+def end_counts(counts, at, PLAIN: tl.constexpr):
     """int32 [NUM_BINS]: what all threads of the program have counted."""
-    if not _INTERPRETED:
+    if not (_INTERPRETED or PLAIN):
         tl.debug_barrier()
         counts = tl.inline_asm_elementwise(READ, "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1)
     return counts

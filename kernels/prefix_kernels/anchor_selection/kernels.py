@@ -30,14 +30,14 @@ from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, placed,
 
 
 @triton.jit
-def _count_keys(scores, begin, end, num_sink, recent_begin, TILE: tl.constexpr):
+def _count_keys(scores, begin, end, num_sink, recent_begin, TILE: tl.constexpr, PLAIN: tl.constexpr):
     """int32 [NUM_BINS]: how many tokens of a stretch have a key of NUM_BINS - 1 - i or above, at place i."""
-    counts, at = begin_counts()
+    counts, at = begin_counts(PLAIN)
     for start in range(begin, end, TILE):
         tile = load_scores(scores, start, end, TILE)
         keys = window_keys(tile, start, num_sink, recent_begin, TILE)
-        counts = add_counts(counts, at, keys ^ (NUM_BINS - 1), start + tl.arange(0, TILE) < end)
-    return tl.cumsum(end_counts(counts, at), axis=0)
+        counts = add_counts(counts, at, keys ^ (NUM_BINS - 1), start + tl.arange(0, TILE) < end, PLAIN)
+    return tl.cumsum(end_counts(counts, at, PLAIN), axis=0)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def score_kernel(
                     RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                 )  # fmt: skip
                 # A barrier ends each tile of scores: all of the program's are there.
-                at_least = _count_keys(scores, begin, end, num_sink, recent_begin, TILE)
+                at_least = _count_keys(scores, begin, end, num_sink, recent_begin, TILE, COMPUTE == tl.float32)
                 counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
                 place = tl.arange(0, NUM_BINS)
                 tl.store(counts + COARSE + place, at_least)

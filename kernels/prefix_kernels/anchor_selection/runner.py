@@ -138,7 +138,6 @@ def default_config(
     capability: tuple[int, int] = (9, 0),
     *,
     specialized: bool = False,
-    in_fp32: bool = False,
 ) -> AnchorConfig:
     """What runs where nothing was tuned.
 
@@ -147,8 +146,6 @@ def default_config(
         num_rows: requests of the largest group.
         capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
         specialized: whether sm_90's own kernel may run: on such a GPU, for queries that are halves.
-        in_fp32: whether queries are. Tiles of 32 rows, whose shared memory may be 48 KiB, are 64 then: with the counts'
-            own it would exceed what a launch has unless it asks for more, and Triton asks beyond 48 KiB of its own.
     """
     if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
@@ -156,7 +153,6 @@ def default_config(
         return AnchorConfig(block_m, block_n, 4, 3, 2, specialized=True)
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
-    block_m = 64 if hopper and in_fp32 and block_m == 32 else block_m
     halves = hopper and block_m >= 16
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.

@@ -58,8 +58,7 @@ class TokenIndexOp(SelectOp):
         )
         self._sizes, self._device = sizes, device
         # Hopper's own kernel multiplies in halves.
-        self._in_fp32 = shape.dtype is torch.float32
-        self._specialized = device.type == "cuda" and not self._in_fp32
+        self._specialized = device.type == "cuda" and shape.dtype is not torch.float32
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         self._addresses = torch.zeros(num_layers, sizes.max_groups, 5, dtype=torch.int64, device=device)
         self._raw: dict[int, Tensor] = {}
@@ -83,11 +82,10 @@ class TokenIndexOp(SelectOp):
     def _of(self, size: int) -> AnchorSelection:
         on_gpu = self._device.type == "cuda"
         capability = torch.cuda.get_device_capability(self._device) if on_gpu else (9, 0)
-        how = {"specialized": self._specialized, "in_fp32": self._in_fp32}
-        config = default_config(self.shape, size, capability, **how)
+        config = default_config(self.shape, size, capability, specialized=self._specialized)
         if config.block_m not in self._found:
             sizes = self._sizes
-            highest = default_config(self.shape, sizes.max_batch, capability, **how).block_m
+            highest = default_config(self.shape, sizes.max_batch, capability, specialized=self._specialized).block_m
             # A lower tile than the highest holds all rows of its batches.
             requests = sizes.max_batch if config.block_m == highest else config.block_m // self.shape.gqa
             self._found[config.block_m] = AnchorSelection(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import share_programs
+from prefix_kernels.anchor_selection.runner import make_items
 from prefix_kernels.launching import recording
 from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
@@ -355,7 +355,7 @@ def test_a_group_is_scored_beside_others_as_alone(form: Form, device: torch.devi
     """Bit for bit, cut into as many chunks."""
     made = problem(device, SHORT)
     scores, lists = select(runner(made, form, 9), made)
-    for g, share in enumerate(share_programs([group.prefix_len for group in made.selected], 9)):
+    for g, share in {item[0]: item[2] for item in make_items(made.selected, 9)}.items():
         alone, own = select(runner(made, form, share), some := made.part(slice(g, g + 1)))
         for begin in some.scored[0].score_begins:
             there = slice(begin, begin + some.scored[0].count)
