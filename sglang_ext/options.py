@@ -49,7 +49,7 @@ SUM_EVERY = 16
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
 
 
-KEEP_RATIO, TOP_K = 1 / 8, 2048
+KEEP_RATIO, TOP_K, LEAST_RATIO = 1 / 8, 2048, 1 / 20
 """Of the default budget: docs/selection.md has the answers."""
 
 
@@ -61,7 +61,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             oracle for tests).
         keep_ratio: budget of one request as a fraction of its prefix, sink and recent window included.
         top_k: budget in tokens; beside `keep_ratio` the smaller of the two. Where neither is given, here or by the
-            profile: an eighth of the prefix, at most 2,048 tokens.
+            profile: an eighth of the prefix, but at most 2,048 tokens or a twentieth, whichever is more.
         min_top_k: fewest tokens of a budget by `keep_ratio` (Kascade: k = min(max(0.1 L, 128), L)).
         share_prefixes: whether requests on the same slots decode as a group, exactly, without an index; null: on a GPU.
             `false` also keeps indexes out of decode graphs.
@@ -163,7 +163,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """Prefix tokens that one request attends per KV head, sink and recent window included."""
         ratio, most = self.keep_ratio, self.top_k
         if ratio is None and most is None:
-            ratio, most = KEEP_RATIO, TOP_K
+            ratio, most = KEEP_RATIO, max(TOP_K, int(LEAST_RATIO * prefix_len))
         wanted = prefix_len if ratio is None else max(int(ratio * prefix_len), self.min_top_k)
         return max(1, min(wanted, prefix_len if most is None else most, prefix_len))
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from tests.benchmarks.results import RESULTS, document, documented_table, rows_of
 
 RECIPES = {
-    "**default** (`token_index`, INT4, 75% of the channels)": ("token_index", ["accuracy-h200-token_index"]),
+    "`token_index`, INT4, 75% of the channels": ("token_index", ["accuracy-h200-token_index"]),
     "`two_level` (CSAttention names, tokens rank)": ("two_level", ["accuracy-h200-default"]),
     "`ab_sparse`, min/max blocks of 16": ("ab_sparse", ["accuracy-h200-ab_sparse", "methods-h200-ab_sparse"]),
 }

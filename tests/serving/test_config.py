@@ -176,6 +176,13 @@ def test_the_environment_enables(value: str, on: bool, tmp_path: Path) -> None:
         ({"keep_ratio": 1.0}, 1000, 1000),
         ({"top_k": 64, "keep_ratio": 1.0}, 1000, 64),
         ({"top_k": 5000}, 1000, 1000),
+        ({"top_k": 300, "keep_ratio": 0.2}, 1000, 200),
+        ({}, 800, 128),
+        ({}, 8192, 1024),
+        ({}, 16384, 2048),
+        ({}, 40_960, 2048),
+        ({}, 131_072, 6553),
+        ({"min_top_k": 3000}, 8192, 2048),
         ({"keep_ratio": 0.001, "min_top_k": 0}, 16, 1),
     ],
 )
