@@ -22,7 +22,7 @@ from torch import Tensor
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
-from sglang_ext.methods.arrays import Form, IndexSize, stored_bytes
+from sglang_ext.methods.arrays import Form, IndexSize
 
 S = TypeVar("S", bound="IndexSpec")
 Arrays = Mapping[str, Tensor]
@@ -117,27 +117,6 @@ class IndexSpec(ABC):
             used |= part.profile_part(layers)
         return used
 
-    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
-        """Bytes of the index that a decode step of one group reads for one KV head, mean over the heads of the arrays.
-
-        Args:
-            arrays, q: as in `Selector.select`.
-            prefix_len: tokens of the prefix.
-            budget: tokens per KV head that are attended, at most prefix_len.
-
-        Returns:
-            By default all of the index.
-        """
-        return stored_bytes(arrays)
-
-    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
-        """`read_bytes` where only so many tokens are scored; by default the upper bound."""
-        return self.read_bytes(arrays, q, prefix_len, candidates)
-
-    def same_at(self, other: IndexSpec, head_dim: int) -> bool:
-        """Whether both specs make the same index of a model with heads of that width."""
-        return self == other
-
 
 def _checked(name: str, value: object, wanted: type) -> object:
     if wanted is IndexSpec:
@@ -222,28 +201,14 @@ class IndexBuilder(ABC, Generic[S]):
         """Whether `build_layer` needs sampled queries; if not, they are ignored."""
         return False
 
-    def prepare(self, queries: Tensor | None) -> dict[str, Tensor]:
-        """The step of a build that takes all layers at once: cheaper where one layer's share is many small kernels.
-
-        A layer is the same with this step and without: see `cosine_kmeans` for how equal on a GPU.
-
-        Args:
-            queries: [num_layers, num_kv_heads, num_samples, head_dim], else as in `build_layer`.
-
-        Returns:
-            Name -> [num_layers, num_kv_heads, ...]. Empty: the method has no such step.
-        """
-        return {}
-
     @abstractmethod
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         """Arrays of one layer.
 
         Args:
             keys: [prefix_len, num_kv_heads, head_dim] post-RoPE keys, floating, finite, prefix_len >= 1. Read only.
             queries: [num_kv_heads, num_samples, head_dim] post-RoPE queries of the prefix's own prefill, those of all
                 query heads of a KV head's group together; None if no sample exists. Read only.
-            prepared: what `prepare` computed, at these layers (`arrays.at_layers`); empty: the builder does that, too.
 
         Returns:
             Name -> new array, on the keys' device, in a dtype that numpy has (uint8, int16, int32, fp16, fp32).

@@ -24,7 +24,6 @@ from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.arrays import (
     IndexSize,
-    at_layers,
     check_forms,
     check_layer,
     join_heads,
@@ -104,17 +103,12 @@ class IndexFactory:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
         """
         assembly = IndexAssembly(self, identity)
-        prepared = {}
-        for name in self.specs:
-            with assembly.timed(name, queries):
-                prepared[name] = self.builder(name, range(1), heads).prepare(queries)
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
             keys = _side_by_side([keys_of(layer) for layer in layers])
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
-            of_layers = {name: at_layers(whole, layers) for name, whole in prepared.items()}
-            built = assembly.add(layers, heads, keys, own, of_layers)
+            built = assembly.add(layers, heads, keys, own)
             if own is not None:
                 for name, spec in self.specs.items():
                     recall[name] += self._recall(spec, built[name], keys, own, sm_scale) * len(layers) / num_layers
@@ -200,19 +194,13 @@ class IndexAssembly:
         self.seconds[name] += time.perf_counter() - begun
 
     def add(
-        self,
-        layers: range,
-        heads: range | None,
-        keys: Tensor,
-        queries: Tensor | None,
-        prepared: Mapping[str, Mapping[str, Tensor]] | None = None,
+        self, layers: range, heads: range | None, keys: Tensor, queries: Tensor | None
     ) -> dict[str, dict[str, Tensor]]:
         """Build some KV heads (None: all) of some layers. Waits for the device.
 
         Args:
             keys: [prefix_len, len(layers) * number of heads, head_dim] post-RoPE, layer by layer.
             queries: [len(layers) * number of heads, num_samples, head_dim]; None without a sample.
-            prepared: by method, of these layers and heads; None to have each builder prepare them itself.
 
         Returns:
             Per method what the builder made, on the keys' device. Raises as `IndexBuilder.build_layer`.
@@ -223,7 +211,7 @@ class IndexAssembly:
         for name in self._factory.specs:
             builder = self._factory.builder(name, layers, heads)
             with self.timed(name, keys):
-                built[name] = builder.build_layer(keys, queries, (prepared or {}).get(name))
+                built[name] = builder.build_layer(keys, queries)
             host = {array: tensor.cpu() for array, tensor in built[name].items()}
             for place, pieces in enumerate(split_heads(host)):
                 layer, head = layers[place // len(heads)], heads[place % len(heads)]

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from prefix_kernels.csa_scores import csa_scores
-from sglang_ext.methods import make_builder, make_selector, parse_spec
-from sglang_ext.methods.arrays import at_layers
+from sglang_ext.methods import make_builder, make_selector
 from sglang_ext.methods.csattention import CSAttentionSpec, subspace_channels
 from tests.methods.common import randn, scores, select
 
@@ -114,35 +113,6 @@ def test_search_is_that_of_the_paper(chunk, weighting, layout, monkeypatch):
     torch.testing.assert_close(alone, top - top.logsumexp(1, keepdim=True), rtol=1e-3, atol=1e-3)
 
 
-PREPARED = [
-    {"method": "csattention", "num_subspaces": 4, "layout": "rope_pairs", "codec": "paper"},
-    {"method": "csattention", "num_subspaces": 4, "weighting": "contribution", "max_samples": 40},
-    {"method": "csattention", "num_subspaces": 4, "batch_size": 16},
-    {"method": "union", "first": {"method": "csattention", "num_subspaces": 4}},
-    {"method": "two_level", "second": {"method": "union", "second": {"method": "csattention", "num_subspaces": 4}}},
-    {"method": "ab_sparse"},
-]
-
-
-@pytest.mark.parametrize("data", PREPARED, ids=lambda data: data["method"])
-def test_layers_prepared_together_are_those_built_alone(data):
-    """Centroids of three layers at once: every array is the same, and those of the parts are really used."""
-    builder = make_builder(parse_spec(data))
-    keys, queries = randn(3, 200, 2, 16), randn(3, 2, 70, 16, seed=1)
-    prepared = builder.prepare(queries)
-    assert bool(prepared) == builder.needs_queries
-    for layer in range(3):
-        alone = builder.build_layer(keys[layer], queries[layer])
-        own, wrong = (at_layers(prepared, range(one, one + 1)) for one in (layer, (layer + 1) % 3))
-        together = builder.build_layer(keys[layer], queries[layer], own)
-        assert alone.keys() == together.keys()
-        for name, array in alone.items():
-            assert torch.equal(array, together[name])
-        if prepared:
-            other = builder.build_layer(keys[layer], queries[layer], wrong)
-            assert any(not torch.equal(array, other[name]) for name, array in alone.items())
-
-
 def test_heads_of_a_rank_get_the_centroids_of_the_whole():
     """Random numbers do not depend on how many heads there are."""
     builder = make_builder(CSAttentionSpec(num_subspaces=4))
@@ -150,24 +120,6 @@ def test_heads_of_a_rank_get_the_centroids_of_the_whole():
     whole, part = builder.build_layer(keys, queries), builder.build_layer(keys[:, 2:], queries[2:])
     for name, array in part.items():
         assert torch.equal(array, whole[name][2:])
-
-
-def test_preparation_errors():
-    builder = make_builder(CSAttentionSpec(num_subspaces=4))
-    keys, queries = randn(50, 2, 16), randn(1, 2, 30, 16, seed=1)
-    assert builder.prepare(None) == {}
-    with pytest.raises(ValueError, match=r"queries \[num_layers, num_kv_heads, num_samples >= 1"):
-        builder.prepare(queries[0])
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        broken = queries.clone()
-        broken[0, 1, 5, 3] = bad
-        with pytest.raises(ValueError, match="finite queries"):
-            builder.prepare(broken)
-    other = at_layers(make_builder(CSAttentionSpec(num_subspaces=8)).prepare(queries), range(1))
-    with pytest.raises(ValueError, match=r"expected prepared centroids .* are they of this spec"):
-        builder.build_layer(keys, queries[0], other)
-    with pytest.raises(ValueError, match="build it again"):
-        builder.build_layer(keys, queries[0], {"centers": queries})
 
 
 @pytest.mark.parametrize("codec", ["paper", "compact"])

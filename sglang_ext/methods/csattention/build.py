@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_ext.methods.base import Arrays, IndexBuilder, check_finite, check_samples, check_shape, require_arrays
+from sglang_ext.methods.base import IndexBuilder, check_samples
 from sglang_ext.methods.csattention.kmeans import cosine_kmeans
 from sglang_ext.methods.csattention.lists import centroid_lists
 from sglang_ext.methods.csattention.spec import CSAttentionSpec, subspace_channels
@@ -26,46 +26,25 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
         """For the centroids."""
         return True
 
-    def prepare(self, queries: Tensor | None) -> dict[str, Tensor]:
-        """See the base: `centroids` [num_layers, num_kv_heads, m, C, head_dim / m] fp16; nothing without queries."""
-        if queries is None:
-            return {}
-        check_shape(queries, "queries [num_layers, num_kv_heads, num_samples >= 1, head_dim]", 4)
-        check_finite(queries=queries)
-        return {"centroids": self._clustered(queries)}
-
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         """See the base; waits for the device once."""
         spec = self.spec
         samples, largest = check_samples(queries, keys, spec.method)
-        prefix_len, num_kv_heads, head_dim = keys.shape
-        shape = (num_kv_heads, spec.num_subspaces, spec.num_centroids, head_dim // spec.num_subspaces)
+        prefix_len, _, head_dim = keys.shape
         channels = _channel_order(head_dim, spec.num_subspaces, spec.layout, keys.device)
-        if prepared:
-            centroids = require_arrays(prepared, ("centroids",), spec.method)[0].to(keys.device)
-        else:
-            centroids = self._clustered(samples)
-        if tuple(centroids.shape) != shape:
-            raise ValueError(
-                f"expected prepared centroids {shape}, got {tuple(centroids.shape)}; are they of this spec?"
-            )
+        parts = self._parts(samples)
+        centroids = cosine_kmeans(
+            parts, spec.num_centroids, iterations=spec.iterations, batch_size=spec.batch_size, seed=spec.seed
+        ).half()
         lists = centroid_lists(
             centroids, keys, channels, spec.list_len(prefix_len), spec.baseline == "tail_mean", largest
         )
         arrays = {"centroids": centroids, **spec.tables(prefix_len).encode(lists)}
         if spec.weighting == "contribution":
-            length = self._parts(samples).float().norm(dim=3)
+            length = parts.float().norm(dim=3)
             share = length / length.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             arrays["weights"] = share.mean(dim=2)
         return arrays
-
-    def _clustered(self, queries: Tensor) -> Tensor:
-        """[..., num_kv_heads, num_samples, head_dim] -> [..., num_kv_heads, m, C, head_dim / m] fp16."""
-        spec = self.spec
-        points = self._parts(queries)
-        return cosine_kmeans(
-            points, spec.num_centroids, iterations=spec.iterations, batch_size=spec.batch_size, seed=spec.seed
-        ).half()
 
     def _parts(self, queries: Tensor) -> Tensor:
         """At most `max_samples` queries by subspace: [..., num_kv_heads, m, num_samples, head_dim / m]."""

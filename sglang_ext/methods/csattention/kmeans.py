@@ -2,7 +2,7 @@
 
 Source: CSAttention, 3.2 (1): unit-normalized points, unit centroids, k-means++ seeds, 10-20 iterations, mini-batches.
 
-The problems are tiny and many (8,192 for 32 layers, 8 KV heads, 32 subspaces), so what costs time is the number of
+The problems are tiny and many (512 for 4 layers, 8 KV heads, 16 subspaces), so what costs time is the number of
 kernels and of passes over [num_groups, num_centroids, num_points]. All groups go through the same kernels, in chunks
 that bound the memory.
 """

@@ -24,9 +24,6 @@ from sglang_ext.methods.base import Arrays, require_arrays, to_half
 CODECS = ("compact", "paper")
 SCORE_BITS = (4, 8)
 
-LIST_ARRAYS = ("places", "counts", "codes", "scale", "zero", "positions", "scores")
-"""Arrays of either codec, of which a search fetches some lists."""
-
 TIE_BLOCK = 128
 """Scores whose ties are counted together; their number fits a byte."""
 

@@ -30,9 +30,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sglang_ext.methods.arrays import Form, IndexSize, nbytes
-from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share, require_arrays
-from sglang_ext.methods.csattention.lists import CODECS, LIST_ARRAYS, SCORE_BITS, TableLayout
+from sglang_ext.methods.arrays import Form, IndexSize
+from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share
+from sglang_ext.methods.csattention.lists import CODECS, SCORE_BITS, TableLayout
 
 _UNIT = 1.01
 """Bound of what has unit length, or is a share of it, rounded to fp16."""
@@ -118,40 +118,6 @@ class CSAttentionSpec(IndexSpec):
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
         self.tables(size.prefix_len).check(arrays)
-
-    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
-        """See the base: all centroids and weights, and the lists of each row's nearest centroids, each once."""
-        (centroids,) = require_arrays(arrays, ("centroids",), self.method)
-        lists = nbytes({name: array for name, array in arrays.items() if name in LIST_ARRAYS})
-        # No search reads the baseline.
-        rest = nbytes({name: array for name, array in arrays.items() if name not in (*LIST_ARRAYS, "baseline")})
-        num_kv_heads, num_subspaces, num_centroids, _ = centroids.shape
-        one = lists / (num_kv_heads * num_subspaces * num_centroids)
-        return rest / num_kv_heads + one * self.lists_read(centroids, q)
-
-    def lists_read(self, centroids: Tensor, q: Tensor) -> float:
-        """Different lists that one step fetches for one KV head, over all subspaces; mean over the KV heads.
-
-        Args:
-            centroids: [num_kv_heads, num_subspaces, num_centroids, subspace_dim].
-            q: [num_rows, num_qo_heads, head_dim].
-
-        Raises:
-            ValueError: query heads that are no multiple of the KV heads.
-        """
-        num_kv_heads, num_subspaces, num_centroids, _ = centroids.shape
-        num_rows, num_qo_heads, head_dim = q.shape
-        if num_qo_heads % num_kv_heads:
-            raise ValueError(
-                f"expected query heads as a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}; pass the "
-                "queries of the heads that the arrays hold"
-            )
-        channels = subspace_channels(head_dim, num_subspaces, self.layout).to(q.device)
-        tile = q.float().view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
-        parts = tile[:, :, channels].transpose(1, 2)
-        nearest = (parts @ centroids.float().transpose(2, 3)).argmax(dim=3)
-        wanted = parts.new_zeros(num_kv_heads, num_subspaces, num_centroids).scatter_(2, nearest, 1.0)
-        return float(wanted.sum()) / num_kv_heads
 
 
 def subspace_channels(head_dim: int, num_subspaces: int, layout: str) -> Tensor:

@@ -29,7 +29,7 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
         profiled = bool(self.spec.num_channels and self.layer.channels)
         return self.spec.selects_channels and not profiled
 
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         if self.needs_queries:
             queries, _ = check_samples(queries, keys, self.spec.method)
         else:
