@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from sglang_ext.quality.tasks import TASKS, make_document
+from scripts.needle.tasks import TASKS, make_document
 
 FIRST_SEED = 500
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.quality.evaluate import Z95
+from sglang_ext.calibration.judge import Z95
 from tests.benchmarks.results import RESULTS, ROOT, document
 
 
