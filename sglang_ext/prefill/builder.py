@@ -23,6 +23,7 @@ from prefix_index import (
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.arrays import (
+    ContentError,
     IndexSize,
     check_forms,
     check_layer,
@@ -222,7 +223,7 @@ class IndexAssembly:
         return built
 
     def check(self) -> None:
-        """Raise ContentError unless each KV head of each layer has what a server wants of it, whoever made it."""
+        """Raise ContentError unless each KV head of each layer, and no other, has what a server wants of it."""
         model = self.identity.model
         size, whole = IndexSize(self.identity.num_tokens, model.head_dim), dict[tuple[str, int, int], Any]()
         for key, array in self.arrays.items():
@@ -231,12 +232,14 @@ class IndexAssembly:
         for method, spec in self._factory.specs.items():
             forms = spec.forms(size)
             for layer in range(model.num_layers):
-                heads = [whole.get((method, layer, head), {}) for head in range(model.num_kv_heads)]
+                heads = [whole.pop((method, layer, head), {}) for head in range(model.num_kv_heads)]
                 for head, arrays in enumerate(heads):
                     found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
                     check_forms(forms, found, f"layer {layer}, KV head {head}")
                 tensors = [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in heads]
                 check_layer(spec, join_heads(tensors), size, f"layer {layer}")
+        if whole:
+            raise ContentError("method, layer and KV head", "those of the model", sorted(whole))
 
     def method_bytes(self) -> dict[str, int]:
         """Bytes of the arrays that are there, by method."""
