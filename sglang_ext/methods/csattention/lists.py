@@ -48,15 +48,12 @@ class CentroidLists(NamedTuple):
     baseline: Tensor
 
 
-def centroid_lists(
-    centroids: Tensor, keys: Tensor, channels: Tensor | None, list_len: int, tail_mean: bool, largest: float
-) -> CentroidLists:
+def centroid_lists(centroids: Tensor, keys: Tensor, list_len: int, tail_mean: bool, largest: float) -> CentroidLists:
     """The `list_len` best keys of every centroid, in chunks of (KV head, subspace) groups.
 
     Args:
         centroids: [num_kv_heads, num_subspaces, num_centroids, subspace_dim] floating.
         keys: [prefix_len, num_kv_heads, head_dim] floating and finite.
-        channels: [head_dim] int64, channels in the subspaces' order; None if they are in order.
         list_len: L, 1..prefix_len.
         tail_mean: whether the mean score of the positions that a list lacks is its baseline; else 0.
         largest: largest absolute value in the keys.
@@ -67,8 +64,6 @@ def centroid_lists(
     prefix_len, num_kv_heads, _ = keys.shape
     m, num_centroids, subspace_dim = centroids.shape[1:]
     num_groups = num_kv_heads * m
-    if channels is not None:
-        keys = keys[:, :, channels]
     # Products read the keys where they are: the groups' channels lie one after the other, a token's in one row.
     dtype = _score_dtype(keys, largest)
     parts = keys.to(dtype).reshape(prefix_len, num_groups, subspace_dim).permute(1, 2, 0)
