@@ -259,7 +259,7 @@ class Selector(ABC, Generic[S]):
 
         Args:
             arrays: what `build_layer` of the same spec returned, or the slices of some KV heads of it, on q's
-                device. Read only.
+                device. Read only, and not checked: `arrays.check_forms` was asked before.
             q: [num_rows, num_qo_heads, head_dim] post-RoPE queries, num_rows >= 1.
             args: sizes, scale and pooling.
 
@@ -267,7 +267,7 @@ class Selector(ABC, Generic[S]):
             A new selection of min(budget, prefix_len) positions per KV head.
 
         Raises:
-            ValueError: an array is missing or of another shape, or sizes are out of range.
+            ValueError: sizes are out of range.
         """
         return args.top_k(self.token_scores(arrays, q, args))
 
@@ -355,14 +355,16 @@ def check_finite(**tensors: Tensor) -> dict[str, float]:
 
 def check_keys(keys: Tensor) -> None:
     """Raise ValueError unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
-    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
+    _check_key_shape(keys)
     check_finite(keys=keys)
 
 
-def check_shape(tensor: Tensor, wanted: str, dim: int) -> None:
-    """Raise ValueError unless the tensor is floating and has so many dimensions, none of size 0. Reads no value."""
-    if tensor.dim() != dim or 0 in tensor.shape or not tensor.dtype.is_floating_point:
-        raise ValueError(f"expected {wanted} in a floating dtype, got {tuple(tensor.shape)} {tensor.dtype}")
+def _check_key_shape(keys: Tensor) -> None:
+    if keys.dim() != 3 or 0 in keys.shape or not keys.dtype.is_floating_point:
+        raise ValueError(
+            "expected keys [prefix_len >= 1, num_kv_heads, head_dim] in a floating dtype, got "
+            f"{tuple(keys.shape)} {keys.dtype}"
+        )
 
 
 def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> tuple[Tensor, float]:
@@ -371,7 +373,7 @@ def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> tuple[Te
     Raises:
         ValueError: there are no queries, they do not fit the keys, or a value of either is NaN or infinite.
     """
-    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
+    _check_key_shape(keys)
     if queries is None:
         raise ValueError(
             f"{method} needs queries of the prefix's prefill, got none; record them, or choose a method that "
@@ -392,14 +394,3 @@ def to_half(x: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(half).all()):
         raise ValueError(f"{name} reaches {float(x.abs().max()):.3g}, more than fp16 holds (65504)")
     return half
-
-
-def require_arrays(arrays: Arrays, names: Sequence[str], method: str) -> list[Tensor]:
-    """The arrays of these names. Raises ValueError where one is missing."""
-    missing = [name for name in names if name not in arrays]
-    if missing:
-        raise ValueError(
-            f"expected arrays {', '.join(names)} of {method}, got {', '.join(sorted(arrays)) or 'none'}; "
-            "the index was built with other parameters, build it again"
-        )
-    return [arrays[name] for name in names]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -174,7 +173,7 @@ class IndexAssembly:
 
     Attributes:
         arrays: what is there, in host memory.
-        seconds: spent building, by method.
+        seconds: spent building, by method, the device's work on the current stream included.
         kv_bytes: of the prefix's keys and values in the KV pool; 0 before the first piece.
     """
 
@@ -184,15 +183,6 @@ class IndexAssembly:
         self.arrays: dict[ArrayKey, Any] = {}
         self.seconds = dict.fromkeys(factory.specs, 0.0)
         self.kv_bytes = 0
-
-    @contextmanager
-    def timed(self, name: str, on: Tensor | None) -> Iterator[None]:
-        """Count the block's time for a method, the device's work on the current stream included."""
-        begun = time.perf_counter()
-        yield
-        if on is not None and on.is_cuda:
-            torch.cuda.current_stream(on.device).synchronize()
-        self.seconds[name] += time.perf_counter() - begun
 
     def add(
         self, layers: range, heads: range | None, keys: Tensor, queries: Tensor | None
@@ -211,8 +201,11 @@ class IndexAssembly:
         built = {}
         for name in self._factory.specs:
             builder = self._factory.builder(name, layers, heads)
-            with self.timed(name, keys):
-                built[name] = builder.build_layer(keys, queries)
+            begun = time.perf_counter()
+            built[name] = builder.build_layer(keys, queries)
+            if keys.is_cuda:
+                torch.cuda.current_stream(keys.device).synchronize()
+            self.seconds[name] += time.perf_counter() - begun
             host = {array: tensor.cpu() for array, tensor in built[name].items()}
             for place, pieces in enumerate(split_heads(host)):
                 layer, head = layers[place // len(heads)], heads[place % len(heads)]

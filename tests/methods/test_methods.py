@@ -133,17 +133,6 @@ def test_unusable_captures_are_refused(name):
         builder.build_layer(good, samples.log())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_arrays_of_another_index_are_refused(name):
-    spec = parse_spec({"method": name})
-    arrays = make_builder(spec).build_layer(randn(40, 2, 16), randn(2, 30, 16))
-    q = randn(1, 8, 16)
-    with pytest.raises(ValueError, match="prefix_len=400"):
-        select(spec, arrays, q, 400, 30)
-    with pytest.raises(ValueError, match="build it again"):
-        select(spec, {}, q, 40, 30)
-
-
 def test_values_beyond_fp16_are_refused():
     keys = 1e6 * randn(40, 2, 16)
     for parameters in ({"quantization": "none"}, {"representation": "ball"}):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from prefix_kernels.csa_scores import BLOCK_POSITIONS, CompactLists, bitmap_is_smaller, check_entries, encode_lists
 from sglang_ext.methods.arrays import LARGEST, ContentError, Form
-from sglang_ext.methods.base import Arrays, require_arrays, to_half
+from sglang_ext.methods.base import Arrays, to_half
 
 CODECS = ("compact", "paper")
 SCORE_BITS = (4, 8)
@@ -200,5 +200,5 @@ class TableLayout(NamedTuple):
 
 def compact_lists(arrays: Arrays) -> CompactLists:
     """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`."""
-    places, codes, scale, zero = require_arrays(arrays, ("places", "codes", "scale", "zero"), "csattention")
+    places, codes, scale, zero = (arrays[name] for name in ("places", "codes", "scale", "zero"))
     return CompactLists(places, arrays.get("counts"), codes, scale, zero)

@@ -17,7 +17,6 @@ from sglang_ext.methods.base import (
     Selector,
     check_keys,
     pool_candidates,
-    require_arrays,
 )
 
 
@@ -43,8 +42,5 @@ class ExactSelector(Selector[ExactSpec]):
     """Token scores q.k, pooled after the softmax."""
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
-        (keys,) = require_arrays(arrays, ("keys",), ExactSpec.method)
-        if keys.shape[1] != args.prefix_len:
-            raise ValueError(f"expected keys of prefix_len={args.prefix_len} positions, got {keys.shape[1]}")
         # A block of one key is its own mean.
-        return pool_candidates(block_scores_mean(q, keys), args, candidates)
+        return pool_candidates(block_scores_mean(q, arrays["keys"]), args, candidates)

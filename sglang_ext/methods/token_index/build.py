@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.low_bit import LowBitTensor, quantize
-from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, check_samples, require_arrays
+from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, check_samples
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
 
 ARRAYS = ("channels", *(f"keys_{name}" for name in LowBitTensor._fields))
@@ -69,11 +69,8 @@ def index_behind(arrays: Arrays, keys: Tensor) -> dict[str, Tensor]:
 
     Returns:
         New arrays as `TokenIndexBuilder.build_layer` makes them, quantized between each channel's own bounds.
-
-    Raises:
-        ValueError: arrays of another method.
     """
-    channels, *parts = require_arrays(arrays, ARRAYS, TokenIndexSpec.method)
+    channels, *parts = (arrays[name] for name in ARRAYS)
     return _arrays(keys, channels.long(), LowBitTensor(*parts).bits, symmetric=False)
 
 
