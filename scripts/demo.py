@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from scripts.needle.tasks import Document, Question, make_document
 from scripts.servers import Reply, ask_many, free_port, keep_ratio_between, server_state
 
