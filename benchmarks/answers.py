@@ -42,9 +42,9 @@ from engines import Row, append, launched, read
 from kernel_rows import origin
 from tqdm import tqdm
 
+from scripts.servers import keep_ratio_between, post, server_state
+from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.cli.arguments import sglang_option
-from sglang_ext.quality.agreement import Agreement, agreement, check_generated, load_steps
-from sglang_ext.quality.evaluate import keep_ratio_between, post, server_state
 
 DENSE = "dense"
 SUITES = ("forced", "documents", "ruler", "times")

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.quality import vocabulary as vocab
+from scripts.needle import vocabulary as vocab
 
 KINDS = {"needle": 8, "key_value": 6, "several": 3, "copy": 6, "free": 8, "turns": 2}
 """Kinds of questions, and how many of each a document is asked. `turns`: conversations of three questions."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.quality.evaluate import Z95
+from sglang_ext.calibration.judge import Z95
 
 Row = dict[str, Any]
 

@@ -165,11 +165,11 @@ def timed(work: Callable[[], Any], *, cpu: bool) -> tuple[Any, float]:
 
 
 def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
-    """One method's builder on random keys and queries: a batch of layers, and its share of the step for all layers."""
+    """One method's builder on random keys and queries, on a batch of layers."""
     import torch
 
     from sglang_ext.methods import make_builder, parse_spec
-    from sglang_ext.methods.arrays import at_layers, layer_batches
+    from sglang_ext.methods.arrays import layer_batches
 
     shape = SHAPES[args.shape]
     layers, heads, dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
@@ -182,16 +182,12 @@ def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
     own = queries[: len(at_once)].flatten(0, 1)
     parsed = parse_spec(spec)
     builder = make_builder(parsed)
-    seconds, of_all = [], []
+    seconds = []
     for _ in range(args.layer_repeats + 1):
-        prepared, together = timed(lambda: builder.prepare(queries), cpu=args.cpu)
-        known = at_layers(prepared, at_once)
-        built, alone = timed(lambda known=known: builder.build_layer(keys, own, known), cpu=args.cpu)
-        of_all.append(together)
-        seconds.append(together / layers + alone / len(at_once))
+        built, alone = timed(lambda: builder.build_layer(keys, own), cpu=args.cpu)
+        seconds.append(alone / len(at_once))
     return {
         "seconds": spread(seconds[1:]),
-        "prepare_seconds": spread(of_all[1:]),
         "layers_at_once": len(at_once),
         "index_bytes": sum(array.nbytes for array in built.values()) / len(at_once),
         "kv_bytes": 2 * keys.nbytes / len(at_once),

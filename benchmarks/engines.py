@@ -22,7 +22,7 @@ from typing import Any
 
 from kernel_rows import origin
 
-from sglang_ext.quality.ports import free_ports
+from scripts.servers import free_ports
 
 Row = dict[str, Any]
 

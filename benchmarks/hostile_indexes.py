@@ -73,7 +73,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ab_sparse, sizes per head": {"method": "ab_sparse", "sizes": "profile", "representation": "ball"},
     "csattention": {"method": "csattention"},
     "csattention, bitmaps": {"method": "csattention", "list_ratio": 0.4, "score_bits": 8},
-    "csattention, paper": {"method": "csattention", "codec": "paper", "weighting": "contribution"},
+    "csattention, paper": {"method": "csattention", "codec": "paper"},
     "two_level": {"method": "two_level"},
     "union": {"method": "union"},
     "exact": {"method": "exact"},

@@ -43,8 +43,8 @@ from replay import Options, replay, replay_good
 from soak_sparse import SparseTraffic, built, memory, same, sparse_config
 from verdicts import GOOD, TOO_FEW, chance, detectable, excusing, verdict
 
+from scripts.needle.tasks import TASKS, make_document
 from sglang_ext.config import parse_profiled
-from sglang_ext.quality.tasks import TASKS, make_document
 
 _BEST = 8
 """Tokens whose probability is asked for."""

@@ -18,8 +18,8 @@ from typing import Any
 from engines import sampling, streamed
 from replay import REQUESTS
 
+from scripts.needle.tasks import TASKS, make_document
 from sglang_ext.decode.trace import TRACED
-from sglang_ext.quality.tasks import TASKS, make_document
 
 _LONG = 4
 """A tenth of the requests may generate so many times as many tokens as the others: memory runs out under them."""

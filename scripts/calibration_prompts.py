@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from sglang_ext.quality.tasks import TASKS, make_document
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.needle.tasks import TASKS, make_document
 
 FIRST_SEED = 500
 

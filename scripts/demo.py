@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.quality.evaluate import Reply, ask_many, keep_ratio_between, server_state
-from sglang_ext.quality.ports import free_port
-from sglang_ext.quality.tasks import Document, Question, make_document
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.needle.tasks import Document, Question, make_document
+from scripts.servers import Reply, ask_many, free_port, keep_ratio_between, server_state
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".demo"

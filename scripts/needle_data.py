@@ -1,7 +1,7 @@
 """Training sequences of the needle model, and the processes that make them.
 
 A sequence is a document with a random mix of facts, followed by questions and answers about it,
-each fact at most once; the loss is on the answers. The documents of `sglang_ext.quality.tasks`
+each fact at most once; the loss is on the answers. The documents of `scripts.needle.tasks`
 are special cases of this mix.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.quality.facts import (
+from scripts.needle.facts import (
     KINDS,
     Exchange,
     Fact,

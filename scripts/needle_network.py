@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sglang_ext.quality import vocabulary as vocab
+from scripts.needle import vocabulary as vocab
 
 Cache = list[tuple[Tensor, Tensor]]
 

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from needle_data import CODES, Batch, Feeder, Stage
 from needle_network import Cache, Needle, Shape, export, load, optimizers
 
-from sglang_ext.quality import vocabulary as vocab
-from sglang_ext.quality.facts import KINDS
-from sglang_ext.quality.tasks import TASKS, Question, make_document
+from scripts.needle import vocabulary as vocab
+from scripts.needle.facts import KINDS
+from scripts.needle.tasks import TASKS, Question, make_document
 
 STAGES = (
     Stage(128, 256),

@@ -6,24 +6,24 @@ Knows SGLang only through the view it is given; the hooks that call it live in `
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from prefix_index import ModelFingerprint
 from sglang_ext.config import Settings
-from sglang_ext.decode.planner import DecodePlanner, DecodeView, PlannedStep
+from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods import method_specs
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.metrics import Counters
+from sglang_ext.model_view import ModelView
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.recorder import Admission, Chunk, decode_chunks, prefill_chunks
@@ -36,23 +36,6 @@ from sglang_ext.ranks import OneRank, Ranks, check_alike
 from sglang_ext.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
-
-
-class ModelView(DecodeView, Protocol):
-    """What the runtime needs of the model runner; `compat.runner.RunnerView` is the one implementation.
-
-    Heads are those of this tensor-parallel rank; the fingerprint speaks of the whole model.
-    """
-
-    num_layers: int
-    tp_rank: int
-    tp_size: int
-
-    @property
-    def has_kv_scales(self) -> bool: ...
-    def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
-    def fingerprint(self) -> ModelFingerprint: ...
-    def weights(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
 @dataclass

@@ -22,7 +22,7 @@ class EveryNthSpec(IndexSpec):
 
 
 class EveryNthBuilder(IndexBuilder[EveryNthSpec]):
-    def build_layer(self, keys: torch.Tensor, queries: Any, prepared: Any = None) -> dict[str, torch.Tensor]:
+    def build_layer(self, keys: torch.Tensor, queries: Any) -> dict[str, torch.Tensor]:
         return {"first": torch.zeros(keys.shape[1], 1, dtype=torch.int32, device=keys.device)}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.quality.tasks import make_document
+from scripts.needle.tasks import make_document
 from tests.server.harness import CPU_FLAGS, DISK, MODEL, ROOT, Server
 
 GPU_FLAGS = ["--attention-backend", "flashinfer", "--sampling-backend", "pytorch", "--grammar-backend", "none"]

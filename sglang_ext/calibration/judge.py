@@ -1,7 +1,7 @@
 """Layer plans and budgets judged by how far the model's next tokens are from dense's, and by the time of a decode step.
 
 Attention mass proposes candidates; it does not say what they cost. Each candidate serves the held-out prompts, and
-dense's tokens are forced through its decode steps (`quality.agreement`). Of those whose KL divergence from dense is
+dense's tokens are forced through its decode steps (`agreement`). Of those whose KL divergence from dense is
 surely within a bound the fastest is recommended. KL is nearer to answers than mass is; it is no proof of them.
 """
 
@@ -13,7 +13,8 @@ from statistics import fmean, median, stdev
 
 import msgspec
 
-from sglang_ext.quality.evaluate import Z95
+Z95 = 1.959964
+"""z of a two-sided 95% interval."""
 
 SLACK = 1.25
 """The bound, unless another is given: the KL of the default candidate on the same prompts, and a quarter."""

@@ -76,13 +76,6 @@ def _check(head_map: npt.NDArray[Any], anchors: Sequence[int], num_layers: int, 
             f"expected a head map of {num_layers} layers and {num_kv_heads} KV heads (the model's), got "
             f"{head_map.shape[0]} and {head_map.shape[1]}; take the file of this model"
         )
-    wrong = np.argwhere((head_map < 0) | (head_map >= num_kv_heads))
-    if len(wrong):
-        layer, head = (int(i) for i in wrong[0])
-        raise ValueError(
-            f"layer {layer}, KV head {head}: expected a KV head in 0..{num_kv_heads - 1}, got "
-            f"{int(head_map[layer, head])}; the file is damaged or of another model"
-        )
     rows = head_map.tolist()
     for anchor in anchors:
         if 0 <= anchor < num_layers and rows[anchor] != list(range(num_kv_heads)):

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from sglang_ext.calibration.agreement import agreement, check_generated, load_steps
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, sglang_option
 from sglang_ext.config import Build, DecodePath, PrefetchPolicy
 from sglang_ext.methods.profile import load_profile
 from sglang_ext.prefill.prompt_tokens import TokenSource
-from sglang_ext.quality.agreement import agreement, check_generated, load_steps
 
 STEPS = 48
 """Tokens of a forced answer; the first is prefill's."""

@@ -2,7 +2,7 @@
 
 A request that names `ForcedTokens` (`custom_logit_processor`, on a server with `--enable-custom-logit-processor`) and
 `custom_params` of `forcing(...)` generates the given tokens, whatever the model would have said, and leaves a file of
-what it would have said. Without given tokens it goes its own way, greedy or drawn. `sglang_ext.quality.agreement`
+what it would have said. Without given tokens it goes its own way, greedy or drawn. `sglang_ext.calibration.agreement`
 compares two such files. One rank serves: each of several would write.
 
 `--enable-custom-logit-processor` lets whoever reaches the server run code in it: for a loopback address only.
@@ -19,7 +19,7 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
-from sglang_ext.quality.agreement import Steps, load_steps
+from sglang_ext.calibration.agreement import Steps, load_steps
 
 
 @dataclass

@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
-from prefix_kernels.types import PagedKV
 from sglang_ext.config import DecodePath, SparseAttnConfig
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.buffers import ListsTooLargeError
@@ -25,6 +23,7 @@ from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
+from sglang_ext.model_view import ModelView
 from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixRules
@@ -44,25 +43,6 @@ _MEMBERS = 32
 _LEAST_SHARE = 16
 """A step of groups without an index must save one of so many of its tokens: behind long suffixes, SGLang's kernels
 may be the faster ones."""
-
-
-class DecodeView(Protocol):
-    """What is asked of the model runner's view."""
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    num_slots: int
-    max_requests: int
-    decode_graphs: bool
-    device: torch.device
-
-    @property
-    def req_to_token(self) -> Tensor: ...
-    def kv(self, layer: int) -> PagedKV: ...
 
 
 class Usable(Protocol):
@@ -105,7 +85,7 @@ class DecodePlanner:
     def __init__(
         self,
         config: SparseAttnConfig,
-        view: DecodeView,
+        view: ModelView,
         requests: RequestTable,
         counters: Counters,
         spec: IndexSpec,
@@ -321,11 +301,10 @@ class DecodePlanner:
     def _count_fallback(
         self, reason: str, attachments: Sequence[Attachment | None], concerned: Sequence[object]
     ) -> None:
-        """Once for each request that it concerns."""
+        """For each request that it concerns."""
         for one, concerns in zip(attachments, concerned, strict=True):
-            if one is not None and concerns is not None and reason not in one.reported:
-                one.reported.add(reason)
-                self._counters.count_fallback(reason)
+            if one is not None and concerns is not None:
+                one.count(reason, self._counters)
 
     def _count_sparse(self, plan: SparsePlan, path: StepPath, rows: int) -> None:
         assert self.sparse is not None
@@ -381,7 +360,7 @@ class DecodePlanner:
         }
 
 
-def _turned_off(config: SparseAttnConfig, view: DecodeView, *, shares: bool) -> str | None:
+def _turned_off(config: SparseAttnConfig, view: ModelView, *, shares: bool) -> str | None:
     """Which setting leaves all steps to SGLang; None: no one does."""
     if config.decode_path is DecodePath.STOCK:
         return "decode_path is stock"

@@ -1,4 +1,4 @@
-"""The arrays of an index: what they must be, how they are cut per KV head, their bytes, and layers built at once.
+"""The arrays of an index: what they must be, how they are cut per KV head, and layers built at once.
 
 *Checked once.* An index is data from outside: right checksums say that nobody changed it since it was written, not that
 it fits. So each array is looked at when it is loaded, and before one is stored. A spec knows its own arrays: `forms`
@@ -193,35 +193,6 @@ def join_heads(heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def num_heads(arrays: Mapping[str, Tensor]) -> int:
-    """KV heads that the arrays of a layer hold. Raises ValueError where all are ragged, or there is none."""
-    for name, array in arrays.items():
-        if not is_ragged(name):
-            return array.shape[0] - (name.rpartition(".")[2] == ROW_INDPTR)
-    raise ValueError(f"expected arrays of a layer, got {sorted(arrays) or 'none'}; pass all arrays that were built")
-
-
-def nbytes(arrays: Mapping[str, Tensor]) -> int:
-    """Bytes of all arrays."""
-    return sum(array.nbytes for array in arrays.values())
-
-
-def stored_bytes(arrays: Mapping[str, Tensor]) -> float:
-    """Bytes of one KV head's index: all arrays of a layer, divided by its KV heads; 0 without arrays."""
-    return nbytes(arrays) / num_heads(arrays) if arrays else 0.0
-
-
-def row_bytes(arrays: Mapping[str, Tensor], prefix_len: int, num_tokens: int) -> float:
-    """`stored_bytes` where of the arrays with a row per token [num_kv_heads, prefix_len, *] only some rows count."""
-    rows = nbytes({name: a for name, a in arrays.items() if a.dim() == 3 and a.shape[1] == prefix_len})
-    return (nbytes(arrays) - rows + rows * num_tokens / prefix_len) / num_heads(arrays)
-
-
-def kv_bytes(num_tokens: float, head_dim: int, v_head_dim: int | None = None) -> float:
-    """Bytes of the bf16 keys and values of some tokens of one KV head; dense attention reads the whole prefix's."""
-    return num_tokens * (head_dim + (head_dim if v_head_dim is None else v_head_dim)) * 2
-
-
 def layer_batches(num_layers: int, prefix_len: int) -> list[range]:
     """Runs of neighbouring layers to build at once, as one layer with the KV heads of all of them.
 
@@ -230,8 +201,3 @@ def layer_batches(num_layers: int, prefix_len: int) -> list[range]:
     """
     size = max(1, TOKENS_AT_ONCE // prefix_len)
     return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
-
-
-def at_layers(prepared: Mapping[str, Tensor], layers: range) -> dict[str, Tensor]:
-    """What `IndexBuilder.prepare` computed, of layers that are built at once (views): their KV heads in a row."""
-    return {name: tensor[layers.start : layers.stop].flatten(0, 1) for name, tensor in prepared.items()}

@@ -22,7 +22,7 @@ from torch import Tensor
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.top_k_selection import top_k_selection
 from prefix_kernels.types import Selection
-from sglang_ext.methods.arrays import Form, IndexSize, stored_bytes
+from sglang_ext.methods.arrays import Form, IndexSize
 
 S = TypeVar("S", bound="IndexSpec")
 Arrays = Mapping[str, Tensor]
@@ -117,27 +117,6 @@ class IndexSpec(ABC):
             used |= part.profile_part(layers)
         return used
 
-    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
-        """Bytes of the index that a decode step of one group reads for one KV head, mean over the heads of the arrays.
-
-        Args:
-            arrays, q: as in `Selector.select`.
-            prefix_len: tokens of the prefix.
-            budget: tokens per KV head that are attended, at most prefix_len.
-
-        Returns:
-            By default all of the index.
-        """
-        return stored_bytes(arrays)
-
-    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
-        """`read_bytes` where only so many tokens are scored; by default the upper bound."""
-        return self.read_bytes(arrays, q, prefix_len, candidates)
-
-    def same_at(self, other: IndexSpec, head_dim: int) -> bool:
-        """Whether both specs make the same index of a model with heads of that width."""
-        return self == other
-
 
 def _checked(name: str, value: object, wanted: type) -> object:
     if wanted is IndexSpec:
@@ -222,28 +201,14 @@ class IndexBuilder(ABC, Generic[S]):
         """Whether `build_layer` needs sampled queries; if not, they are ignored."""
         return False
 
-    def prepare(self, queries: Tensor | None) -> dict[str, Tensor]:
-        """The step of a build that takes all layers at once: cheaper where one layer's share is many small kernels.
-
-        A layer is the same with this step and without: see `cosine_kmeans` for how equal on a GPU.
-
-        Args:
-            queries: [num_layers, num_kv_heads, num_samples, head_dim], else as in `build_layer`.
-
-        Returns:
-            Name -> [num_layers, num_kv_heads, ...]. Empty: the method has no such step.
-        """
-        return {}
-
     @abstractmethod
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         """Arrays of one layer.
 
         Args:
             keys: [prefix_len, num_kv_heads, head_dim] post-RoPE keys, floating, finite, prefix_len >= 1. Read only.
             queries: [num_kv_heads, num_samples, head_dim] post-RoPE queries of the prefix's own prefill, those of all
                 query heads of a KV head's group together; None if no sample exists. Read only.
-            prepared: what `prepare` computed, at these layers (`arrays.at_layers`); empty: the builder does that, too.
 
         Returns:
             Name -> new array, on the keys' device, in a dtype that numpy has (uint8, int16, int32, fp16, fp32).
@@ -294,7 +259,7 @@ class Selector(ABC, Generic[S]):
 
         Args:
             arrays: what `build_layer` of the same spec returned, or the slices of some KV heads of it, on q's
-                device. Read only.
+                device. Read only, and not checked: `arrays.check_forms` was asked before.
             q: [num_rows, num_qo_heads, head_dim] post-RoPE queries, num_rows >= 1.
             args: sizes, scale and pooling.
 
@@ -302,7 +267,7 @@ class Selector(ABC, Generic[S]):
             A new selection of min(budget, prefix_len) positions per KV head.
 
         Raises:
-            ValueError: an array is missing or of another shape, or sizes are out of range.
+            ValueError: sizes are out of range.
         """
         return args.top_k(self.token_scores(arrays, q, args))
 
@@ -390,14 +355,16 @@ def check_finite(**tensors: Tensor) -> dict[str, float]:
 
 def check_keys(keys: Tensor) -> None:
     """Raise ValueError unless `keys` is [prefix_len >= 1, num_kv_heads, head_dim], floating and finite."""
-    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
+    _check_key_shape(keys)
     check_finite(keys=keys)
 
 
-def check_shape(tensor: Tensor, wanted: str, dim: int) -> None:
-    """Raise ValueError unless the tensor is floating and has so many dimensions, none of size 0. Reads no value."""
-    if tensor.dim() != dim or 0 in tensor.shape or not tensor.dtype.is_floating_point:
-        raise ValueError(f"expected {wanted} in a floating dtype, got {tuple(tensor.shape)} {tensor.dtype}")
+def _check_key_shape(keys: Tensor) -> None:
+    if keys.dim() != 3 or 0 in keys.shape or not keys.dtype.is_floating_point:
+        raise ValueError(
+            "expected keys [prefix_len >= 1, num_kv_heads, head_dim] in a floating dtype, got "
+            f"{tuple(keys.shape)} {keys.dtype}"
+        )
 
 
 def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> tuple[Tensor, float]:
@@ -406,7 +373,7 @@ def check_samples(queries: Tensor | None, keys: Tensor, method: str) -> tuple[Te
     Raises:
         ValueError: there are no queries, they do not fit the keys, or a value of either is NaN or infinite.
     """
-    check_shape(keys, "keys [prefix_len >= 1, num_kv_heads, head_dim]", 3)
+    _check_key_shape(keys)
     if queries is None:
         raise ValueError(
             f"{method} needs queries of the prefix's prefill, got none; record them, or choose a method that "
@@ -427,14 +394,3 @@ def to_half(x: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(half).all()):
         raise ValueError(f"{name} reaches {float(x.abs().max()):.3g}, more than fp16 holds (65504)")
     return half
-
-
-def require_arrays(arrays: Arrays, names: Sequence[str], method: str) -> list[Tensor]:
-    """The arrays of these names. Raises ValueError where one is missing."""
-    missing = [name for name in names if name not in arrays]
-    if missing:
-        raise ValueError(
-            f"expected arrays {', '.join(names)} of {method}, got {', '.join(sorted(arrays)) or 'none'}; "
-            "the index was built with other parameters, build it again"
-        )
-    return [arrays[name] for name in names]

@@ -51,12 +51,8 @@ class CombinedBuilder(IndexBuilder[C]):
         """Whether a part needs them."""
         return any(builder.needs_queries for builder in self._parts().values())
 
-    def prepare(self, queries: Tensor | None) -> dict[str, Tensor]:
-        return named({name: builder.prepare(queries) for name, builder in self._parts().items()})
-
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
-        known = {name: part_arrays(prepared or {}, name) for name in self.spec.nested}
-        return named({name: one.build_layer(keys, queries, known[name]) for name, one in self._parts().items()})
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
+        return named({name: one.build_layer(keys, queries) for name, one in self._parts().items()})
 
     def _parts(self) -> dict[str, IndexBuilder[IndexSpec]]:
         return {name: make_builder(part, self.layer) for name, part in self.spec.nested.items()}

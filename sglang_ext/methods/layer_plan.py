@@ -156,12 +156,6 @@ class LayerPlan:
         """Layers that read the whole prefix, ascending."""
         return tuple(i for i, role in enumerate(self.layers) if role.mode is LayerMode.DENSE)
 
-    @property
-    def anchor_share(self) -> float:
-        """Layers that select, of those that select or reuse; 1 where all are dense."""
-        sparse = len(self.layers) - len(self.dense_layers)
-        return len(self.anchor_layers) / sparse if sparse else 1.0
-
     def _check(self, layer: int, role: LayerRole) -> None:
         anchor = role.anchor_layer
         if role.mode is not LayerMode.REUSE:

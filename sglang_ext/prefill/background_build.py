@@ -250,7 +250,6 @@ class BackgroundBuilder:
             try:
                 others = self._parts.taken(build.identity.digest)
                 if others is not None:
-                    _check_heads(build, {(key.layer, key.kv_head) for key in others})
                     build.assembly.arrays.update(others)
                     self._end(build, self._stored(build))
             except Exception as error:
@@ -318,18 +317,6 @@ class BackgroundBuilder:
         except Exception:
             logger.exception("sparse attention: a build lease could not be given back")
         build.closed = True  # last: whoever sees it finds the lease given back
-
-
-def _check_heads(build: Build, others: set[tuple[int, int]]) -> None:
-    """Raise ValueError unless the other ranks' arrays are of all heads that are not built here, in all layers."""
-    model = build.identity.model
-    heads = set(range(model.num_kv_heads)) - set(build.heads)
-    if others != {(layer, head) for layer in range(model.num_layers) for head in heads}:
-        raise ValueError(
-            f"expected the other ranks' parts to be of KV heads {sorted(heads)} in {model.num_layers} layers, got "
-            f"{len(others)} heads of layers, {sorted({head for _, head in others})} among them; a later attempt builds "
-            "them anew"
-        )
 
 
 def pieces_of(num_layers: int, heads: range, prefix_len: int) -> list[Piece]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from prefix_index import (
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.arrays import (
+    ContentError,
     IndexSize,
-    at_layers,
     check_forms,
     check_layer,
     join_heads,
@@ -104,17 +103,12 @@ class IndexFactory:
             ValueError: a method needs queries and there are none, or the inputs are not finite.
         """
         assembly = IndexAssembly(self, identity)
-        prepared = {}
-        for name in self.specs:
-            with assembly.timed(name, queries):
-                prepared[name] = self.builder(name, range(1), heads).prepare(queries)
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
             keys = _side_by_side([keys_of(layer) for layer in layers])
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
-            of_layers = {name: at_layers(whole, layers) for name, whole in prepared.items()}
-            built = assembly.add(layers, heads, keys, own, of_layers)
+            built = assembly.add(layers, heads, keys, own)
             if own is not None:
                 for name, spec in self.specs.items():
                     recall[name] += self._recall(spec, built[name], keys, own, sm_scale) * len(layers) / num_layers
@@ -179,7 +173,7 @@ class IndexAssembly:
 
     Attributes:
         arrays: what is there, in host memory.
-        seconds: spent building, by method.
+        seconds: spent building, by method, the device's work on the current stream included.
         kv_bytes: of the prefix's keys and values in the KV pool; 0 before the first piece.
     """
 
@@ -190,29 +184,14 @@ class IndexAssembly:
         self.seconds = dict.fromkeys(factory.specs, 0.0)
         self.kv_bytes = 0
 
-    @contextmanager
-    def timed(self, name: str, on: Tensor | None) -> Iterator[None]:
-        """Count the block's time for a method, the device's work on the current stream included."""
-        begun = time.perf_counter()
-        yield
-        if on is not None and on.is_cuda:
-            torch.cuda.current_stream(on.device).synchronize()
-        self.seconds[name] += time.perf_counter() - begun
-
     def add(
-        self,
-        layers: range,
-        heads: range | None,
-        keys: Tensor,
-        queries: Tensor | None,
-        prepared: Mapping[str, Mapping[str, Tensor]] | None = None,
+        self, layers: range, heads: range | None, keys: Tensor, queries: Tensor | None
     ) -> dict[str, dict[str, Tensor]]:
         """Build some KV heads (None: all) of some layers. Waits for the device.
 
         Args:
             keys: [prefix_len, len(layers) * number of heads, head_dim] post-RoPE, layer by layer.
             queries: [len(layers) * number of heads, num_samples, head_dim]; None without a sample.
-            prepared: by method, of these layers and heads; None to have each builder prepare them itself.
 
         Returns:
             Per method what the builder made, on the keys' device. Raises as `IndexBuilder.build_layer`.
@@ -222,8 +201,11 @@ class IndexAssembly:
         built = {}
         for name in self._factory.specs:
             builder = self._factory.builder(name, layers, heads)
-            with self.timed(name, keys):
-                built[name] = builder.build_layer(keys, queries, (prepared or {}).get(name))
+            begun = time.perf_counter()
+            built[name] = builder.build_layer(keys, queries)
+            if keys.is_cuda:
+                torch.cuda.current_stream(keys.device).synchronize()
+            self.seconds[name] += time.perf_counter() - begun
             host = {array: tensor.cpu() for array, tensor in built[name].items()}
             for place, pieces in enumerate(split_heads(host)):
                 layer, head = layers[place // len(heads)], heads[place % len(heads)]
@@ -234,7 +216,7 @@ class IndexAssembly:
         return built
 
     def check(self) -> None:
-        """Raise ContentError unless each KV head of each layer has what a server wants of it, whoever made it."""
+        """Raise ContentError unless each KV head of each layer, and no other, has what a server wants of it."""
         model = self.identity.model
         size, whole = IndexSize(self.identity.num_tokens, model.head_dim), dict[tuple[str, int, int], Any]()
         for key, array in self.arrays.items():
@@ -243,12 +225,14 @@ class IndexAssembly:
         for method, spec in self._factory.specs.items():
             forms = spec.forms(size)
             for layer in range(model.num_layers):
-                heads = [whole.get((method, layer, head), {}) for head in range(model.num_kv_heads)]
+                heads = [whole.pop((method, layer, head), {}) for head in range(model.num_kv_heads)]
                 for head, arrays in enumerate(heads):
                     found = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
                     check_forms(forms, found, f"layer {layer}, KV head {head}")
                 tensors = [{name: torch.from_numpy(array) for name, array in arrays.items()} for arrays in heads]
                 check_layer(spec, join_heads(tensors), size, f"layer {layer}")
+        if whole:
+            raise ContentError("method, layer and KV head", "those of the model", sorted(whole))
 
     def method_bytes(self) -> dict[str, int]:
         """Bytes of the arrays that are there, by method."""

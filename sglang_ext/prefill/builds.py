@@ -25,9 +25,10 @@ from prefix_index import (
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
+from sglang_ext.model_view import ModelView
 from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, profile_digest, take_lease
 from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.recorder import Admission, BuildView, Capture, Recording
+from sglang_ext.prefill.recorder import Admission, Capture, Recording
 from sglang_ext.ranks import OneRank, Ranks
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class PrefillBuilds(Recording):
         self,
         store: IndexStore,
         config: SparseAttnConfig,
-        view: BuildView,
+        view: ModelView,
         model: ModelFingerprint,
         profile: Profile | None = None,
         ranks: Ranks | None = None,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sglang_ext.calibration.prompt_capture import PromptCapture, attention_importance, save_capture
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.prefill.recorder import MAX_CAPTURES, Admission, BuildView, Capture, Chunk, Recording
+from sglang_ext.model_view import ModelView
+from sglang_ext.prefill.recorder import MAX_CAPTURES, Admission, Capture, Chunk, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class PrefillCaptures(Recording):
 
     records_decode = True
 
-    def __init__(self, config: SparseAttnConfig, view: BuildView) -> None:
+    def __init__(self, config: SparseAttnConfig, view: ModelView) -> None:
         assert config.capture_folder is not None
         super().__init__(config, view, late=(config.capture_tail, config.capture_steps))
         self._folder = Path(config.capture_folder)

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefix_index import printable_values
-from prefix_kernels.types import PagedKV
 from sglang_ext.config import SparseAttnConfig
+from sglang_ext.model_view import ModelView
 
 logger = logging.getLogger(__name__)
 
@@ -290,21 +290,6 @@ class QueryRecorder:
             capture.seen[layer] += chunk.num_tokens
 
 
-class BuildView(Protocol):
-    """What is read of the model runner."""
-
-    num_layers: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def req_to_token(self) -> Tensor: ...
-    def kv(self, layer: int) -> PagedKV: ...
-
-
 @dataclass(frozen=True)
 class Admission:
     """A request, as it was when it was looked up.
@@ -346,7 +331,7 @@ class Recording(ABC):
     def __init__(
         self,
         config: SparseAttnConfig,
-        view: BuildView,
+        view: ModelView,
         *,
         late: tuple[int, int] = (0, 0),
         max_captures: int = MAX_CAPTURES,

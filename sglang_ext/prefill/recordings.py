@@ -7,10 +7,11 @@ import logging
 from prefix_index import IndexStore, ModelFingerprint
 from sglang_ext.config import Build, SparseAttnConfig
 from sglang_ext.methods.profile import Profile
+from sglang_ext.model_view import ModelView
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.recorder import BuildView, Recording
+from sglang_ext.prefill.recorder import Recording
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.ranks import Ranks
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 def make_recording(
     store: IndexStore,
     config: SparseAttnConfig,
-    view: BuildView,
+    view: ModelView,
     model: ModelFingerprint,
     profile: Profile | None,
     ranks: Ranks,

@@ -17,11 +17,12 @@ from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
+from sglang_ext.model_view import ModelView
 from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.prefixes import HitCounter, QuerySample, QuerySamples
-from sglang_ext.prefill.recorder import Admission, BuildView, Chunk, Recording
+from sglang_ext.prefill.recorder import Admission, Chunk, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class SharedBuilds(Recording):
         self,
         store: IndexStore,
         config: SparseAttnConfig,
-        view: BuildView,
+        view: ModelView,
         model: ModelFingerprint,
         profile: Profile | None,
         parts: Parts | None = None,

@@ -57,6 +57,12 @@ class Attachment:
         """Its slots are given back, so nothing is known of its suffix tokens."""
         self.suffix, self.runs_again = None, True
 
+    def count(self, reason: str, counters: Counters) -> None:
+        """It decodes dense: counted once for each reason."""
+        if reason not in self.reported:
+            self.reported.add(reason)
+            counters.count_fallback(reason)
+
 
 class RequestTable:
     """Attachments of requests: by object from admission on, by id only while they have a slot.
@@ -229,7 +235,7 @@ class Readiness:
         given_up = [attachment for rid in rids if (attachment := self._requests.get(rid)) is not None]
         for attachment in given_up:
             self.give_up(attachment, "unsupported_mode")
-            self.count(attachment, attachment.reason)
+            attachment.count("unsupported_mode", self._counters)
         return [attachment.serial for attachment in given_up]
 
     # -- one request ---------------------------------------------------------------------------------------
@@ -249,8 +255,8 @@ class Readiness:
             index, reason = self._look(attachment, waits=waits)
             if self._agreement is not None and not self._agreement.ready(attachment.rid):
                 index = None  # whatever this rank holds by now
-        if index is None:
-            self.count(attachment, reason)
+        if index is None and reason is not None:
+            attachment.count(reason, self._counters)
         return index
 
     def _look(self, attachment: Attachment, *, waits: bool = True) -> tuple[ResidentIndex | None, str | None]:
@@ -274,12 +280,6 @@ class Readiness:
                 index.loaded.result()
         except Exception as error:  # the request decodes dense; a fallback is counted for it
             logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
-
-    def count(self, attachment: Attachment | None, reason: str | None) -> None:
-        """Count a request that decodes dense, once per reason."""
-        if attachment is not None and reason is not None and reason not in attachment.reported:
-            attachment.reported.add(reason)
-            self._counters.count_fallback(reason)
 
 
 def _dense(reason: str) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from sglang_ext.calibration.judge import Z95
 from sglang_ext.options import SparseAttnConfig
-from sglang_ext.quality.evaluate import Z95
 from tests.benchmarks.results import RESULTS, ROOT, document, documented_table
 
 

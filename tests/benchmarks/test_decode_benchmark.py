@@ -15,7 +15,7 @@ from tests.server.jobs import run_job
 
 MEASURED, GRID, CHOSEN = (RESULTS / f"decode-h200{name}.jsonl" for name in ("", "-grid", "-auto"))
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
-ORIGIN |= {"start": 0, "plan": "kascade"}
+ORIGIN |= {"start": 0, "plan": "kascade", "prefixes": 1}
 
 
 @pytest.fixture

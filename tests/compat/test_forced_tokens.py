@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.compat.forced_tokens import ForcedTokens, forcing
-from sglang_ext.quality.agreement import Agreement, agreement, check_generated, load_steps
 
 VOCAB, STEPS = 24, 4
 

@@ -22,7 +22,7 @@ FLAGS += ["--max-total-tokens", "100000", "--context-length", "40960", "--chunke
 _BUILD = """
 import json, sys
 from sglang_ext.compat.engine import OfflineEngine
-from sglang_ext.quality.tasks import make_document
+from scripts.needle.tasks import make_document
 if __name__ == "__main__":
     engine = OfflineEngine(json.loads(sys.argv[1]))
     engine.open()

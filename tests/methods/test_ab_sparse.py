@@ -130,11 +130,6 @@ def test_errors():
     for sizes in ((), (16,), (16, 16, 16), (16, 24)):
         with pytest.raises(ValueError, match=r"for each of 2 KV heads from the profile, got .*calibrate"):
             make_builder(profiled(), LayerProfile(block_sizes=sizes)).build_layer(keys, None)
-    arrays = make_builder(profiled(), LayerProfile(block_sizes=(16, 64))).build_layer(keys, None)
-    with pytest.raises(ValueError, match="expected 14 to 50 blocks in 2 KV heads for prefix_len=400, got 9"):
-        select(profiled(), arrays, randn(1, 2, 8), 400, 30)
-    with pytest.raises(ValueError, match="build it again"):
-        select(parse_spec({"method": "ab_sparse"}), arrays, randn(1, 2, 8), 100, 30)
     with pytest.raises(ValueError, match="without row_indptr"):
         split_heads({"a": keys, "ragged_b": keys})
     with pytest.raises(ValueError, match="one number of KV heads"):

@@ -1,13 +1,12 @@
-"""CSAttention's build and search against brute force in numpy, the step for all layers, degenerate inputs, layouts."""
+"""CSAttention's build and search against brute force in numpy, degenerate inputs."""
 
 import numpy as np
 import pytest
 import torch
 
 from prefix_kernels.csa_scores import csa_scores
-from sglang_ext.methods import make_builder, make_selector, parse_spec
-from sglang_ext.methods.arrays import at_layers
-from sglang_ext.methods.csattention import CSAttentionSpec, subspace_channels
+from sglang_ext.methods import make_builder
+from sglang_ext.methods.csattention import CSAttentionSpec
 from tests.methods.common import randn, scores, select
 
 
@@ -16,14 +15,13 @@ def build(keys, samples, **parameters):
     return make_builder(spec).build_layer(keys, samples)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
 @pytest.mark.parametrize("chunk", [1 << 26, 1])
-def test_lists_hold_the_best_keys_of_each_centroid(layout, chunk, monkeypatch):
+def test_lists_hold_the_best_keys_of_each_centroid(chunk, monkeypatch):
     monkeypatch.setattr("sglang_ext.methods.csattention.lists.SCORES_PER_CHUNK", chunk)
     keys, samples = randn(101, 2, 16), randn(2, 60, 16, seed=1)
-    arrays = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, layout=layout, baseline="none")
-    centered = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, layout=layout)
-    channels = subspace_channels(16, 4, layout)
+    arrays = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1, baseline="none")
+    centered = build(keys, samples, num_subspaces=4, num_centroids=5, list_ratio=0.1)
+    channels = torch.arange(16).view(4, 4)
     assert arrays["positions"].shape == (2, 4, 5, 11)
     for head in range(2):
         for b in range(4):
@@ -39,23 +37,12 @@ def test_lists_hold_the_best_keys_of_each_centroid(layout, chunk, monkeypatch):
             torch.testing.assert_close(less, best.values - tail[:, None], atol=4e-3, rtol=4e-3)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
-def test_layouts_partition_the_channels(layout):
-    channels = subspace_channels(64, 8, layout)
-    assert channels.shape == (8, 8)
-    assert channels.flatten().sort().values.tolist() == list(range(64))
-    if layout == "rope_pairs":
-        for row in channels.tolist():
-            assert {(c + 32) % 64 for c in row} == set(row)
-    with pytest.raises(ValueError, match="lower num_subspaces"):
-        subspace_channels(64, 7, layout)
-
-
 def test_list_len_is_a_ceiling():
     spec = CSAttentionSpec(list_ratio=0.1)
     assert [spec.list_len(n) for n in (1, 10, 11, 8192, 30)] == [1, 1, 2, 820, 3]
     assert CSAttentionSpec(list_ratio=1.0).list_len(7) == 7
-    assert [CSAttentionSpec(list_entries=21).list_len(n) for n in (7, 5000)] == [7, 21]
+    with pytest.raises(ValueError, match=r"multiple of csattention\.num_subspaces=7, got 64; lower num_subspaces"):
+        CSAttentionSpec(num_subspaces=7).subspace_dim(64)
 
 
 def test_seed_decides():
@@ -67,11 +54,11 @@ def test_seed_decides():
     assert not torch.equal(first["centroids"], other["centroids"])
 
 
-def by_hand(arrays, q, spec, prefix_len):
+def by_hand(arrays, q, prefix_len):
     """3.3 (1)-(3) of the paper with numpy loops: nearest centroid per subspace, its list, the weighted sum."""
     named = {name: array.double().numpy() for name, array in arrays.items()}
     heads, m, _, _ = named["centroids"].shape
-    channels = subspace_channels(q.shape[2], m, spec.layout).numpy()
+    channels = np.arange(q.shape[2]).reshape(m, -1)
     q, gqa = q.double().numpy(), q.shape[1] // heads
     scores = np.full((heads, q.shape[0], gqa, prefix_len), -np.inf)
     for head, row, part in np.ndindex(heads, q.shape[0], gqa):
@@ -79,11 +66,7 @@ def by_hand(arrays, q, spec, prefix_len):
         for b in range(m):
             cosine = [query[channels[b]] @ c / np.linalg.norm(query[channels[b]]) for c in named["centroids"][head, b]]
             nearest = int(np.argmax(cosine))
-            weight = {
-                "projection": cosine[nearest] * np.linalg.norm(query[channels[b]]),
-                "uniform": np.linalg.norm(query) / np.sqrt(m),
-                "contribution": np.linalg.norm(query) * named["weights"][head, b] if "weights" in named else None,
-            }[spec.weighting]
+            weight = cosine[nearest] * np.linalg.norm(query[channels[b]])
             entries = zip(named["positions"][head, b, nearest], named["scores"][head, b, nearest], strict=True)
             for position, score in entries:
                 at = (head, row, part, int(position))
@@ -91,56 +74,22 @@ def by_hand(arrays, q, spec, prefix_len):
     return scores
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "rope_pairs", "strided"])
-@pytest.mark.parametrize("weighting", ["projection", "contribution", "uniform"])
 @pytest.mark.parametrize("chunk", [1 << 24, 1])
-def test_search_is_that_of_the_paper(chunk, weighting, layout, monkeypatch):
+def test_search_is_that_of_the_paper(chunk, monkeypatch):
     monkeypatch.setattr("prefix_kernels.csa_scores.ELEMENTS_PER_CHUNK", chunk)
-    spec = CSAttentionSpec(
-        num_subspaces=4, num_centroids=6, list_ratio=0.2, codec="paper", weighting=weighting, layout=layout
-    )
+    spec = CSAttentionSpec(num_subspaces=4, num_centroids=6, list_ratio=0.2, codec="paper")
     keys, samples, q = randn(77, 2, 16), randn(2, 60, 16, seed=1), randn(2, 6, 16, seed=2)
     arrays = make_builder(spec).build_layer(keys, samples)
-    expected = by_hand(arrays, q, spec, 77)
+    expected = by_hand(arrays, q, 77)
     assert np.isinf(expected).any()
     assert np.isfinite(expected).any()
-    weights = make_selector(spec)._weights(arrays, arrays["centroids"])
-    channels = subspace_channels(16, 4, layout)
-    got = csa_scores(q, arrays["centroids"], arrays["positions"], arrays["scores"], channels, 77, weights)
+    channels = torch.arange(16).view(4, 4)
+    got = csa_scores(q, arrays["centroids"], arrays["positions"], arrays["scores"], channels, 77)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4, atol=1e-4)
     # One query head per KV head: its probabilities are the softmax of what was summed up.
     alone = scores(spec, arrays, q[:1, ::3], 77).double()
     top = 0.3 * torch.from_numpy(expected[:, 0, 0])
     torch.testing.assert_close(alone, top - top.logsumexp(1, keepdim=True), rtol=1e-3, atol=1e-3)
-
-
-PREPARED = [
-    {"method": "csattention", "num_subspaces": 4, "layout": "rope_pairs", "codec": "paper"},
-    {"method": "csattention", "num_subspaces": 4, "weighting": "contribution", "max_samples": 40},
-    {"method": "csattention", "num_subspaces": 4, "batch_size": 16},
-    {"method": "union", "first": {"method": "csattention", "num_subspaces": 4}},
-    {"method": "two_level", "second": {"method": "union", "second": {"method": "csattention", "num_subspaces": 4}}},
-    {"method": "ab_sparse"},
-]
-
-
-@pytest.mark.parametrize("data", PREPARED, ids=lambda data: data["method"])
-def test_layers_prepared_together_are_those_built_alone(data):
-    """Centroids of three layers at once: every array is the same, and those of the parts are really used."""
-    builder = make_builder(parse_spec(data))
-    keys, queries = randn(3, 200, 2, 16), randn(3, 2, 70, 16, seed=1)
-    prepared = builder.prepare(queries)
-    assert bool(prepared) == builder.needs_queries
-    for layer in range(3):
-        alone = builder.build_layer(keys[layer], queries[layer])
-        own, wrong = (at_layers(prepared, range(one, one + 1)) for one in (layer, (layer + 1) % 3))
-        together = builder.build_layer(keys[layer], queries[layer], own)
-        assert alone.keys() == together.keys()
-        for name, array in alone.items():
-            assert torch.equal(array, together[name])
-        if prepared:
-            other = builder.build_layer(keys[layer], queries[layer], wrong)
-            assert any(not torch.equal(array, other[name]) for name, array in alone.items())
 
 
 def test_heads_of_a_rank_get_the_centroids_of_the_whole():
@@ -150,24 +99,6 @@ def test_heads_of_a_rank_get_the_centroids_of_the_whole():
     whole, part = builder.build_layer(keys, queries), builder.build_layer(keys[:, 2:], queries[2:])
     for name, array in part.items():
         assert torch.equal(array, whole[name][2:])
-
-
-def test_preparation_errors():
-    builder = make_builder(CSAttentionSpec(num_subspaces=4))
-    keys, queries = randn(50, 2, 16), randn(1, 2, 30, 16, seed=1)
-    assert builder.prepare(None) == {}
-    with pytest.raises(ValueError, match=r"queries \[num_layers, num_kv_heads, num_samples >= 1"):
-        builder.prepare(queries[0])
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        broken = queries.clone()
-        broken[0, 1, 5, 3] = bad
-        with pytest.raises(ValueError, match="finite queries"):
-            builder.prepare(broken)
-    other = at_layers(make_builder(CSAttentionSpec(num_subspaces=8)).prepare(queries), range(1))
-    with pytest.raises(ValueError, match=r"expected prepared centroids .* are they of this spec"):
-        builder.build_layer(keys, queries[0], other)
-    with pytest.raises(ValueError, match="build it again"):
-        builder.build_layer(keys, queries[0], {"centers": queries})
 
 
 @pytest.mark.parametrize("codec", ["paper", "compact"])

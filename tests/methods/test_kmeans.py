@@ -1,4 +1,4 @@
-"""Cosine k-means: planted directions, Lloyd's step by hand, batching, mini-batches, degenerate points."""
+"""Cosine k-means: planted directions, Lloyd's step by hand, batching, degenerate points."""
 
 import itertools
 
@@ -53,8 +53,8 @@ def test_kmeans_errors():
         cosine_kmeans(torch.zeros(2, 0, 4), 3)
     with pytest.raises(ValueError, match="num_points >= 1"):
         cosine_kmeans(torch.zeros(7, 4), 3)
-    with pytest.raises(ValueError, match="batch_size >= 0"):
-        cosine_kmeans(torch.zeros(2, 3, 4), 2, batch_size=-1)
+    with pytest.raises(ValueError, match="iterations >= 0"):
+        cosine_kmeans(torch.zeros(2, 3, 4), 2, iterations=-1)
     with pytest.raises(ValueError, match="num_centroids >= 1"):
         cosine_kmeans(torch.zeros(2, 3, 4), 0)
 
@@ -77,50 +77,19 @@ def test_iterations_are_those_of_lloyd():
     assert not np.allclose(found[2], found[3])
 
 
-def test_mini_batches_are_sculleys():
-    """One at a time over shuffled points: centre += (point - centre) / count, direction only."""
-    points = randn(1, 30, 4)
-    seeds = cosine_kmeans(points, 3, iterations=0, batch_size=1, seed=5)[0].double().numpy()
-    found = cosine_kmeans(points, 3, iterations=30, batch_size=1, seed=5)[0].double().numpy()
-    generator = torch.Generator().manual_seed(5)
-    torch.rand(1, 3, 3, generator=generator)
-    order = torch.randperm(30, generator=generator)
-    unit = torch.nn.functional.normalize(points[0, order].double(), dim=-1).numpy()
-    count, mean = np.zeros(3), seeds.copy()
-    now = seeds.copy()
-    for point in unit:
-        j = int(np.argmax(now @ point))
-        count[j] += 1
-        mean[j] += (point - mean[j]) / count[j]
-        now[j] = mean[j] / np.linalg.norm(mean[j])
-    assert (count > 1).all()
-    np.testing.assert_allclose(found, now, atol=1e-5)
-
-
-@pytest.mark.parametrize("batch_size", [100, 256])
-def test_mini_batches_are_nearly_as_good(batch_size):
-    points = randn(2, 4, 1000, 8)
-    seeds, full, batches = (
-        quality(points, cosine_kmeans(points, 16, iterations=i, batch_size=size))
-        for i, size in ((0, 0), (10, 0), (10, batch_size))
-    )
-    assert seeds + 0.5 * (full - seeds) < batches < full
-
-
-@pytest.mark.parametrize("batch_size", [0, 64])
-def test_groups_together_or_alone(batch_size, monkeypatch):
+def test_groups_together_or_alone(monkeypatch):
     """Layers and heads in one call, each alone, and in chunks: the same centroids, bit for bit on the CPU."""
     points = randn(3, 2, 4, 150, 8)
-    together = cosine_kmeans(points, 6, batch_size=batch_size)
+    together = cosine_kmeans(points, 6)
     assert together.shape == (3, 2, 4, 6, 8)
     for layer in range(3):
-        assert torch.equal(cosine_kmeans(points[layer], 6, batch_size=batch_size), together[layer])
+        assert torch.equal(cosine_kmeans(points[layer], 6), together[layer])
         for head in range(2):
-            assert torch.equal(cosine_kmeans(points[layer, head], 6, batch_size=batch_size), together[layer, head])
+            assert torch.equal(cosine_kmeans(points[layer, head], 6), together[layer, head])
     monkeypatch.setattr("sglang_ext.methods.csattention.kmeans.BYTES_PER_CHUNK", 1)
-    assert torch.equal(cosine_kmeans(points, 6, batch_size=batch_size), together)
+    assert torch.equal(cosine_kmeans(points, 6), together)
     strided = points.transpose(2, 3).contiguous().transpose(2, 3)
-    assert torch.equal(cosine_kmeans(strided, 6, batch_size=batch_size), together)
+    assert torch.equal(cosine_kmeans(strided, 6), together)
 
 
 def test_points_are_read_only_and_their_length_does_not_matter():
@@ -135,9 +104,7 @@ def test_zero_points_change_nothing():
     """They are neither seeds nor members: the centroids serve the others as well as without them."""
     points = torch.nn.functional.normalize(randn(2, 6, 4), dim=-1).repeat_interleave(10, dim=1)
     mixed = torch.cat([torch.zeros(2, 50, 4), points, torch.zeros(2, 50, 4)], dim=1)
-    for batch_size in (0, 40):
-        found = cosine_kmeans(mixed, 6, batch_size=batch_size)
-        assert quality(points, found) == pytest.approx(1.0, abs=1e-5)
+    assert quality(points, cosine_kmeans(mixed, 6)) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("start", [[0, 0, 0, 0], [0, 1, 1, 1], [3, 2, 2, 3]])
@@ -148,7 +115,7 @@ def test_clusters_that_serve_nobody_move(start, sign):
     centroids = sign * torch.eye(4)[start][None]
     served = [float((centroids @ unit).amax(1).sum())]
     for _ in range(6):
-        centroids, _ = _lloyd_step(unit, torch.ones(1, 4), centroids, None)
+        centroids = _lloyd_step(unit, torch.ones(1, 4), centroids)
         torch.testing.assert_close(centroids.norm(dim=2), torch.ones(1, 4))
         served.append(float((centroids @ unit).amax(1).sum()))
     assert served[0] < 3.0

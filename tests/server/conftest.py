@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.quality.tasks import make_document
+from scripts.needle.tasks import make_document
 from tests.server.faults import Faults
 from tests.server.harness import PRODUCTION, Pool, Server, Texts
 from tests.server.jobs import Prebuilt, run_prebuild

@@ -17,7 +17,7 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.quality.vocabulary import encode
+from scripts.needle.vocabulary import encode
 from tests.server.harness import Texts
 from tests.server.jobs import Prebuilt
 

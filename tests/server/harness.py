@@ -21,9 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.quality.evaluate import Reply, ask_many, post, server_state
-from sglang_ext.quality.ports import free_port, free_ports
-from sglang_ext.quality.tasks import Document, Question
+from scripts.needle.tasks import Document, Question
+from scripts.servers import Reply, ask_many, free_port, free_ports, post, server_state
 from tests.server.paired import Paired, paired
 
 ROOT = Path(__file__).resolve().parents[2]

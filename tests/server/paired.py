@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_ext.quality.evaluate import Z95
+from sglang_ext.calibration.judge import Z95
 
 
 @dataclass(frozen=True)

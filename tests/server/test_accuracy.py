@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.quality.evaluate import keep_ratio_between
-from sglang_ext.quality.tasks import make_document
+from scripts.needle.tasks import make_document
+from scripts.servers import keep_ratio_between
 from tests.server.harness import SPARSE_CONFIG
 
 pytestmark = pytest.mark.full

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from scripts.needle.tasks import make_document
 from sglang_ext.methods.profile import load_profile
-from sglang_ext.quality.tasks import make_document
 from tests.server.harness import MODEL, flags_of, rendezvous
 from tests.server.jobs import run_job
 

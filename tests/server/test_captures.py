@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.needle.tasks import make_document
 from sglang_ext.calibration.prompt_capture import PromptCapture, attention_importance, load_capture
-from sglang_ext.quality.tasks import make_document
 from tests.server.capture_job import DECODE_STEPS
 from tests.server.harness import MODEL, flags_of, rendezvous
 from tests.server.jobs import run_job

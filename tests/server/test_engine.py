@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.quality.ports import free_port
+from scripts.servers import free_port
 from tests.server.harness import EXACT_CONFIG, MODEL
 from tests.server.jobs import run_job
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.quality.vocabulary import encode
+from scripts.needle.vocabulary import encode
 from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, SGLANG
 
 LAYERS = 6

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.quality.evaluate import post
+from scripts.servers import post
 from tests.server.faults import Faults
 
 pytestmark = pytest.mark.boot("production")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from scripts.needle.tasks import make_document
 from sglang_ext.methods.profile import load_profile
-from sglang_ext.quality.tasks import make_document
 from tests.server.harness import CPU_FLAGS, MODEL, THREADS
 
 pytestmark = [pytest.mark.full, pytest.mark.server]

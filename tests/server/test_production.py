@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.quality.tasks import make_document
+from scripts.needle.tasks import make_document
 from tests.server.harness import PRODUCTION
 
 pytestmark = pytest.mark.boot("production")

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.quality.ports import free_ports
-from sglang_ext.quality.tasks import make_document
+from scripts.needle.tasks import make_document
+from scripts.servers import free_ports
 from tests.server.harness import CPU_FLAGS, JOB_SECONDS, MODEL, READY, ROOT, START_SECONDS, THREADS, count_boot
 
 pytestmark = pytest.mark.full

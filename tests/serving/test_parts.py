@@ -233,22 +233,27 @@ def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
     assert build.given == 1, "it is in the store"
 
 
-@pytest.mark.parametrize("wrong", ["heads", "content"])
+@pytest.mark.parametrize("wrong", ["missing", "foreign", "content"])
 def test_a_part_of_other_heads_or_of_wrong_content_is_not_stored(start: Any, tmp_path: Path, wrong: str) -> None:
     """A server would refuse to load what such arrays are part of."""
     first, _ = start(2, left=True)
     (path,) = (tmp_path / "parts-2").glob("*.1.npz")
     with np.load(path) as part:
         arrays = dict(part)
-    if wrong == "heads":
-        arrays = {"0/1/token_index.keys": np.zeros(3)}
-    for name in arrays:
-        if name.endswith("channels"):
-            arrays[name] = np.full_like(arrays[name], 32767)
+    if wrong == "missing":
+        arrays = {name: array for name, array in arrays.items() if not name.startswith("0/1/")}
+    elif wrong == "foreign":
+        arrays["0/2/token_index.channels"] = arrays["0/1/token_index.channels"]
+    else:
+        arrays["0/1/token_index.channels"] = np.full_like(arrays["0/1/token_index.channels"], 32767)
     np.savez(path, **arrays)
     assert first.decode_until("c", lambda state: state["failed"] == 1)
     assert list(first.store.list()) == []
-    why = {"heads": "parts to be of KV heads [1]", "content": "channels of layer 0: expected values of 0 to"}
+    why = {
+        "missing": "arrays of layer 0, KV head 1: expected channels, keys_packed, keys_scale, keys_zero, got none",
+        "foreign": "KV head: expected those of the model, got [('token_index', 0, 2)]",
+        "content": "channels of layer 0: expected values of 0 to",
+    }
     assert why[wrong] in (tmp_path / "report-2.jsonl").read_text()
 
 

@@ -117,7 +117,7 @@ def test_none_takes_no_profile_and_a_capture_never_has_one(settle: Settle, tmp_p
     for keys in ({"profile": "none"}, {"build": "capture", "capture_folder": str(tmp_path)}):
         settings = settle(**keys)
         assert (settings.profile, settings.config.profile) == (None, "none")
-        assert (settings.config.keep_ratio, settings.config.layer_plan) == (0.1, [])
+        assert (settings.config.keep_ratio, settings.config.layer_plan) == (None, [])
 
 
 def test_a_profile_that_is_named_comes_before_the_one_in_the_folder(settle: Settle, tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         of_32767,
         r"channels of layer 1 in index [0-9a-f]{12}: expected values of 0 to 15, found \d+ to 32767; remove the index",
     ),
-    "keys of half the length": (halved, r"keys_packed of layer 1, KV head 1 .*: expected uint8 \[64, 6\]"),
+    "keys of half the length": (halved, r"keys_packed of layer 1, KV head 1 .*: expected uint8 \[64, 4\]"),
 }
 
 

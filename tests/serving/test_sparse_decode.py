@@ -45,7 +45,7 @@ def test_every_method_selects_for_groups_and_single_requests(method: str) -> Non
 @pytest.mark.parametrize("top_k", [1, 10, 20, 500])
 def test_budgets_below_the_windows_and_above_the_prefix(top_k: int) -> None:
     """Sink and recent window count towards it; a budget that covers the prefix selects nothing."""
-    server = Server(CPU, kernels=False, top_k=top_k, num_sink_tokens=16, num_recent_pages=4)
+    server = Server(CPU, kernels=False, top_k=top_k, keep_ratio=1.0, num_sink_tokens=16, num_recent_pages=4)
     server.join(1, *server.prefix(128), 5)
     assert server.step([1]) == [GroupRead(1, 128, min(top_k, 128))]
 

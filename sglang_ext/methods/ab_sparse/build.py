@@ -8,7 +8,7 @@ from torch import Tensor
 from prefix_kernels.low_bit import dequantize, quantize
 from sglang_ext.methods.ab_sparse.spec import BITS, BLOCK_SIZES, ABSparseSpec, ragged_name
 from sglang_ext.methods.arrays import join_heads
-from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, to_half
+from sglang_ext.methods.base import IndexBuilder, check_keys, to_half
 
 
 class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
@@ -24,7 +24,7 @@ class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
     [num_kv_heads + 1] int32 says where each head's begin and `block_sizes` [num_kv_heads] int32 is B_h.
     """
 
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         check_keys(keys)
         if self.spec.sizes == "uniform":
             arrays = self._build(keys, self.spec.block_size)

@@ -11,7 +11,7 @@ from prefix_kernels.pooling import pool_scores
 from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse.spec import BLOCK_SIZES, CHANNELWISE, ABSparseSpec
 from sglang_ext.methods.arrays import RAGGED, ROW_INDPTR, is_ragged
-from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
+from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
 
 
 class ABSparseSelector(Selector[ABSparseSpec]):
@@ -48,40 +48,24 @@ class ABSparseSelector(Selector[ABSparseSpec]):
         """
         spec = self.spec
         if spec.sizes == "uniform":
-            blocks, raw = -(-prefix_len // spec.block_size), self._score(q, arrays)
-            if raw.shape[3] != blocks:
-                raise ValueError(
-                    f"expected {blocks} blocks of {spec.block_size} tokens for prefix_len={prefix_len}, got "
-                    f"{raw.shape[3]}; is the index of another prefix or block size?"
-                )
-            return raw, None
-        sizes, indptr = require_arrays(arrays, ("block_sizes", ROW_INDPTR), spec.method)
-        sizes = sizes.long()
+            return self._score(q, arrays), None
+        sizes, indptr = arrays["block_sizes"].long(), arrays[ROW_INDPTR].long()
         block = torch.arange(-(-prefix_len // min(BLOCK_SIZES)), device=q.device)
         exists = block < (prefix_len + sizes[:, None] - 1) // sizes[:, None]
-        rows = torch.where(exists, indptr[:-1, None].long() + block, 0)
+        rows = torch.where(exists, indptr[:-1, None] + block, 0)
         padded = {name: array for name, array in arrays.items() if name.endswith(CHANNELWISE)}
-        least, most = (len(sizes) * -(-prefix_len // size) for size in (max(BLOCK_SIZES), min(BLOCK_SIZES)))
-        for name, array in arrays.items():
-            if is_ragged(name):
-                if not least <= array.shape[0] <= most:
-                    raise ValueError(
-                        f"expected {least} to {most} blocks in {len(sizes)} KV heads for prefix_len={prefix_len}, got "
-                        f"{array.shape[0]}; is the index of another prefix?"
-                    )
-                padded[name.removeprefix(RAGGED)] = array[rows]
+        padded |= {name.removeprefix(RAGGED): array[rows] for name, array in arrays.items() if is_ragged(name)}
         return self._score(q, padded).masked_fill(~exists[:, None, None], -torch.inf), sizes
 
     def _score(self, q: Tensor, arrays: Arrays) -> Tensor:
         parts = [self._read(arrays, part) for part in self.spec.parts]
         if self.spec.representation == "ball":
-            return block_scores_ball(q, parts[0], *require_arrays(arrays, ("radius",), self.spec.method))
+            return block_scores_ball(q, parts[0], arrays["radius"])
         if self.spec.representation == "minmax":
             return block_scores_minmax(q, parts[0], parts[1])
         return block_scores_mean(q, parts[0])
 
     def _read(self, arrays: Arrays, part: str) -> Tensor:
         if self.spec.quantization == "none":
-            return require_arrays(arrays, (part,), self.spec.method)[0]
-        names = [f"{part}_{name}" for name in LowBitTensor._fields]
-        return dequantize(LowBitTensor(*require_arrays(arrays, names, self.spec.method)))
+            return arrays[part]
+        return dequantize(LowBitTensor(*(arrays[f"{part}_{name}"] for name in LowBitTensor._fields)))

@@ -2,6 +2,6 @@
 
 from sglang_ext.methods.csattention.build import CSAttentionBuilder
 from sglang_ext.methods.csattention.reference import CSAttentionSelector
-from sglang_ext.methods.csattention.spec import CSAttentionSpec, subspace_channels
+from sglang_ext.methods.csattention.spec import CSAttentionSpec
 
-__all__ = ["CSAttentionBuilder", "CSAttentionSelector", "CSAttentionSpec", "subspace_channels"]
+__all__ = ["CSAttentionBuilder", "CSAttentionSelector", "CSAttentionSpec"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_ext.methods.base import Arrays, IndexBuilder, check_finite, check_samples, check_shape, require_arrays
+from sglang_ext.methods.base import IndexBuilder, check_samples
 from sglang_ext.methods.csattention.kmeans import cosine_kmeans
 from sglang_ext.methods.csattention.lists import centroid_lists
-from sglang_ext.methods.csattention.spec import CSAttentionSpec, subspace_channels
+from sglang_ext.methods.csattention.spec import CSAttentionSpec
 
 
 class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
@@ -17,8 +17,7 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
     Arrays: `centroids` [num_kv_heads, m, C, head_dim / m] fp16 of unit length. With codec "paper" `positions`
     [num_kv_heads, m, C, L] int32, ascending and unique within a list; `scores` same shape fp16, centroid . key less
     the list's baseline; `baseline` [num_kv_heads, m, C] fp32. With codec "compact" the fields of `CompactLists` with
-    leading dims [num_kv_heads, m, C], `counts` only where offsets are smaller than a bitmap, and `baseline`. With
-    weighting "contribution" also `weights` [num_kv_heads, m] fp32.
+    leading dims [num_kv_heads, m, C], `counts` only where offsets are smaller than a bitmap, and `baseline`.
     """
 
     @property
@@ -26,62 +25,23 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
         """For the centroids."""
         return True
 
-    def prepare(self, queries: Tensor | None) -> dict[str, Tensor]:
-        """See the base: `centroids` [num_layers, num_kv_heads, m, C, head_dim / m] fp16; nothing without queries."""
-        if queries is None:
-            return {}
-        check_shape(queries, "queries [num_layers, num_kv_heads, num_samples >= 1, head_dim]", 4)
-        check_finite(queries=queries)
-        return {"centroids": self._clustered(queries)}
-
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         """See the base; waits for the device once."""
         spec = self.spec
         samples, largest = check_samples(queries, keys, spec.method)
-        prefix_len, num_kv_heads, head_dim = keys.shape
-        shape = (num_kv_heads, spec.num_subspaces, spec.num_centroids, head_dim // spec.num_subspaces)
-        channels = _channel_order(head_dim, spec.num_subspaces, spec.layout, keys.device)
-        if prepared:
-            centroids = require_arrays(prepared, ("centroids",), spec.method)[0].to(keys.device)
-        else:
-            centroids = self._clustered(samples)
-        if tuple(centroids.shape) != shape:
-            raise ValueError(
-                f"expected prepared centroids {shape}, got {tuple(centroids.shape)}; are they of this spec?"
-            )
-        lists = centroid_lists(
-            centroids, keys, channels, spec.list_len(prefix_len), spec.baseline == "tail_mean", largest
-        )
-        arrays = {"centroids": centroids, **spec.tables(prefix_len).encode(lists)}
-        if spec.weighting == "contribution":
-            length = self._parts(samples).float().norm(dim=3)
-            share = length / length.norm(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            arrays["weights"] = share.mean(dim=2)
-        return arrays
-
-    def _clustered(self, queries: Tensor) -> Tensor:
-        """[..., num_kv_heads, num_samples, head_dim] -> [..., num_kv_heads, m, C, head_dim / m] fp16."""
-        spec = self.spec
-        points = self._parts(queries)
-        return cosine_kmeans(
-            points, spec.num_centroids, iterations=spec.iterations, batch_size=spec.batch_size, seed=spec.seed
+        centroids = cosine_kmeans(
+            self._parts(samples), spec.num_centroids, iterations=spec.iterations, seed=spec.seed
         ).half()
+        prefix_len = keys.shape[0]
+        lists = centroid_lists(centroids, keys, spec.list_len(prefix_len), spec.baseline == "tail_mean", largest)
+        return {"centroids": centroids, **spec.tables(prefix_len).encode(lists)}
 
     def _parts(self, queries: Tensor) -> Tensor:
-        """At most `max_samples` queries by subspace: [..., num_kv_heads, m, num_samples, head_dim / m]."""
+        """At most `max_samples` queries by subspace: [num_kv_heads, m, num_samples, head_dim / m]."""
         spec = self.spec
-        num_samples, head_dim = queries.shape[-2:]
+        num_kv_heads, num_samples, head_dim = queries.shape
         if num_samples > spec.max_samples:
             generator = torch.Generator().manual_seed(spec.seed)
             kept = torch.randperm(num_samples, generator=generator)[: spec.max_samples]
-            queries = queries[..., kept.sort().values.to(queries.device), :]
-        channels = _channel_order(head_dim, spec.num_subspaces, spec.layout, queries.device)
-        if channels is not None:
-            queries = queries[..., channels]
-        return queries.view(*queries.shape[:-1], spec.num_subspaces, -1).transpose(-3, -2)
-
-
-def _channel_order(head_dim: int, num_subspaces: int, layout: str, device: torch.device) -> Tensor | None:
-    """Channels in the order of `subspace_channels` [head_dim] int64; None where that is their own order."""
-    channels = subspace_channels(head_dim, num_subspaces, layout)
-    return None if layout == "contiguous" else channels.flatten().to(device)
+            queries = queries[:, kept.sort().values.to(queries.device)]
+        return queries.view(num_kv_heads, -1, spec.num_subspaces, spec.subspace_dim(head_dim)).transpose(1, 2)

@@ -1,8 +1,8 @@
 """Cosine k-means with k-means++ seeds, batched over independent groups of points.
 
-Source: CSAttention, 3.2 (1): unit-normalized points, unit centroids, k-means++ seeds, 10-20 iterations, mini-batches.
+Source: CSAttention, 3.2 (1): unit-normalized points, unit centroids, k-means++ seeds, 10-20 iterations.
 
-The problems are tiny and many (8,192 for 32 layers, 8 KV heads, 32 subspaces), so what costs time is the number of
+The problems are tiny and many (512 for 4 layers, 8 KV heads, 16 subspaces), so what costs time is the number of
 kernels and of passes over [num_groups, num_centroids, num_points]. All groups go through the same kernels, in chunks
 that bound the memory.
 """
@@ -17,16 +17,11 @@ from torch import Tensor
 BYTES_PER_CHUNK = 1 << 29
 """Temporaries of one chunk of groups (512 MiB)."""
 
-SEEDING_BATCHES = 3
-"""Mini-batches that seeds are drawn from: one batch alone may miss a cluster."""
-
 LEAST_GAP = 1e-6
 """1 - cosine below which two directions are the same: fp32 rounding."""
 
 
-def cosine_kmeans(
-    points: Tensor, num_centroids: int, *, iterations: int = 10, batch_size: int = 0, seed: int = 0
-) -> Tensor:
+def cosine_kmeans(points: Tensor, num_centroids: int, *, iterations: int = 10, seed: int = 0) -> Tensor:
     """Unit centroids that maximize the points' cosine to their nearest one.
 
     Args:
@@ -34,8 +29,6 @@ def cosine_kmeans(
             of length 0 have no direction and are ignored. Read only.
         num_centroids: at least 1. Where a group has fewer distinct directions, centroids repeat.
         iterations: Lloyd iterations after seeding.
-        batch_size: points of an iteration; 0 for all. Batches follow each other through the points in a random order,
-            and a centroid is the direction of the sum of what it was given so far (Sculley's update).
         seed: of the random numbers. They are drawn on the CPU, the same ones for every leading index (layers, heads):
             clustering some of them alone gives what clustering all at once gives; on a GPU up to rounding, as the
             products' order of summation may depend on how many there are.
@@ -48,27 +41,20 @@ def cosine_kmeans(
     """
     if points.dim() < 3 or 0 in points.shape:
         raise ValueError(f"expected points [..., num_groups, num_points >= 1, dim], got {tuple(points.shape)}")
-    if num_centroids < 1 or iterations < 0 or batch_size < 0:
-        raise ValueError(
-            "expected num_centroids >= 1, iterations >= 0 and batch_size >= 0, got "
-            f"{num_centroids}, {iterations}, {batch_size}"
-        )
+    if num_centroids < 1 or iterations < 0:
+        raise ValueError(f"expected num_centroids >= 1 and iterations >= 0, got {num_centroids} and {iterations}")
     num_groups, num_points, dim = points.shape[-3:]
     generator = torch.Generator().manual_seed(seed)
     trials = 2 + int(math.log(num_centroids))
     draws = torch.rand(num_groups, num_centroids, trials, generator=generator).to(points.device)
-    order = torch.randperm(num_points, generator=generator).to(points.device) if batch_size else None
     sets = points.reshape(-1, num_groups, num_points, dim)
     centroids = torch.empty(sets.shape[0], num_groups, num_centroids, dim, device=points.device)
     # While normalizing, three fp32 copies of the points; later one, and their cosines to centroids or trial seeds.
     per_group = 4 * num_points * (max(3 * dim, dim + max(num_centroids, trials)) + 8)
     step = max(1, BYTES_PER_CHUNK // (per_group * num_groups))
     for first in range(0, sets.shape[0], step):
-        some = sets[first : first + step].flatten(0, 1)
-        if order is not None:
-            some = some[:, order]
-        unit = _directions(some)
-        found = _cluster(unit, draws.repeat(unit.shape[0] // num_groups, 1, 1), iterations, batch_size)
+        unit = _directions(sets[first : first + step].flatten(0, 1))
+        found = _cluster(unit, draws.repeat(unit.shape[0] // num_groups, 1, 1), iterations)
         centroids[first : first + step] = found.view(-1, num_groups, num_centroids, dim)
     return centroids.view(*points.shape[:-2], num_centroids, dim)
 
@@ -83,23 +69,12 @@ def _directions(points: Tensor) -> Tensor:
     return scaled.div_(length)
 
 
-def _cluster(unit: Tensor, draws: Tensor, iterations: int, batch_size: int) -> Tensor:
+def _cluster(unit: Tensor, draws: Tensor, iterations: int) -> Tensor:
     """Centroids [num_groups, num_centroids, dim] of directions [num_groups, dim, num_points]."""
-    num_points = unit.shape[2]
     weight = unit.abs().amax(dim=1).sign_()
-    if not 0 < batch_size < num_points:
-        centroids = _seed(unit, weight, draws)
-        for _ in range(iterations):
-            centroids, _ = _lloyd_step(unit, weight, centroids, None)
-        return centroids
-    head = slice(0, min(num_points, SEEDING_BATCHES * batch_size))
-    centroids = _seed(unit[:, :, head], weight[:, head], draws)
-    total: Tensor | None = None
-    for i in range(iterations):
-        # The last batch of a round may be short; batches of a round share no point.
-        first = i % -(-num_points // batch_size) * batch_size
-        batch = slice(first, first + batch_size)
-        centroids, total = _lloyd_step(unit[:, :, batch], weight[:, batch], centroids, total)
+    centroids = _seed(unit, weight, draws)
+    for _ in range(iterations):
+        centroids = _lloyd_step(unit, weight, centroids)
     return centroids
 
 
@@ -145,7 +120,7 @@ def _draw(mass: Tensor, draws: Tensor) -> Tensor:
     return torch.searchsorted(mass, draws * mass[:, -1:], right=True).clamp_max(mass.shape[1] - 1)
 
 
-def _lloyd_step(unit: Tensor, weight: Tensor, centroids: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
+def _lloyd_step(unit: Tensor, weight: Tensor, centroids: Tensor) -> Tensor:
     """Assign, add up, normalize.
 
     A point that is equally near to two centroids counts in both. A cluster whose members have no common direction,
@@ -153,18 +128,16 @@ def _lloyd_step(unit: Tensor, weight: Tensor, centroids: Tensor, total: Tensor |
     one cluster of a group per iteration, so that no two move to the same point.
 
     Args:
-        unit, weight: see `_seed`; of this batch.
+        unit, weight: see `_seed`.
         centroids: [num_groups, num_centroids, dim] of length 1.
-        total: same shape, sums of earlier batches.
 
     Returns:
-        The centroids and the sums with this batch.
+        The new centroids.
     """
     cosine = torch.bmm(centroids, unit)
     best = cosine.amax(dim=1)
     member = cosine.ge_(best[:, None])
-    added = torch.bmm(member, unit.transpose(1, 2))
-    total = added if total is None else total + added
+    total = torch.bmm(member, unit.transpose(1, 2))
     length = torch.linalg.vector_norm(total, dim=2, keepdim=True)
     lost = length.squeeze(2) <= LEAST_GAP
     centroids = torch.where(lost[..., None], centroids, total / length.clamp_min(LEAST_GAP))
@@ -173,4 +146,4 @@ def _lloyd_step(unit: Tensor, weight: Tensor, centroids: Tensor, total: Tensor |
     worst_gap, worst = (weight - best).max(dim=1, keepdim=True)
     moves = lost & (lost.cumsum(dim=1) == 1) & (worst_gap > LEAST_GAP)
     target = unit.gather(2, worst[:, None].expand(-1, unit.shape[1], 1)).transpose(1, 2)
-    return torch.where(moves[..., None], target, centroids), total
+    return torch.where(moves[..., None], target, centroids)

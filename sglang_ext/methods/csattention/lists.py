@@ -19,13 +19,10 @@ from torch import Tensor
 
 from prefix_kernels.csa_scores import BLOCK_POSITIONS, CompactLists, bitmap_is_smaller, check_entries, encode_lists
 from sglang_ext.methods.arrays import LARGEST, ContentError, Form
-from sglang_ext.methods.base import Arrays, require_arrays, to_half
+from sglang_ext.methods.base import Arrays, to_half
 
 CODECS = ("compact", "paper")
 SCORE_BITS = (4, 8)
-
-LIST_ARRAYS = ("places", "counts", "codes", "scale", "zero", "positions", "scores")
-"""Arrays of either codec, of which a search fetches some lists."""
 
 TIE_BLOCK = 128
 """Scores whose ties are counted together; their number fits a byte."""
@@ -51,15 +48,12 @@ class CentroidLists(NamedTuple):
     baseline: Tensor
 
 
-def centroid_lists(
-    centroids: Tensor, keys: Tensor, channels: Tensor | None, list_len: int, tail_mean: bool, largest: float
-) -> CentroidLists:
+def centroid_lists(centroids: Tensor, keys: Tensor, list_len: int, tail_mean: bool, largest: float) -> CentroidLists:
     """The `list_len` best keys of every centroid, in chunks of (KV head, subspace) groups.
 
     Args:
         centroids: [num_kv_heads, num_subspaces, num_centroids, subspace_dim] floating.
         keys: [prefix_len, num_kv_heads, head_dim] floating and finite.
-        channels: [head_dim] int64, channels in the subspaces' order; None if they are in order.
         list_len: L, 1..prefix_len.
         tail_mean: whether the mean score of the positions that a list lacks is its baseline; else 0.
         largest: largest absolute value in the keys.
@@ -70,8 +64,6 @@ def centroid_lists(
     prefix_len, num_kv_heads, _ = keys.shape
     m, num_centroids, subspace_dim = centroids.shape[1:]
     num_groups = num_kv_heads * m
-    if channels is not None:
-        keys = keys[:, :, channels]
     # Products read the keys where they are: the groups' channels lie one after the other, a token's in one row.
     dtype = _score_dtype(keys, largest)
     parts = keys.to(dtype).reshape(prefix_len, num_groups, subspace_dim).permute(1, 2, 0)
@@ -208,5 +200,5 @@ class TableLayout(NamedTuple):
 
 def compact_lists(arrays: Arrays) -> CompactLists:
     """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`."""
-    places, codes, scale, zero = require_arrays(arrays, ("places", "codes", "scale", "zero"), "csattention")
+    places, codes, scale, zero = (arrays[name] for name in ("places", "codes", "scale", "zero"))
     return CompactLists(places, arrays.get("counts"), codes, scale, zero)

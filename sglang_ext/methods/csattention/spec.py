@@ -11,8 +11,8 @@ list stores its scores minus the mean score of the positions it lacks: a lacking
 average one. Search does not change, since the subtracted constant is the same for all positions. Recall 0.90
 instead of 0.07 without RoPE, 0.82 instead of 0.56 with it; `baseline="none"` is the paper's form.
 
-*Weight.* Partial scores are weighted by the query's projection on the centroid (see `csa_scores`): recall
-0.83 with RoPE, 0.82 by the sub-query's length. `weighting="uniform"` is the paper's w_b = 1.
+*Weight.* Partial scores are weighted by the query's projection on the centroid (see `csa_scores`), not by the paper's
+w_b = 1: recall 0.83 with RoPE, 0.82 by the sub-query's length.
 
 Lists are kept in a compact codec by default (`lists`), whose bytes are nearly proportional to m * C * alpha. At
 equal bytes many subspaces and long lists beat many centroids: on the shipped model (head_dim 64, 8K tokens, 5%
@@ -27,15 +27,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from sglang_ext.methods.arrays import Form, IndexSize, nbytes
-from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share, require_arrays
-from sglang_ext.methods.csattention.lists import CODECS, LIST_ARRAYS, SCORE_BITS, TableLayout
+from sglang_ext.methods.arrays import Form, IndexSize
+from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share
+from sglang_ext.methods.csattention.lists import CODECS, SCORE_BITS, TableLayout
 
 _UNIT = 1.01
-"""Bound of what has unit length, or is a share of it, rounded to fp16."""
+"""Bound of what has unit length, rounded to fp16."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +43,10 @@ class CSAttentionSpec(IndexSpec):
         num_subspaces: m; divides head_dim.
         num_centroids: C per subspace.
         list_ratio: alpha; every centroid lists L = ceil(alpha * prefix_len) positions.
-        list_entries: L itself, whatever the prefix's length; 0 for that by list_ratio.
         iterations: of k-means, after seeding.
-        batch_size: queries of a k-means iteration; 0 for all.
         max_samples: queries per KV head that are clustered; more are thinned out evenly at random by `seed`.
-        layout: channels of a subspace. "contiguous": neighbours (the paper); "rope_pairs": channels i and
-            i + head_dim / 2, which neox RoPE turns together, stay together; "strided": channel i to subspace
-            i mod m.
         baseline: what a position missing in a list counts as: "tail_mean" or "none" (the paper: 0). See the
             module.
-        weighting: of the subspaces in the sum. "projection": length of the query's projection on the nearest
-            centroid; "contribution": |q| times the mean share |q_b| / |q| that the subspace has in the prefix's
-            queries (the fixed weights by importance that the paper's 2.3 and 3.3 (3) suggest); "uniform": equal
-            weights (the paper's best settings).
         codec: of the lists. "compact": positions by offsets or bitmaps, scores in few bits; "paper": int32 and fp16.
         score_bits: of the compact codec's scores, 4 or 8.
         seed: of thinning and k-means.
@@ -71,13 +59,9 @@ class CSAttentionSpec(IndexSpec):
     num_subspaces: int = 16
     num_centroids: int = 16
     list_ratio: float = 0.078
-    list_entries: int = 0
     iterations: int = 5
-    batch_size: int = 0
     max_samples: int = 1024
-    layout: str = "contiguous"
     baseline: str = "tail_mean"
-    weighting: str = "projection"
     codec: str = "compact"
     score_bits: int = 4
     seed: int = 0
@@ -86,21 +70,25 @@ class CSAttentionSpec(IndexSpec):
         check_range("csattention.num_subspaces", self.num_subspaces, 1, 1024)
         check_range("csattention.num_centroids", self.num_centroids, 1, 65536)
         check_share("csattention.list_ratio", self.list_ratio, "0.02 to 0.4 is usual")
-        check_range("csattention.list_entries", self.list_entries, 0, 2**31 - 1)
         check_range("csattention.iterations", self.iterations, 0, 1000)
-        check_range("csattention.batch_size", self.batch_size, 0, 1 << 20)
         check_range("csattention.max_samples", self.max_samples, 1, 1 << 20)
-        check_choice("csattention.layout", self.layout, ("contiguous", "rope_pairs", "strided"))
         check_choice("csattention.baseline", self.baseline, ("tail_mean", "none"))
-        check_choice("csattention.weighting", self.weighting, ("projection", "contribution", "uniform"))
         check_choice("csattention.codec", self.codec, CODECS)
         check_choice("csattention.score_bits", self.score_bits, SCORE_BITS)
         check_range("csattention.seed", self.seed, 0, 2**63 - 1)
 
     def list_len(self, prefix_len: int) -> int:
-        """L = ceil(alpha * prefix_len), robust against alpha's binary rounding; or list_entries."""
-        entries = self.list_entries or math.ceil(round(self.list_ratio * prefix_len, 6))
-        return min(prefix_len, max(1, entries))
+        """L = ceil(alpha * prefix_len), robust against alpha's binary rounding."""
+        return min(prefix_len, max(1, math.ceil(round(self.list_ratio * prefix_len, 6))))
+
+    def subspace_dim(self, head_dim: int) -> int:
+        """Channels of a subspace, neighbours each. Raises ValueError where the head does not divide into them."""
+        if head_dim % self.num_subspaces:
+            raise ValueError(
+                f"expected head_dim to be a multiple of csattention.num_subspaces={self.num_subspaces}, got "
+                f"{head_dim}; lower num_subspaces"
+            )
+        return head_dim // self.num_subspaces
 
     def tables(self, prefix_len: int) -> TableLayout:
         """How the lists of such a prefix are kept."""
@@ -108,68 +96,10 @@ class CSAttentionSpec(IndexSpec):
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
         lead = (self.num_subspaces, self.num_centroids)
-        forms = {
+        return {
             "centroids": Form("float16", (*lead, size.head_dim // self.num_subspaces), -_UNIT, _UNIT),
             **self.tables(size.prefix_len).forms(lead),
         }
-        if self.weighting == "contribution":
-            forms["weights"] = Form("float32", (self.num_subspaces,), 0.0, _UNIT)
-        return forms
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
         self.tables(size.prefix_len).check(arrays)
-
-    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
-        """See the base: all centroids and weights, and the lists of each row's nearest centroids, each once."""
-        (centroids,) = require_arrays(arrays, ("centroids",), self.method)
-        lists = nbytes({name: array for name, array in arrays.items() if name in LIST_ARRAYS})
-        # No search reads the baseline.
-        rest = nbytes({name: array for name, array in arrays.items() if name not in (*LIST_ARRAYS, "baseline")})
-        num_kv_heads, num_subspaces, num_centroids, _ = centroids.shape
-        one = lists / (num_kv_heads * num_subspaces * num_centroids)
-        return rest / num_kv_heads + one * self.lists_read(centroids, q)
-
-    def lists_read(self, centroids: Tensor, q: Tensor) -> float:
-        """Different lists that one step fetches for one KV head, over all subspaces; mean over the KV heads.
-
-        Args:
-            centroids: [num_kv_heads, num_subspaces, num_centroids, subspace_dim].
-            q: [num_rows, num_qo_heads, head_dim].
-
-        Raises:
-            ValueError: query heads that are no multiple of the KV heads.
-        """
-        num_kv_heads, num_subspaces, num_centroids, _ = centroids.shape
-        num_rows, num_qo_heads, head_dim = q.shape
-        if num_qo_heads % num_kv_heads:
-            raise ValueError(
-                f"expected query heads as a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}; pass the "
-                "queries of the heads that the arrays hold"
-            )
-        channels = subspace_channels(head_dim, num_subspaces, self.layout).to(q.device)
-        tile = q.float().view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).flatten(1, 2)
-        parts = tile[:, :, channels].transpose(1, 2)
-        nearest = (parts @ centroids.float().transpose(2, 3)).argmax(dim=3)
-        wanted = parts.new_zeros(num_kv_heads, num_subspaces, num_centroids).scatter_(2, nearest, 1.0)
-        return float(wanted.sum()) / num_kv_heads
-
-
-def subspace_channels(head_dim: int, num_subspaces: int, layout: str) -> Tensor:
-    """Channels of each subspace: [num_subspaces, head_dim / num_subspaces] int64, together all channels.
-
-    Raises:
-        ValueError: the head does not divide into that many subspaces of that layout.
-    """
-    unit = 2 * num_subspaces if layout == "rope_pairs" else num_subspaces
-    if head_dim % unit:
-        raise ValueError(
-            f"expected head_dim to be a multiple of {unit} for {num_subspaces} subspaces in layout "
-            f"{layout}, got head_dim={head_dim}; lower num_subspaces"
-        )
-    channels = torch.arange(head_dim)
-    if layout == "contiguous":
-        return channels.view(num_subspaces, -1)
-    if layout == "strided":
-        return channels.view(-1, num_subspaces).T.contiguous()
-    first = channels[: head_dim // 2].view(num_subspaces, -1)
-    return torch.cat([first, first + head_dim // 2], dim=1)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
-from sglang_ext.methods.arrays import LARGEST, Form, IndexSize, row_bytes
+from sglang_ext.methods.arrays import LARGEST, Form, IndexSize
 from sglang_ext.methods.base import (
     Arrays,
     IndexBuilder,
@@ -17,7 +17,6 @@ from sglang_ext.methods.base import (
     Selector,
     check_keys,
     pool_candidates,
-    require_arrays,
 )
 
 
@@ -30,15 +29,11 @@ class ExactSpec(IndexSpec):
     def forms(self, size: IndexSize) -> dict[str, Form]:
         return {"keys": Form("float32", (size.prefix_len, size.head_dim), -LARGEST, LARGEST)}
 
-    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
-        """See the base: the candidates' keys."""
-        return row_bytes(arrays, prefix_len, candidates)
-
 
 class ExactBuilder(IndexBuilder[ExactSpec]):
     """Keeps the keys themselves: `keys` [num_kv_heads, prefix_len, head_dim] fp32."""
 
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         check_keys(keys)
         return {"keys": keys.transpose(0, 1).float().contiguous()}
 
@@ -47,8 +42,5 @@ class ExactSelector(Selector[ExactSpec]):
     """Token scores q.k, pooled after the softmax."""
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
-        (keys,) = require_arrays(arrays, ("keys",), ExactSpec.method)
-        if keys.shape[1] != args.prefix_len:
-            raise ValueError(f"expected keys of prefix_len={args.prefix_len} positions, got {keys.shape[1]}")
         # A block of one key is its own mean.
-        return pool_candidates(block_scores_mean(q, keys), args, candidates)
+        return pool_candidates(block_scores_mean(q, arrays["keys"]), args, candidates)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.low_bit import LowBitTensor, quantize
-from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, check_samples, require_arrays
+from sglang_ext.methods.base import Arrays, IndexBuilder, check_keys, check_samples
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
 
 ARRAYS = ("channels", *(f"keys_{name}" for name in LowBitTensor._fields))
@@ -29,7 +29,7 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
         profiled = bool(self.spec.num_channels and self.layer.channels)
         return self.spec.selects_channels and not profiled
 
-    def build_layer(self, keys: Tensor, queries: Tensor | None, prepared: Arrays | None = None) -> dict[str, Tensor]:
+    def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         if self.needs_queries:
             queries, _ = check_samples(queries, keys, self.spec.method)
         else:
@@ -69,11 +69,8 @@ def index_behind(arrays: Arrays, keys: Tensor) -> dict[str, Tensor]:
 
     Returns:
         New arrays as `TokenIndexBuilder.build_layer` makes them, quantized between each channel's own bounds.
-
-    Raises:
-        ValueError: arrays of another method.
     """
-    channels, *parts = require_arrays(arrays, ARRAYS, TokenIndexSpec.method)
+    channels, *parts = (arrays[name] for name in ARRAYS)
     return _arrays(keys, channels.long(), LowBitTensor(*parts).bits, symmetric=False)
 
 

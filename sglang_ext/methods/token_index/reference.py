@@ -11,7 +11,7 @@ from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import pool_scores
 from prefix_kernels.top_k_selection import rank_by_keys
 from prefix_kernels.types import Selection
-from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates, require_arrays
+from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
 from sglang_ext.methods.token_index.build import ARRAYS
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
 
@@ -31,17 +31,11 @@ class TokenIndexSelector(Selector[TokenIndexSpec]):
         return args.top_k(rank_by_keys(self.token_scores(arrays, q, args)))
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
-        channels, *parts = require_arrays(arrays, ARRAYS, self.spec.method)
-        quantized = LowBitTensor(*parts)
-        if quantized.packed.shape[1] != args.prefix_len or quantized.bits != self.spec.bits:
-            raise ValueError(
-                f"expected keys of prefix_len={args.prefix_len} positions and {self.spec.bits} bits, got "
-                f"{quantized.packed.shape[1]} and {quantized.bits}; is the index of another prefix or spec?"
-            )
+        channels, *parts = (arrays[name] for name in ARRAYS)
         grouped = q.view(q.shape[0], channels.shape[0], -1, q.shape[2])
         index = channels.long()[None, :, None].expand(*grouped.shape[:1], -1, grouped.shape[2], -1)
         kept = grouped.gather(3, index).flatten(1, 2)
-        raw = block_scores_mean(kept, dequantize(quantized))
+        raw = block_scores_mean(kept, dequantize(LowBitTensor(*parts)))
         if candidates is None:
             return pool_scores(raw, args.sm_scale, args.pooling, sum_every=self.sum_every)
         return pool_candidates(raw, args, candidates)

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from prefix_kernels.low_bit import BITS
-from sglang_ext.methods.arrays import ContentError, Form, IndexSize, low_bit_forms, row_bytes
+from sglang_ext.methods.arrays import ContentError, Form, IndexSize, low_bit_forms
 from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice, check_range, check_share
 
 CHANNEL_RATIO = 0.5
@@ -94,14 +92,3 @@ class TokenIndexSpec(IndexSpec):
                 f"{self.num_channels}; set it to that, calibrate with this number, or use no profile"
             )
         return {"channels": [[list(head) for head in layer.channels] for layer in layers]}
-
-    def candidate_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, candidates: int) -> float:
-        """See the base: the candidates' codes."""
-        return row_bytes(arrays, prefix_len, candidates)
-
-    def same_at(self, other: IndexSpec, head_dim: int) -> bool:
-        """See the base: this one may name the number of channels that the other one has as a share."""
-        if self == other or not isinstance(other, TokenIndexSpec) or not self.num_channels:
-            return self == other
-        plain = replace(self, num_channels=0, channel_ratio=other.channel_ratio)
-        return plain == other and self.num_channels == other.kept_channels(head_dim)

@@ -60,12 +60,6 @@ class TwoLevelSpec(CombinedSpec):
         wanted = max(self.candidate_ratio * prefix_len, self.candidate_factor * budget)
         return min(prefix_len, max(1, math.ceil(round(wanted, 6))))
 
-    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
-        """See the base: the first part, and the candidates of the second."""
-        candidates = self.num_candidates(prefix_len, budget)
-        first = self.first.read_bytes(part_arrays(arrays, "first"), q, prefix_len, candidates)
-        return first + self.second.candidate_bytes(part_arrays(arrays, "second"), q, prefix_len, candidates)
-
 
 class TwoLevelSelector(Selector[TwoLevelSpec]):
     """The first method's best positions, ranked by the second one's scores among them."""

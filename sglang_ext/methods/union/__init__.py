@@ -27,11 +27,6 @@ class UnionSpec(CombinedSpec):
     first: IndexSpec = field(default_factory=CSAttentionSpec)
     second: IndexSpec = field(default_factory=ABSparseSpec)
 
-    def read_bytes(self, arrays: Arrays, q: Tensor, prefix_len: int, budget: int) -> float:
-        """See the base: both parts."""
-        parts = self.nested.items()
-        return sum(part.read_bytes(part_arrays(arrays, name), q, prefix_len, budget) for name, part in parts)
-
 
 class UnionSelector(Selector[UnionSpec]):
     """The best positions of both methods, in turns, until the budget is full.

@@ -1,6 +1,6 @@
 """Long-context tasks whose answers can be checked: documents, questions, scoring. No torch.
 
-    from sglang_ext.quality.tasks import TASKS, make_document
+    from scripts.needle.tasks import TASKS, make_document
 
     document = make_document("single_needle", seed=7, num_tokens=8192, num_questions=16)
     for question in document.questions:
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_ext.quality import vocabulary as vocab
-from sglang_ext.quality.facts import KINDS, Exchange, Fact, FactMaker, ask, lay_out, lines_length
+from scripts.needle import vocabulary as vocab
+from scripts.needle.facts import KINDS, Exchange, Fact, FactMaker, ask, lay_out, lines_length
 
 MIN_DOCUMENT_TOKENS = 1024
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.quality import vocabulary as vocab
-from sglang_ext.quality.tasks import TASKS, Document, Question, make_document
+from scripts.needle import vocabulary as vocab
+from scripts.needle.tasks import TASKS, Document, Question, make_document
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LENGTHS = (1024, 1777, 4096, 8192)
@@ -98,7 +98,7 @@ def test_questions_of_a_document_differ(task: str) -> None:
 
 def test_equal_seeds_give_equal_documents_in_every_process() -> None:
     program = (
-        "from sglang_ext.quality.tasks import TASKS, make_document\n"
+        "from scripts.needle.tasks import TASKS, make_document\n"
         "import hashlib\n"
         "both = [make_document(t, 11, 2048, 4) for t in TASKS]\n"
         "print(hashlib.sha256(repr(both).encode()).hexdigest())\n"
@@ -120,7 +120,7 @@ def test_equal_seeds_give_equal_documents_in_every_process() -> None:
 
 
 def test_tasks_need_neither_torch_nor_sglang() -> None:
-    program = "import sys, sglang_ext.quality.tasks; print({'torch', 'sglang'} & set(sys.modules))"
+    program = "import sys, scripts.needle.tasks; print({'torch', 'sglang'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

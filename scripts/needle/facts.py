@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.quality import vocabulary as vocab
+from scripts.needle import vocabulary as vocab
 
 Ids = npt.NDArray[np.int64]
 

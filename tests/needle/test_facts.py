@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.quality import vocabulary as vocab
-from sglang_ext.quality.facts import KINDS, FactMaker, Pool, ask, filler, lay_out, lines_length
+from scripts.needle import vocabulary as vocab
+from scripts.needle.facts import KINDS, FactMaker, Pool, ask, filler, lay_out, lines_length
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from needle_data import CODES, batch, sequence

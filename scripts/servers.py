@@ -1,8 +1,11 @@
-"""Questions to a running server. Needs only a URL."""
+"""Servers as scripts, benchmarks and tests use them: free ports for one, questions to one. Needs no SGLang."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -11,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-Z95 = 1.959964
-"""z of a two-sided 95% interval."""
+_PORTS = range(11000, 22000)
+"""Below those that systems usually hand out to whoever asks for any (Linux: from 32768 on)."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,29 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     seconds: float
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of 11000 to 21999 that nobody listens on now.
+
+    Raises:
+        RuntimeError: not so many among a hundred.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(
+        f"expected {count} free ports in {_PORTS[0]} to {_PORTS[-1]}, found {len(found)} in 100 attempts"
+    )
+
+
+def free_port() -> int:
+    """One of `free_ports`."""
+    return free_ports(1)[0]
 
 
 def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0) -> Any:

@@ -14,8 +14,8 @@ pytest.importorskip("safetensors")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from needle_network import Needle, Shape, export, load, orthogonalise  # noqa: E402
 
-from sglang_ext.quality import vocabulary as vocab  # noqa: E402
-from sglang_ext.quality.tasks import make_document  # noqa: E402
+from scripts.needle import vocabulary as vocab  # noqa: E402
+from scripts.needle.tasks import make_document  # noqa: E402
 
 SHIPPED = Path(__file__).resolve().parents[2] / "models" / "needle"
 

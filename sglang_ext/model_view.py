@@ -1,0 +1,42 @@
+"""What all rooms ask of SGLang's model runner: plain numbers and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from prefix_index import ModelFingerprint
+from prefix_kernels.types import PagedKV
+
+
+class ModelView(Protocol):
+    """`compat.runner.RunnerView` is the one implementation.
+
+    Heads are those of this tensor-parallel rank; the fingerprint speaks of the whole model.
+    """
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_slots: int
+    max_requests: int
+    decode_graphs: bool
+    device: torch.device
+    tp_rank: int
+    tp_size: int
+
+    @property
+    def req_to_token(self) -> Tensor: ...
+    @property
+    def has_kv_scales(self) -> bool: ...
+    def kv(self, layer: int) -> PagedKV: ...
+    def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
+    def fingerprint(self) -> ModelFingerprint: ...
+    def weights(self) -> Iterable[tuple[str, Tensor]]: ...

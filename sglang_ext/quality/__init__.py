@@ -1,1 +1,0 @@
-"""Quality checks of long-context answers: tasks, documents, questions and their scoring."""
