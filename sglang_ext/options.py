@@ -163,7 +163,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """Prefix tokens that one request attends per KV head, sink and recent window included."""
         ratio, most = self.keep_ratio, self.top_k
         if ratio is None and most is None:
-            ratio, most = KEEP_RATIO, max(TOP_K, int(LEAST_RATIO * prefix_len))
+            ratio, most = KEEP_RATIO, max(TOP_K, int(LEAST_RATIO * prefix_len), self.min_top_k)
         wanted = prefix_len if ratio is None else max(int(ratio * prefix_len), self.min_top_k)
         return max(1, min(wanted, prefix_len if most is None else most, prefix_len))
 

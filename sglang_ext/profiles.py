@@ -81,7 +81,7 @@ def with_profile(raw: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
         merged["method"] = recommended.method
     if "methods" not in raw and merged.get("method") == recommended.method:
         merged["methods"] = {recommended.method: recommended.index_spec().to_dict()}
-    if "top_k" not in raw:
+    if raw.get("top_k") is None:
         merged.setdefault("keep_ratio", recommended.keep_ratio)
     return merged
 

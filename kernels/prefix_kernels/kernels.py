@@ -8,7 +8,7 @@ before the first one of what the launch before it writes.
 *Counts.* `tl.histogram` finds the lanes of each bin by votes: about 20 instructions for each value of a thread. An
 add to shared memory takes one, and adds of 1 to one place by several lanes are one add. Triton has no such add, so it
 is assembly. What it counts in lies beside Triton's own shared memory, and Triton asks for more than 48 KiB by its own
-alone: so fp32, whose tiles need little less than that, and Triton's interpreter count by `tl.histogram`.
+alone: so what needs little less than that counts by `tl.histogram`, as Triton's interpreter does.
 
 *Meetings.* Programs of one launch wait for each other on a counter in device memory. All of them run at the same time
 (a cooperative launch), and one that waits has nothing else to do before: so waiting cannot last.
@@ -82,7 +82,8 @@ def add_counts(counts, at, bins, mask, PLAIN: tl.constexpr):
     Of as many values as the program has threads, or more: of fewer some threads would hold copies, and count them, too.
     """
     if _INTERPRETED or PLAIN:
-        counts += tl.histogram(bins, NUM_BINS, mask=mask)
+        # What is not counted goes to the last place, see `end_counts`.
+        counts += tl.histogram(tl.where(mask, bins, NUM_BINS - 1), NUM_BINS)
     else:
         tl.inline_asm_elementwise(
             ADD,
@@ -97,12 +98,12 @@ def add_counts(counts, at, bins, mask, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def end_counts(counts, at, PLAIN: tl.constexpr):
-    """int32 [NUM_BINS]: what all threads of the program have counted."""
+def end_counts(counts, at, count, PLAIN: tl.constexpr):
+    """int32 [NUM_BINS]: how many of `count` values, all that were counted, are in bin i or a lower one."""
     if not (_INTERPRETED or PLAIN):
         tl.debug_barrier()
         counts = tl.inline_asm_elementwise(READ, "=r,r", [_places() + at], dtype=tl.int32, is_pure=False, pack=1)
-    return counts
+    return tl.minimum(tl.cumsum(counts, axis=0), count)
 
 
 @triton.jit

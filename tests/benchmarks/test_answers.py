@@ -244,7 +244,7 @@ CANDIDATES = {
     ("5%", 16): "none: INT4, 75% of the channels",
     ("top_k 1024", 16): "none: INT4, 75% of the channels, `top_k` 1,024",
     ("top_k 2048", 16): "none: INT4, 75% of the channels, `top_k` 2,048",
-    ("50%, 1024", 16): "**none: INT4, 50% of the channels, `top_k` 1,024, as by default**",
+    ("50%, 1024", 16): "**none: INT4, 50% of the channels, `top_k` 1,024, the default at this length**",
     ("50%, 512", 16): "none: INT4, 50% of the channels, `top_k` 512",
     ("25%, 1024", 16): "none: INT4, 25% of the channels, `top_k` 1,024",
     ("INT2 75%, 1024", 16): "none: INT2, 75% of the channels, `top_k` 1,024",

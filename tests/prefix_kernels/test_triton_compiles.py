@@ -204,13 +204,26 @@ def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 8, 16, 32])
-@pytest.mark.parametrize(("dim", "channels"), [(64, 48), (128, 96)])
-def test_a_selection_in_fp32_is_launched(dim: int, channels: int, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dim", "channels", "bits"),
+    [
+        (torch.float32, 64, 48, 4),
+        (torch.float32, 128, 96, 4),
+        (torch.float16, 128, 64, 8),
+        (torch.float16, 128, 96, 8),
+        (torch.float16, 128, 128, 8),
+        (torch.float16, 256, 128, 4),
+        (torch.float16, 256, 256, 4),
+    ],
+)
+def test_a_selection_of_wide_rows_is_launched(
+    dtype: torch.dtype, dim: int, channels: int, bits: int, rows: int, tmp_path: Path
+) -> None:
     """Spilled as it may be: its shared memory is none that CUDA refuses."""
-    shape = ScoreShape(4, 2, channels, listed_channels=True, sum_every=16)
+    shape = ScoreShape(4, 2, channels, bits, listed_channels=True, sum_every=16)
     config = default_config(shape, rows, (9, 0))
     select = AnchorSelection(shape, rows, 1, 4096, 600, config, torch.device("cpu"), num_programs=64)
-    inputs = ScoreInputs(torch.zeros(rows, 4, dim), 0.1)
+    inputs = ScoreInputs(torch.zeros(rows, 4, dim, dtype=dtype), 0.1)
     with recording() as kept:
         select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
     for one in kept.launches:

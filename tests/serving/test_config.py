@@ -182,7 +182,7 @@ def test_the_environment_enables(value: str, on: bool, tmp_path: Path) -> None:
         ({}, 16384, 2048),
         ({}, 40_960, 2048),
         ({}, 131_072, 6553),
-        ({"min_top_k": 3000}, 8192, 2048),
+        ({"min_top_k": 3000}, 8192, 3000),
         ({"keep_ratio": 0.001, "min_top_k": 0}, 16, 1),
     ],
 )

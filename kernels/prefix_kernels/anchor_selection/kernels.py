@@ -37,7 +37,7 @@ def _count_keys(scores, begin, end, num_sink, recent_begin, TILE: tl.constexpr, 
         tile = load_scores(scores, start, end, TILE)
         keys = window_keys(tile, start, num_sink, recent_begin, TILE)
         counts = add_counts(counts, at, keys ^ (NUM_BINS - 1), start + tl.arange(0, TILE) < end, PLAIN)
-    return tl.cumsum(end_counts(counts, at, PLAIN), axis=0)
+    return end_counts(counts, at, end - begin, PLAIN)
 
 
 @triton.jit
@@ -138,7 +138,9 @@ def score_kernel(
                     RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
                 )  # fmt: skip
                 # A barrier ends each tile of scores: all of the program's are there.
-                at_least = _count_keys(scores, begin, end, num_sink, recent_begin, TILE, COMPUTE == tl.float32)
+                # Wide rows of codes, and fp32, need most of what shared memory a launch has unless it asks for more.
+                PLAIN: tl.constexpr = COMPUTE == tl.float32 or CHANNELS * BITS > 512
+                at_least = _count_keys(scores, begin, end, num_sink, recent_begin, TILE, PLAIN)
                 counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
                 place = tl.arange(0, NUM_BINS)
                 tl.store(counts + COARSE + place, at_least)

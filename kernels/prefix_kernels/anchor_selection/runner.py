@@ -1,4 +1,4 @@
-"""An anchor layer's selection, from queries to lists: planned on the host, then run in one launch, or in two."""
+"""An anchor layer's selection, from queries to lists: planned on the host, then run in two launches, or in three."""
 
 from __future__ import annotations
 
@@ -454,7 +454,7 @@ def _check_fits(shape: ScoreShape, device: torch.device) -> None:
 def _check_rows(config: AnchorConfig, scored: Sequence[ScoredGroup]) -> None:
     """It numbers rows of codes by 32 bits."""
     end = max((max(of.first_rows) + of.count for of in scored), default=0)
-    if end + _STEPS_AHEAD * config.block_n >= _MOST_ROWS:
+    if end + _STEPS_AHEAD * config.stretch >= _MOST_ROWS:
         raise ValueError(
             f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that is "
             "not specialized"

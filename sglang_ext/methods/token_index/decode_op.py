@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 class TokenIndexOp(SelectOp):
-    """What anchor layers select with: in one launch on a GPU.
+    """What anchor layers select with: in two launches on a GPU.
 
     Args:
         shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
