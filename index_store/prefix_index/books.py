@@ -15,8 +15,8 @@ from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadabl
 from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_fd, shard_fd, shard_of, status_of
 from .format import Entry, ModelFingerprint, is_digest
 from .reader import check_identity, read_entry
-from .retention import DEFAULT, KEEP_SUFFIX, read_retention
-from .store import Catalog, IndexEntry, Retention
+from .retention import KEEP_SUFFIX, read_retention
+from .store import DEFAULT, Catalog, IndexEntry, Retention
 
 _SETTLES_S: Final = 2.0
 MAX_FOREIGN: Final = 100

@@ -15,8 +15,8 @@ from .books import FolderBooks
 from .errors import IndexStoreError, IndexUnreadable, InvalidPayload, StoreFolderError, StoreFull
 from .folder import PARTIAL, SUFFIX, Signature, free_bytes, remove_unlocked, shard_fd, shard_of
 from .lease import LEASE
-from .retention import DEFAULT, read_retention, remove_orphans, remove_retention
-from .store import IndexEntry, Retention, has_expired
+from .retention import read_retention, remove_orphans, remove_retention
+from .store import DEFAULT, IndexEntry, Retention, has_expired
 
 Rank: TypeAlias = tuple[float, float]
 """Of two indexes, the one of the smaller rank leaves first."""

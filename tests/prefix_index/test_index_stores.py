@@ -16,6 +16,8 @@ import pytest
 from prefix_index import (
     ArrayKey,
     IndexCorrupt,
+    IndexFile,
+    IndexIdentity,
     IndexNotFound,
     IndexPayload,
     IndexStore,
@@ -150,9 +152,16 @@ def test_two_models_of_one_prefix_live_side_by_side(store: IndexStore) -> None:
     assert find(store, model=sample_model(kv_dtype="float32")) is not None
 
 
+def report(store: IndexStore, identity: IndexIdentity | None = None) -> IndexFile:
+    """Reads an index and finds it damaged."""
+    with store.get(identity or sample_identity()) as index:
+        assert store.report(index, ERROR)
+    return index
+
+
 def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT)))
-    store.report(sample_identity(PROMPT), ERROR)
+    report(store, sample_identity(PROMPT))
     for full in (False, True):
         store.rescan(full=full)
         assert find(store) is None
@@ -168,13 +177,13 @@ def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore
 
 
 def test_a_reported_index_is_deleted_as_any_other_and_one_that_is_not_there_not_reported(store: IndexStore) -> None:
-    store.report(sample_identity(), ERROR)
-    assert list(store.problems()) == []
     store.put(sample_payload())
     assert store.contains(sample_identity())
-    store.report(sample_identity(), ERROR)
+    gone = report(store)
     assert store.delete(sample_identity())
     assert not store.delete(sample_identity())
+    assert list(store.problems()) == []
+    assert not store.report(gone, ERROR)
     assert list(store.problems()) == []
     with pytest.raises(IndexNotFound):
         store.get(sample_identity())
@@ -182,9 +191,9 @@ def test_a_reported_index_is_deleted_as_any_other_and_one_that_is_not_there_not_
 
 def test_report_about_an_old_version_does_not_hide_its_replacement(store: IndexStore) -> None:
     store.put(sample_payload(fill=1))
-    with store.get(sample_identity()):
+    with store.get(sample_identity()) as old:
         store.put(sample_payload(fill=2))
-        store.report(sample_identity(), ERROR)
+        assert not store.report(old, ERROR)
     store.rescan()
     assert len(store.list()) == 1
     assert list(store.problems()) == []
@@ -227,14 +236,17 @@ def test_only_digests_are_keys(store: IndexStore, key: Any) -> None:
 
 
 def test_closed_store_says_so(store: IndexStore) -> None:
+    store.put(sample_payload())
+    index = store.get(sample_identity())
     store.close()
     store.close()
+    index.close()
     calls: list[Callable[[], object]] = [
         lambda: store.put(sample_payload()),
         lambda: store.get(sample_identity()),
         lambda: store.contains(sample_identity()),
         lambda: store.delete(sample_identity()),
-        lambda: store.report(sample_identity(), ERROR),
+        lambda: store.report(index, ERROR),
         lambda: find(store),
         lambda: miss(store),
         lambda: store.retain(sample_identity(), Retention()),
@@ -378,9 +390,9 @@ def test_an_expired_index_is_a_miss_everywhere(store: IndexStore, how: str, pinn
 def test_a_report_of_an_expired_index_changes_nothing(store: IndexStore) -> None:
     identity = sample_identity(PROMPT)
     store.put(sample_payload(identity))
-    store.get(identity).close()
-    store.retain(identity, long_ago())
-    store.report(identity, ERROR)
+    with store.get(identity) as index:
+        store.retain(identity, long_ago())
+        assert not store.report(index, ERROR)
     assert list(store.problems()) == []
     store.put(sample_payload(identity, fill=1))
     assert same_arrays(store, sample_payload(identity, fill=1))
