@@ -242,9 +242,9 @@ class Housekeeper:
             with contextlib.suppress(OSError), shard_fd(self._folder, shard) as fd:
                 remove_unlocked(fd, LEASE, grace_s=self._grace_s, access=os.O_RDWR)
                 with self._lock:
-                    keeps, indexes = self._books.names(shard)
+                    orphans = self._books.orphans(shard)
                 # Alone, nobody is between writing a retention and naming its index.
-                remove_orphans(fd, keeps - indexes, grace_s=0.0 if alone else self._grace_s)
+                remove_orphans(fd, orphans, grace_s=0.0 if alone else self._grace_s)
 
 
 def _last_used(entry: IndexEntry, known: float) -> float:
