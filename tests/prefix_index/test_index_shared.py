@@ -24,7 +24,6 @@ from prefix_index import (
     link,
 )
 from prefix_index.remote import ObjectBlobs, RemoteStore
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
@@ -142,38 +141,7 @@ def test_what_the_remote_store_lacks_is_published_at_the_start_by_one_process(
     assert fill_of(make("b")) == 7
 
 
-def test_eviction_is_local_and_what_comes_back_is_the_remote_stores(make: Make) -> None:
-    store = make("a", max_bytes=60 << 10)
-    one, two = sample_identity(LONG[:32]), sample_identity(LONG)
-    for number, identity in enumerate((one, two)):
-        store.put(sample_payload(identity, fill=number))
-        assert flushed(store)
-    assert [e.identity for e in store.local.list()] == [two]
-    assert {e.identity for e in store.list()} == {one, two}
-    assert (fill_of(store, one), fill_of(store, two)) == (0, 1)
-    assert store.counters.hits_remote == 2
-
-
 # A remote store that loses
-
-
-@pytest.mark.parametrize("how", ["wiped", "exchanged"])
-def test_what_the_remote_store_lacks_stays_here(make: Make, blobs: Shaky, how: str) -> None:
-    store = make("a")
-    store.put(sample_payload(fill=5))
-    store.flush(SOON)
-    if how == "wiped":
-        blobs.wipe()
-    else:
-        store.close()
-        store = make("a", on=Shaky())
-    for full in (False, True):
-        store.rescan(full=full)
-        assert find(store) == 32
-        assert fill_of(store) == 5
-    assert list(store.collect()) == []
-    assert fill_of(store) == 5
-    balanced(store)
 
 
 def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs: Shaky) -> None:

@@ -86,21 +86,6 @@ def test_delete(store: IndexStore) -> None:
     reader.close()
 
 
-def test_longest_takes_the_longest_prefix_of_the_prompt(store: IndexStore) -> None:
-    for pages in (2, 5, 7):
-        store.put(sample_payload(sample_identity(PROMPT[: 16 * pages])))
-    store.put(sample_payload(sample_identity((*PROMPT[:96], *range(32)))))
-    found = find(store)
-    assert found is not None
-    assert found.identity.num_tokens == 112
-    shorter = find(store, PROMPT[:111])
-    assert shorter is not None
-    assert shorter.identity.num_tokens == 80
-    assert find(store, PROMPT[:31]) is None
-    assert find(store, PROMPT[1:]) is None
-    assert find(store, ()) is None
-
-
 def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT, extra_key="tenant")))
     other = sample_model(kv_dtype="float32")
@@ -174,30 +159,6 @@ def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore
     assert store.contains(sample_identity(PROMPT))
     assert same_arrays(store, sample_payload(sample_identity(PROMPT), fill=3))
     assert list(store.problems()) == []
-
-
-def test_a_reported_index_is_deleted_as_any_other_and_one_that_is_not_there_not_reported(store: IndexStore) -> None:
-    store.put(sample_payload())
-    assert store.contains(sample_identity())
-    gone = report(store)
-    assert store.delete(sample_identity())
-    assert not store.delete(sample_identity())
-    assert list(store.problems()) == []
-    assert not store.report(gone, ERROR)
-    assert list(store.problems()) == []
-    with pytest.raises(IndexNotFound):
-        store.get(sample_identity())
-
-
-def test_report_about_an_old_version_does_not_hide_its_replacement(store: IndexStore) -> None:
-    store.put(sample_payload(fill=1))
-    with store.get(sample_identity()) as old:
-        store.put(sample_payload(fill=2))
-        assert not store.report(old, ERROR)
-    store.rescan()
-    assert len(store.list()) == 1
-    assert list(store.problems()) == []
-    assert same_arrays(store, sample_payload(fill=2))
 
 
 def test_failed_put_leaves_the_old_index(store: IndexStore) -> None:
@@ -317,22 +278,6 @@ def long_ago(*, pinned: bool = False) -> Retention:
     return Retention(pinned=pinned, expires=time.time() - 3600)
 
 
-@pytest.mark.parametrize("retention", [PINNED, in_a_year(), in_a_year(pinned=True)], ids=["pin", "ttl", "both"])
-def test_retention_is_shown_and_kept_when_the_index_is_replaced(store: IndexStore, retention: Retention) -> None:
-    assert store.put(sample_payload(fill=1), retention=retention).retention == retention
-    store.rescan()
-    assert [e.retention for e in store.list()] == [retention]
-    assert store.put(sample_payload(fill=2)).retention == retention
-    store.rescan(full=True)
-    found = find(store, range(32))
-    assert found is not None
-    assert found.retention == retention
-    assert same_arrays(store, sample_payload(fill=2))
-    assert store.put(sample_payload(fill=3), retention=Retention()).retention == Retention()
-    store.rescan()
-    assert [e.retention for e in store.list()] == [Retention()]
-
-
 def test_retain_changes_only_how_long_it_stays(store: IndexStore) -> None:
     entry = store.put(sample_payload(fill=1))
     other = store.put(sample_payload(sample_identity(PROMPT)))
@@ -341,23 +286,6 @@ def test_retain_changes_only_how_long_it_stays(store: IndexStore) -> None:
         store.rescan()
         assert {e.digest: e.retention for e in store.list()} == {entry.digest: retention, other.digest: Retention()}
         assert same_arrays(store, sample_payload(fill=1))
-
-
-def test_retain_of_nothing(store: IndexStore) -> None:
-    with pytest.raises(IndexNotFound, match="index: expected"):
-        store.retain(sample_identity(), PINNED)
-    store.put(sample_payload())
-    assert [e.retention for e in store.list()] == [Retention()]
-
-
-def test_what_was_deleted_leaves_no_retention_behind(store: IndexStore) -> None:
-    store.put(sample_payload(), retention=PINNED)
-    assert store.delete(sample_identity())
-    assert store.put(sample_payload()).retention == Retention()
-    assert [e.retention for e in store.list()] == [Retention()]
-    store.retain(sample_identity(), long_ago())
-    store.delete(sample_identity())
-    assert list(store.collect()) == []
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -387,17 +315,6 @@ def test_an_expired_index_is_a_miss_everywhere(store: IndexStore, how: str, pinn
         held.close()
 
 
-def test_a_report_of_an_expired_index_changes_nothing(store: IndexStore) -> None:
-    identity = sample_identity(PROMPT)
-    store.put(sample_payload(identity))
-    with store.get(identity) as index:
-        store.retain(identity, long_ago())
-        assert not store.report(index, ERROR)
-    assert list(store.problems()) == []
-    store.put(sample_payload(identity, fill=1))
-    assert same_arrays(store, sample_payload(identity, fill=1))
-
-
 def test_an_index_expires_when_its_time_comes(store: IndexStore) -> None:
     expires = time.time() + 0.4
     store.put(sample_payload(sample_identity(PROMPT)), retention=Retention(expires=expires))
@@ -408,28 +325,6 @@ def test_an_index_expires_when_its_time_comes(store: IndexStore) -> None:
     assert not store.contains(sample_identity(PROMPT))
     assert find(store) is None
     assert [e.identity for e in store.collect()] == [sample_identity(PROMPT)]
-
-
-def test_an_index_built_again_after_it_expired_stays(store: IndexStore) -> None:
-    store.put(sample_payload(fill=1), retention=long_ago(pinned=True))
-    assert store.put(sample_payload(fill=2)).retention == Retention()
-    assert list(store.collect()) == []
-    assert same_arrays(store, sample_payload(fill=2))
-
-
-def test_collect_removes_what_has_expired_and_nothing_else(store: IndexStore) -> None:
-    assert list(store.collect()) == []
-    retentions = [Retention(), PINNED, in_a_year(), long_ago(), long_ago(pinned=True)]
-    ids = [sample_identity(PROMPT[: 16 * n]) for n in range(1, 6)]
-    for identity, retention in zip(ids, retentions, strict=True):
-        store.put(sample_payload(identity), retention=retention)
-    assert {e.digest for e in store.collect()} == {i.digest for i in ids[3:]}
-    assert list(store.collect()) == []
-    assert {e.digest: e.retention for e in store.list()} == {
-        i.digest: r for i, r in zip(ids[:3], retentions[:3], strict=True)
-    }
-    for identity in ids:
-        assert store.contains(identity) == (identity in ids[:3])
 
 
 def test_one_lease_per_index(store: IndexStore) -> None:

@@ -223,6 +223,7 @@ class SharedMachine(StoreMachine):
     def evict(self, pages: int, tenant: str | None) -> None:
         """Behind the store's back; remote may have lost it before."""
         key, identity = (pages, tenant), identity_of(pages, tenant)
+        self.release_all()  # what could not be sent is sent by who has the lease
         assert flushed(self.shared)
         if key in self.model:
             self.shared.local.delete(identity)
@@ -240,6 +241,7 @@ class SharedMachine(StoreMachine):
         if names:
             for name in {names[place % len(names)] for place in places}:
                 self.blobs.delete(name)
+            self.release_all()
             assert flushed(self.shared)
             self.shared.rescan(full=True)
             for key in (*self.model, *self.reported):
