@@ -153,16 +153,6 @@ def test_lost_chunks_are_a_miss_and_then_garbage(store: RemoteStore, blobs: Obje
     assert chunks_of(blobs) == []
 
 
-def test_a_lost_manifest_is_a_miss(store: RemoteStore, blobs: ObjectBlobs) -> None:
-    store.put(sample_payload())
-    blobs.delete(MANIFEST)
-    with pytest.raises(IndexNotFound, match=r"index: expected .*, found none; build it: a remote tier may lose"):
-        store.get(DIGEST)
-    assert list(store.list()) == []
-    store.put(sample_payload(fill=1))
-    store.get(DIGEST).verify()
-
-
 # Edges
 
 
