@@ -142,8 +142,7 @@ class Housekeeper:
         with self._lock:
             self._books.rescan()
             self._books.unremovable.clear()
-            now = self._limits.clock()
-            expired = [e for _, e in self._books.catalog.all_held() if has_expired(e.retention, now)]
+            expired = self._books.catalog.expired()
         removed = [entry for entry in expired if self._remove_unchanged(entry)]
         if self._limits.any:
             removed += self._evict(self._shortage(0, None), set())[0]

@@ -30,7 +30,7 @@ from .folder import check_apart
 from .link import Link, Source, unavailable
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
 from .remote import RemoteStore
-from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of, has_expired
+from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
@@ -76,7 +76,7 @@ class SharedStore(IndexStore):
     *Writing.* ``put`` ends when the folder has the index, which is then published in the background. One that is there
     already stays. What could not be published is tried again when the store answers again, and at the next start: no
     list of it is kept. ``delete`` waits up to ``timeout_s`` for the remote stores; the index may come back from another
-    machine that still holds it. Retention is the folder's alone; ``collect`` deletes what expired in the others, too.
+    machine that still holds it. Retention is the folder's alone; what expires there is deleted in the others.
 
     *Reading.* Look-ups are those of all catalogs, without I/O. An index that the folder lacks, or has damaged, is
     fetched into it; ``get`` waits up to ``timeout_s``, then raises StoreUnavailable while the fetch goes on. Where the
@@ -213,11 +213,9 @@ class SharedStore(IndexStore):
     def collect(self) -> Sequence[IndexEntry]:
         """The folder's collection. What has expired is deleted in the remote stores, too."""
         self._check_open()
-        removed = self.local.collect()
-        for entry in removed:
-            if has_expired(entry.retention, self.local.limits.clock()):
-                self._delete_there(entry.digest)
-        return removed
+        for entry in self.local.catalog.expired():
+            self._delete_there(entry.digest)
+        return self.local.collect()
 
     def list(self) -> Sequence[IndexEntry]:
         self._check_open()
@@ -385,13 +383,16 @@ class SharedStore(IndexStore):
     # ---- to remote stores ----
 
     def _look(self, what: str, check: Check) -> None:
-        """Lists the remote stores, or opens those that could not be."""
+        """Lists the remote stores, or opens those that could not be. What expired in the folder is deleted there."""
         for link in self._links:
             check()
             if link.is_open:
                 link.look(partial(link.store.rescan, full=what == "rescan fully"))
             else:
                 link.open()
+        for entry in self.local.catalog.expired():
+            if any(entry.digest in link.store.catalog for link in self._links):
+                self._delete_there(entry.digest)
         if any(link.is_due() for link in self._links):
             self._post(_EVERYTHING)
 

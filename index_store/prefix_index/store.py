@@ -155,6 +155,11 @@ class Catalog:
         """Whether it is held, and has expired."""
         return self.held(digest) is not None and self.get(digest) is None
 
+    def expired(self) -> tuple[IndexEntry, ...]:
+        """All entries that are held, and have expired."""
+        now = self._clock()
+        return tuple(entry for entry in tuple(self._entries.values()) if has_expired(entry.retention, now))
+
     def entries(self) -> tuple[IndexEntry, ...]:
         """All entries that have not expired, ordered by digest."""
         now = self._clock()

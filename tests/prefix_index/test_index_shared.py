@@ -102,7 +102,7 @@ def test_an_older_build_there_stays_and_the_folder_s_is_served_here(make: Make, 
     assert (fill_of(one), fill_of(two)) == (2, 1)
 
 
-def test_what_expired_here_is_a_miss_and_deleted_there_by_collect(make: Make, blobs: Shaky) -> None:
+def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky) -> None:
     store = make("a")
     store.put(sample_payload())
     assert flushed(store)
@@ -112,9 +112,10 @@ def test_what_expired_here_is_a_miss_and_deleted_there_by_collect(make: Make, bl
         assert (find(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
     with pytest.raises(IndexNotFound):
         store.get(DIGEST)
-    assert [entry.digest for entry in store.collect()] == [DIGEST]
     assert flushed(store)
     assert blobs.names("prefix_index") == {}
+    assert [entry.digest for entry in store.collect()] == [DIGEST]
+    assert (find(store), store.contains(DIGEST)) == (0, False)
 
 
 def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
-from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew
+from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew, Retention
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.remote.values import CHUNK, HEADER, check_header, value_header
+from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import (
     DIGEST,
@@ -127,6 +130,16 @@ def test_a_newer_version_and_somebody_elses_value(store: RemoteStore, blobs: Obj
         store.get(DIGEST)
     assert store.delete(DIGEST)
     assert MANIFEST not in blobs.names("prefix_index"), "its chunks are for sweep()"
+
+
+def test_a_manifest_with_more_fields_is_read(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    """It had the retention, too."""
+    store.put(sample_payload())
+    body: dict[str, Any] = json.loads(blobs.fetch(MANIFEST, 1 << 20)[HEADER.size :])
+    raw = json.dumps(body | {"retention": {"pinned": True}}).encode()
+    blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
+    store.get(DIGEST).verify()
+    assert [entry.retention for entry in store.list()] == [Retention()]
 
 
 def test_a_manifest_too_long_is_not_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ..errors import IndexFormatError, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
+from ..errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
 from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
 from ..reader import IndexFile, IndexLookup, check_identity
 from ..store import BuildLease, Catalog, IndexSource
@@ -129,7 +129,7 @@ class RemoteStore(IndexSource):
             manifest = self._values.manifest(digest)
             index = IndexFile(self._values.download(manifest))
             check_identity(manifest.entry.identity, index.identity)
-        except IndexFormatError as err:
+        except (IndexFormatError, IndexMismatch) as err:
             self._hide(digest, err, None if manifest is None else manifest.generation)
             raise
         except IndexNotFound:
