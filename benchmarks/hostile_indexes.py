@@ -41,7 +41,16 @@ from hostile_damages import Arrays, Damage, damages
 from kernel_rows import commit
 from tqdm import tqdm
 
-from prefix_index import ArrayKey, BuildInfo, FileStore, IndexEntry, IndexIdentity, IndexPayload, IndexStoreError
+from prefix_index import (
+    ArrayKey,
+    BuildInfo,
+    FileStore,
+    IndexEntry,
+    IndexFile,
+    IndexIdentity,
+    IndexPayload,
+    IndexStoreError,
+)
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection
@@ -96,9 +105,9 @@ class CountingStore(FileStore):
 
     reports = 0
 
-    def report(self, key: Any, error: IndexStoreError) -> None:
+    def report(self, index: IndexFile, error: IndexStoreError) -> bool:
         self.reports += 1
-        super().report(key, error)
+        return super().report(index, error)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -15,8 +15,8 @@ from .errors import IndexForeign, IndexNotFound, IndexStoreError, IndexUnreadabl
 from .folder import GONE, PARTIAL, SUFFIX, Signature, closing_fd, is_shard, open_fd, shard_fd, shard_of, status_of
 from .format import Entry, ModelFingerprint, is_digest
 from .reader import check_identity, read_entry
-from .retention import DEFAULT, KEEP_SUFFIX, read_retention
-from .store import Catalog, IndexEntry, Retention
+from .retention import KEEP_SUFFIX, read_retention
+from .store import DEFAULT, Catalog, IndexEntry, Retention
 
 _SETTLES_S: Final = 2.0
 MAX_FOREIGN: Final = 100
@@ -27,12 +27,25 @@ UNKNOWN: Final = Retention(pinned=True)
 
 
 @dataclass
-class Listing:
-    """One reading of a shard folder. ``used_ns`` are access times."""
+class Held:
+    """What is there of one digest, as the last scan saw it, and what is known of it. ``used_ns`` is the access time."""
 
-    indexes: dict[str, Signature] = field(default_factory=dict)
-    keeps: dict[str, Signature] = field(default_factory=dict)
-    used_ns: dict[str, int] = field(default_factory=dict)
+    index: Signature | None = None
+    keep: Signature | None = None
+    used_ns: int = 0
+    retention: Retention = DEFAULT
+    reported: Signature | None = None
+    """The version of the index's file that readers found damaged."""
+    index_unread: bool = False
+    """Whether the system did not give us the bytes of the file: the next scan asks again."""
+    keep_unread: bool = False
+
+
+@dataclass
+class Listing:
+    """One reading of a shard folder."""
+
+    held: dict[str, Held] = field(default_factory=dict)
     partials: dict[str, int] = field(default_factory=dict)
     foreign: list[str] = field(default_factory=list)
 
@@ -63,8 +76,8 @@ class Look:
         return max(age_s, now - self._since) > _SETTLES_S
 
 
-def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
-    """What is in a shard folder. ``known`` is its last listing. Raises OSError."""
+def list_shard(dir_fd: int, shard: str, known: Container[str]) -> Listing:
+    """What is in a shard folder. ``known`` are digests of its last listing. Raises OSError."""
     seen = Listing()
     with os.scandir(dir_fd) as items:
         for item in items:
@@ -75,27 +88,26 @@ def list_shard(dir_fd: int, shard: str, known: Listing) -> Listing:
                         seen.partials[name] = item.stat(follow_symlinks=False).st_size
                     continue
                 digest, suffix = name[:64], name[64:]
-                known_or_ours = digest in known.indexes or (is_digest(digest) and shard_of(digest) == shard)
+                known_or_ours = digest in known or (is_digest(digest) and shard_of(digest) == shard)
                 if suffix not in (SUFFIX, KEEP_SUFFIX) or not known_or_ours:
                     seen.foreign.append(name)
                     continue
                 status = item.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            (seen.keeps if suffix == KEEP_SUFFIX else seen.indexes)[digest] = Signature.of(status)
-            if suffix == SUFFIX:
-                seen.used_ns[digest] = status.st_atime_ns
+            held = seen.held.setdefault(digest, Held())
+            if suffix == KEEP_SUFFIX:
+                held.keep = Signature.of(status)
+            else:
+                held.index, held.used_ns = Signature.of(status), status.st_atime_ns
     return seen
 
 
 @dataclass
 class _Shard:
-    """What the last scan saw. ``unread`` are files whose bytes the system did not give us: the next scan asks again."""
-
     look: Look = field(default_factory=Look)
-    seen: Listing = field(default_factory=Listing)
-    retention: dict[str, Retention] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)
+    held: dict[str, Held] = field(default_factory=dict)
+    partials: dict[str, int] = field(default_factory=dict)
 
 
 class FolderBooks:
@@ -106,7 +118,6 @@ class FolderBooks:
         self.problems = self.catalog.problems
         self.unremovable: dict[str, IndexStoreError] = {}
         """By path: usable indexes that should have left and could not be removed."""
-        self._reported: dict[str, Signature] = {}
         self._foreign: dict[str, tuple[str, ...]] = {}
         self._root = str(folder)
         self._folder = folder
@@ -124,16 +135,17 @@ class FolderBooks:
     @property
     def used_bytes(self) -> int:
         """Bytes of all index files, usable or not, and of those that are being written."""
-        files = [s.nbytes for shard in self._shards.values() for s in shard.seen.indexes.values()]
+        every = [held.index for shard in self._shards.values() for held in shard.held.values()]
+        files = [signature.nbytes for signature in every if signature is not None]
         return sum(files) + sum(self.partials)
 
     @property
     def partials(self) -> list[int]:
         """Bytes of each file that is being written, or whose writer died."""
-        return [nbytes for shard in self._shards.values() for nbytes in shard.seen.partials.values()]
+        return [nbytes for shard in self._shards.values() for nbytes in shard.partials.values()]
 
     def clear(self) -> None:
-        for book in (self.catalog, self.unremovable, self._reported, self._foreign, self._shards, self._models):
+        for book in (self.catalog, self.unremovable, self._foreign, self._shards, self._models):
             book.clear()
         self._root_look = Look()
         self.latest_use = 0.0
@@ -155,62 +167,65 @@ class FolderBooks:
     def path_of(self, digest: str, suffix: str = SUFFIX) -> str:
         return f"{self._root}/{shard_of(digest)}/{digest}{suffix}"
 
+    def _held(self, digest: str) -> Held | None:
+        shard = self._shards.get(shard_of(digest))
+        return None if shard is None else shard.held.get(digest)
+
+    def _hold(self, digest: str) -> Held:
+        return self._shards.setdefault(shard_of(digest), _Shard()).held.setdefault(digest, Held())
+
     def signature(self, digest: str) -> Signature | None:
         """Of the index's file, when it was last seen."""
-        shard = self._shards.get(shard_of(digest))
-        return None if shard is None else shard.seen.indexes.get(digest)
+        held = self._held(digest)
+        return None if held is None else held.index
 
     def uses(self) -> Iterator[tuple[str, IndexEntry, float]]:
         """(digest, entry, last use that is known, in seconds: it may be more recent) of every usable index."""
         for digest, entry in self.catalog.all_held():
-            yield digest, entry, self._shards[shard_of(digest)].seen.used_ns.get(digest, 0) / 1e9
+            yield digest, entry, self._hold(digest).used_ns / 1e9
 
-    def names(self, shard: str) -> tuple[set[str], set[str]]:
-        """Digests of all sidecars in a shard folder, and of all index files, usable or not."""
-        seen = self._shards[shard].seen
-        return set(seen.keeps), set(seen.indexes)
+    def orphans(self, shard: str) -> list[str]:
+        """Digests of the sidecars in a shard folder beside which no index file lies."""
+        return [d for d, held in self._shards[shard].held.items() if held.index is None and held.keep is not None]
 
     def report(self, digest: str, signature: Signature, error: IndexStoreError) -> None:
         """Hides an index for as long as its file is this version."""
         self.catalog.remove(digest)
         self.problems[self.path_of(digest)] = error
-        self._reported[digest] = signature
+        self._hold(digest).reported = signature
 
     def verdict(self, digest: str, signature: Signature) -> IndexStoreError | None:
         """What was reported about this version of an index's file."""
-        return self.problems.get(self.path_of(digest)) if self._reported.get(digest) == signature else None
+        held = self._held(digest)
+        if held is None or held.reported is None or held.reported != signature:
+            return None
+        return self.problems.get(self.path_of(digest))
 
     def learn(self, digest: str, entry: Entry, signature: Signature) -> IndexEntry:
         """Takes in an index whose header was read, or just written. The next scan looks whether it is still there."""
-        shard = self._shards.setdefault(shard_of(digest), _Shard())
-        kept = shard.retention.get(digest, DEFAULT)
-        listed = IndexEntry.of(entry, signature.nbytes, kept, self.path_of(digest))
+        held = self._hold(digest)
+        listed = IndexEntry.of(entry, signature.nbytes, held.retention, self.path_of(digest))
         self._clear_problem(digest)
         self.catalog.add(digest, listed)
-        shard.seen.indexes[digest] = signature
-        shard.look.settled = False
+        held.index = signature
+        self._shards[shard_of(digest)].look.settled = False
         return listed
 
     def _clear_problem(self, digest: str) -> None:
         path = self.path_of(digest)
         self.problems.pop(path, None)
         self.unremovable.pop(path, None)
-        self._reported.pop(digest, None)
+        if (held := self._held(digest)) is not None:
+            held.reported = None
 
     def retained(self, digest: str, retention: Retention) -> IndexEntry | None:
         """Takes in a retention that was just written. Returns the entry that has it now, if there is one."""
-        shard = self._shards.get(shard_of(digest))
-        if shard is not None:
-            shard.seen.keeps.pop(digest, None)  # the next scan reads what is really there
+        self._hold(digest).keep = None  # the next scan reads what is really there
         return self._set_retention(digest, retention)
 
     def _set_retention(self, digest: str, retention: Retention) -> IndexEntry | None:
         self.problems.pop(self.path_of(digest, KEEP_SUFFIX), None)
-        shard = self._shards.setdefault(shard_of(digest), _Shard())
-        if retention == DEFAULT:
-            shard.retention.pop(digest, None)
-        else:
-            shard.retention[digest] = retention
+        self._hold(digest).retention = retention
         entry = self.catalog.held(digest)
         if entry is not None and entry.retention != retention:
             entry = msgspec.structs.replace(entry, retention=retention)
@@ -223,9 +238,9 @@ class FolderBooks:
         self._clear_problem(digest)
         shard = self._shards.get(shard_of(digest))
         if shard is not None:
-            shard.seen.indexes.pop(digest, None)
-            shard.seen.used_ns.pop(digest, None)
             shard.look.settled = False
+            if (held := shard.held.get(digest)) is not None:
+                held.index, held.used_ns = None, 0
 
     def rescan(self, *, full: bool = False) -> None:
         """Reads headers of files that are new; a folder whose mtime stands is skipped. Raises OSError without one."""
@@ -286,7 +301,7 @@ class FolderBooks:
                 if shard.look.is_current(status) and not full:
                     return
                 settled = shard.look.begin(status)
-                found = list_shard(fd, name, shard.seen)
+                found = list_shard(fd, name, shard.held)
                 self.problems.pop(path, None)
                 self._take_in(name, fd, found, full=full)
         except OSError as err:
@@ -300,38 +315,41 @@ class FolderBooks:
                 self.problems[path] = StoreFolderError(
                     "folder of indexes", "one that can be listed", found_instead, remedy, path
                 )
-        shard.look.settled = settled and not shard.unread
+        unread = any(held.index_unread or held.keep_unread for held in shard.held.values())
+        shard.look.settled = settled and not unread
 
     def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
         shard = self._shards[name]
-        known, shard.seen = shard.seen, found
-        self.latest_use = max(self.latest_use, max(found.used_ns.values(), default=0) / 1e9)
+        shard.partials = found.partials
         folder = f"{self._root}/{name}"
         self._tell_foreign(folder, f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", found.foreign)
-        for digest in known.indexes.keys() - found.indexes.keys():
-            self._clear_problem(digest)
-            self.catalog.remove(digest)
-        again, shard.unread = shard.unread, set()
-        for digest in (known.keeps.keys() | shard.retention.keys()) - found.keeps.keys():
-            self._set_retention(digest, DEFAULT)
-        for digest, signature in found.keeps.items():
-            if full or known.keeps.get(digest) != signature or digest + KEEP_SUFFIX in again:
+        for digest in shard.held.keys() | found.held.keys():
+            held, seen = self._hold(digest), found.held.get(digest, Held())
+            index_is_new = full or held.index_unread or held.index != seen.index
+            keep_is_new = full or held.keep_unread or held.keep != seen.keep
+            held.index, held.keep, held.used_ns = seen.index, seen.keep, seen.used_ns
+            held.index_unread = held.keep_unread = False
+            self.latest_use = max(self.latest_use, seen.used_ns / 1e9)
+            if seen.keep is None:
+                self._set_retention(digest, DEFAULT)
+            elif keep_is_new:
                 self._read_retention(dir_fd, digest)
-        for digest, signature in found.indexes.items():
-            if self.verdict(digest, signature) is not None:
-                continue  # its header says nothing about what was reported
-            if full or known.indexes.get(digest) != signature or digest + SUFFIX in again:
-                self._read_header(dir_fd, digest)
+            if seen.index is None:
+                self.catalog.remove(digest)
+                self._clear_problem(digest)
+                if seen.keep is None:
+                    del shard.held[digest]
+            elif index_is_new and self.verdict(digest, seen.index) is None:
+                self._read_header(dir_fd, digest)  # which says nothing about what was reported
 
     def _read_retention(self, dir_fd: int, digest: str) -> None:
         try:
             self._set_retention(digest, read_retention(dir_fd, digest))
         except IndexStoreError as err:
-            shard = self._shards[shard_of(digest)]
-            kept = DEFAULT
+            kept, held = DEFAULT, self._hold(digest)
             if isinstance(err, IndexUnreadable):
-                shard.unread.add(digest + KEEP_SUFFIX)
-                kept = shard.retention.get(digest, UNKNOWN)
+                kept = UNKNOWN if held.retention == DEFAULT else held.retention
+                held.keep_unread = True
             self._set_retention(digest, kept)
             path = self.path_of(digest, KEEP_SUFFIX)
             self.problems[path] = err.at(path)
@@ -350,7 +368,7 @@ class FolderBooks:
             self.catalog.remove(digest)
         except IndexStoreError as err:
             if isinstance(err, IndexUnreadable):
-                self._shards[shard_of(digest)].unread.add(digest + SUFFIX)
+                self._hold(digest).index_unread = True
             self.catalog.remove(digest)
             self._clear_problem(digest)
             path = self.path_of(digest)

@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from .errors import InvalidPayload
 from .file import FileStore
+from .link import Source
 from .remote import MooncakeBlobs, ObjectBlobs, RemoteStore
 from .shared import SharedStore
 from .store import IndexStore
@@ -80,11 +81,11 @@ def open_store(
     mode: int | str | None = None,
     group: str | int | None = None,
 ) -> IndexStore:
-    """The store at an address, ready to be opened (``open()`` or ``with``).
+    """The store at an address, a folder or a service's, ready to be opened (``open()`` or ``with``).
 
-    Of several addresses the first is a folder, or a service, and the others are remote stores, the fastest first, that
-    it shares its indexes with (``SharedStore``). All options but ``timeout_s`` are those of ``FileStore``, for a first
-    address that is a folder. ``timeout_s`` bounds each answer of a service or a remote store. Raises InvalidPayload.
+    Further addresses are remote stores, the fastest first, that it shares its indexes with (``SharedStore``). All
+    options but ``timeout_s`` are those of ``FileStore``, for an address that is a folder. ``timeout_s`` bounds each
+    answer of a service or a remote store. Raises InvalidPayload.
     """
     remotes: list[StoreAddress] = []
     if isinstance(address, (str, bytes)) or not isinstance(address, Sequence):
@@ -92,7 +93,6 @@ def open_store(
     else:
         first, *remotes = [*address] or [""]
     kind, value, _ = locate(first)
-    local: FileStore | RemoteStore
     if kind == "file":
         local = FileStore(
             value,
@@ -109,20 +109,18 @@ def open_store(
 
         local = StoreClient(value, timeout_s=timeout_s)
     else:
-        local = _remote(first, timeout_s)
+        raise InvalidPayload(
+            "index store's address",
+            "a folder, file:///FOLDER or a service's ipc://SOCKET",
+            f"a remote store, {repr(first)[:200]}",
+            "name this machine's own store; a remote one is shared with it (store_remote)",
+        )
     if not remotes:
         return local
-    if not isinstance(local, FileStore):
-        raise InvalidPayload(
-            "first of several addresses",
-            "a folder, or a service's ipc://SOCKET",
-            repr(first)[:200],
-            "name this machine's own store first",
-        )
     return SharedStore(local, [_remote(remote, timeout_s) for remote in remotes], timeout_s=timeout_s)
 
 
-def _remote(address: StoreAddress, timeout_s: float) -> FileStore | RemoteStore:
+def _remote(address: StoreAddress, timeout_s: float) -> Source:
     kind, value, options = locate(address)
     if kind == "file":
         return FileStore(value)

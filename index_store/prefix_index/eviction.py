@@ -15,8 +15,8 @@ from .books import FolderBooks
 from .errors import IndexStoreError, IndexUnreadable, InvalidPayload, StoreFolderError, StoreFull
 from .folder import PARTIAL, SUFFIX, Signature, free_bytes, remove_unlocked, shard_fd, shard_of
 from .lease import LEASE
-from .retention import DEFAULT, read_retention, remove_orphans, remove_retention
-from .store import IndexEntry, Retention, has_expired
+from .retention import read_retention, remove_orphans, remove_retention
+from .store import DEFAULT, IndexEntry, Retention, has_expired
 
 Rank: TypeAlias = tuple[float, float]
 """Of two indexes, the one of the smaller rank leaves first."""
@@ -142,8 +142,7 @@ class Housekeeper:
         with self._lock:
             self._books.rescan()
             self._books.unremovable.clear()
-            now = self._limits.clock()
-            expired = [e for _, e in self._books.catalog.all_held() if has_expired(e.retention, now)]
+            expired = self._books.catalog.expired()
         removed = [entry for entry in expired if self._remove_unchanged(entry)]
         if self._limits.any:
             removed += self._evict(self._shortage(0, None), set())[0]
@@ -242,9 +241,9 @@ class Housekeeper:
             with contextlib.suppress(OSError), shard_fd(self._folder, shard) as fd:
                 remove_unlocked(fd, LEASE, grace_s=self._grace_s, access=os.O_RDWR)
                 with self._lock:
-                    keeps, indexes = self._books.names(shard)
+                    orphans = self._books.orphans(shard)
                 # Alone, nobody is between writing a retention and naming its index.
-                remove_orphans(fd, keeps - indexes, grace_s=0.0 if alone else self._grace_s)
+                remove_orphans(fd, orphans, grace_s=0.0 if alone else self._grace_s)
 
 
 def _last_used(entry: IndexEntry, known: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import time
@@ -13,7 +12,7 @@ from typing import Final
 from .background import Check, Promoter
 from .books import FolderBooks
 from .copies import Copies, TierCounters
-from .errors import IndexCorrupt, IndexFormatError, IndexNotFound, IndexStoreError, IndexUnreadable
+from .errors import IndexCorrupt, IndexNotFound, IndexStoreError, IndexUnreadable
 from .eviction import FolderLimits, Housekeeper, policy_of
 from .folder import (
     Access,
@@ -170,6 +169,7 @@ class FileStore(IndexStore):
             else:
                 os.close(fd)
                 index = copy
+                index.version = signature  # what it is a copy of
         except IndexUnreadable:
             raise  # what the system refuses now it may give a moment later
         except IndexStoreError as err:
@@ -177,8 +177,6 @@ class FileStore(IndexStore):
                 if self._is_open:
                     self._books.report(digest, signature, err)
             raise
-        with self._lock:
-            self.catalog.gave(digest, signature)
         if self._has_expired(digest):
             index.close()
             raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
@@ -243,7 +241,7 @@ class FileStore(IndexStore):
                 self.copies.make(index, self.catalog.get(digest), check)
             except IndexCorrupt as err:
                 if err.path == index.path:
-                    self.report(digest, err)
+                    self.report(index, err)
                 raise
 
     def collect(self) -> Sequence[IndexEntry]:
@@ -264,36 +262,19 @@ class FileStore(IndexStore):
                 found[str(self.copies.folder)] = self.copies.problem
         return tuple(Problem(path, error) for path, error in sorted(found.items()))
 
-    def report(self, key: IndexLookup, error: IndexStoreError) -> None:
+    def report(self, index: IndexFile, error: IndexStoreError) -> bool:
         """As in the protocol; a copy in DRAM that alone is damaged is removed, and the index stays offered."""
-        digest = self._digest(key)
+        self._check_open()
+        digest = index.identity.digest
         if self.copies is not None and self.copies.blame(digest, error):
-            return
+            return False
         with self._lock:
             self._books.look_again(digest)
             signature = self._books.signature(digest)
-            expired = digest not in self.catalog and self.catalog.held(digest) is not None
-            if signature is None or expired:  # a miss already
-                return
-            certain = self.catalog.gave_only(digest, signature)
-            if certain:
-                self._books.report(digest, signature, error)
-        if not certain:
-            self._verify_reported(digest)
-
-    def _verify_reported(self, digest: str) -> None:
-        """Reads all of the version that is there; hides it if it is damaged, whatever was said of an older one."""
-        path = self.path_of(digest)
-        with contextlib.suppress(IndexNotFound, IndexUnreadable):
-            fd, status = open_named(self.folder, digest)
-            signature = Signature.of(status)
-            try:
-                with IndexFile.from_fd(fd, path=path) as index:
-                    index.verify()
-            except IndexFormatError as err:
-                with self._lock:
-                    if self._is_open and self._books.signature(digest) == signature:
-                        self._books.report(digest, signature, err)
+            if signature is None or signature != index.version or self.catalog.is_expired(digest):
+                return False
+            self._books.report(digest, signature, error)
+        return True
 
     def rescan(self, *, full: bool = False) -> None:
         """As in the protocol; a folder whose mtime stands is skipped. Raises StoreFolderError without a folder."""
@@ -347,5 +328,5 @@ class FileStore(IndexStore):
         with self._lock:
             if self._is_open and digest not in self.catalog:
                 self._books.look_again(digest)
-                return self.catalog.held(digest) is not None and digest not in self.catalog
+                return self.catalog.is_expired(digest)
             return False

@@ -14,7 +14,7 @@ from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .file import FileStore
 from .reader import IndexLookup
 from .remote import RemoteStore
-from .store import BuildLease, Retention, digest_of
+from .store import BuildLease, Catalog, digest_of
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
@@ -28,18 +28,18 @@ Source: TypeAlias = FileStore | RemoteStore
 class Link:
     """The way to a store that may be away: asked again after a growing pause only, and never an unknown error."""
 
-    def __init__(self, store: Source) -> None:
+    def __init__(self, store: Source, here: Catalog) -> None:
         self.store = store
+        self.deleted: set[str] = set()
+        """Digests that it was not told yet to delete."""
+        self._here = here
+        store.catalog.hides = self.hides
         self._begin()
 
     def _begin(self) -> None:
         self.is_open = False
         self.is_behind = False
         """Whether it may lack what the folder has, or have what was deleted."""
-        self.retention: dict[str, Retention] = {}
-        """What it was not told yet, of indexes of which it is outdated in nothing else."""
-        self.reports: dict[str, IndexStoreError] = {}
-        """What was said of indexes that it may have, too."""
         self.problem: IndexStoreError | None = None
         self.refusal: IndexStoreError | None = None
         """Why it could not be told something, since all was told last."""
@@ -58,8 +58,15 @@ class Link:
         self.is_open = False
         with contextlib.suppress(IndexStoreError):
             self.store.close()
-        self.store.catalog.hidden.clear()
+        self.deleted.clear()
         self._begin()
+
+    def hides(self, digest: str) -> bool:
+        """Whether what it has of an index is not served here: it is to be deleted, or has expired in the folder."""
+        return digest in self.deleted or self._here.is_expired(digest)
+
+    def lists(self, digest: str) -> bool:
+        return self.is_open and digest in self.store.catalog and not self.hides(digest)
 
     def is_due(self) -> bool:
         """Whether it is to be told now what it was not told yet."""
@@ -103,7 +110,9 @@ class Link:
         return value
 
     def contains(self, digest: str) -> bool:
-        """False, too, where it cannot be asked."""
+        """False, too, where it cannot be asked, or what it has is not served here."""
+        if self.hides(digest):
+            return False
         with contextlib.suppress(IndexStoreError):
             return self.ask(partial(self.store.contains, digest))
         return False

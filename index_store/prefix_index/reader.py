@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from .errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, StoreClosed, out_of_memory
 from .folder import (
     Fetch,
+    Signature,
     bulk_reads,
     open_fd,
     open_named,
@@ -32,6 +33,7 @@ from .folder import (
     path_in,
     pread,
     regular_size,
+    status_of,
     unreadable,
 )
 from .format import (
@@ -80,6 +82,8 @@ class IndexFile:
     def __init__(self, file: io.FileIO, *, path: str | None = None) -> None:
         """Of a file that this object owns from now on; ``path`` None: one in memory. Raises IndexFormatError."""
         self.path = path
+        self.version: object = None
+        """What the store that served it tells this version from others by."""
         self._file = file
         self._mapping: mmap.mmap | None = None
         self._verified: set[ArrayKey] = set()
@@ -115,6 +119,7 @@ class IndexFile:
                 owned.pop_all()
                 file = owned.enter_context(owned_file(fd, "rb"))
                 index = cls(file, path=os.fspath(path))
+                index.version = Signature.of(status_of(fd))
                 if expected is not None:
                     check_identity(expected, index.identity)
             except IndexStoreError as err:

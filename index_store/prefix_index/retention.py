@@ -20,11 +20,10 @@ import msgspec
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
 from .folder import SUFFIX, Signature, closing_fd, pread
 from .format import is_digest, xxh3_hex
-from .store import Retention, has_expired
+from .store import DEFAULT, Retention, has_expired
 from .writer import PartialFile
 
 KEEP_SUFFIX: Final = ".pfxkeep"
-DEFAULT: Final = Retention()
 _MAX_NBYTES: Final = 4096
 _RETENTION: Final = msgspec.json.Decoder(Retention)
 

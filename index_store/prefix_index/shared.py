@@ -19,7 +19,6 @@ from .errors import (
     IndexMismatch,
     IndexNotFound,
     IndexStoreError,
-    IndexTooNew,
     IndexUnreadable,
     InvalidPayload,
     StoreFolderError,
@@ -30,6 +29,7 @@ from .file import FileStore
 from .folder import check_apart
 from .link import Link, Source, unavailable
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
+from .remote import RemoteStore
 from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload
 
@@ -73,9 +73,10 @@ class SharedStore(IndexStore):
     that. Its errors are the answer. A remote store is a source of what the folder lacks: empty, wiped, damaged or away,
     it makes for misses only; ``open()`` succeeds without it, ``problems()`` says so.
 
-    *Writing.* ``put`` ends when the folder has the index, which is then published in the background. What could not be
-    is tried again when the store answers again, and at the next start: no list of it is kept. ``delete`` waits up to
-    ``timeout_s`` for the remote stores; the index may come back from another machine that still holds it.
+    *Writing.* ``put`` ends when the folder has the index, which is then published in the background. One that is there
+    already stays. What could not be published is tried again when the store answers again, and at the next start: no
+    list of it is kept. ``delete`` waits up to ``timeout_s`` for the remote stores; the index may come back from another
+    machine that still holds it. Retention is the folder's alone; what expires there is deleted in the others.
 
     *Reading.* Look-ups are those of all catalogs, without I/O. An index that the folder lacks, or has damaged, is
     fetched into it; ``get`` waits up to ``timeout_s``, then raises StoreUnavailable while the fetch goes on. Where the
@@ -102,7 +103,7 @@ class SharedStore(IndexStore):
         check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
         self.remotes = tuple(remotes)
-        self._links = [Link(remote) for remote in remotes]
+        self._links = [Link(remote, local.catalog) for remote in remotes]
         self._timeout_s, self._rescan_s = timeout_s, rescan_s
         self._counts = dict.fromkeys(SharedCounters._fields, 0)
         self._counting = threading.Lock()
@@ -162,11 +163,8 @@ class SharedStore(IndexStore):
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         self._check_open()
         digest = payload.identity.digest
-        if retention is None and self.local.catalog.get(digest) is None:
-            retention = next((there.retention for _, there in self._offers(digest)), None)
         with self._changing(digest):
             entry = self.local.put(payload, retention=retention)
-            self._outdate(digest)
         self._post(digest)
         return entry
 
@@ -181,39 +179,26 @@ class SharedStore(IndexStore):
 
     def contains(self, key: IndexLookup) -> bool:
         digest = self._digest(key)
-        links = [link for link in self._links if digest not in link.store.catalog.hidden]
-        return self.local.contains(digest) or any(link.contains(digest) for link in links)
+        return self.local.contains(digest) or any(link.contains(digest) for link in self._links)
 
     def delete(self, key: IndexLookup) -> bool:
         """As in the protocol, in all of them; the class says what becomes of it where one does not answer."""
         digest = self._digest(key)
-        offered = any(True for _ in self._offers(digest))
+        listed = any(link.lists(digest) for link in self._links)
         with self._changing(digest):
             deleted = self.local.delete(digest)
-            self._outdate(digest)
-        job = self._post(digest, urgent=True)
+        job = self._delete_there(digest)
         job.wait(self._timeout_s)
-        told = not any(digest in link.store.catalog.hidden for link in self._links)
-        return deleted or (job.value is True if told else offered)
+        told = not any(digest in link.deleted for link in self._links)
+        return deleted or (job.value is True if told else listed)
 
     def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
+        """As in the protocol, in the folder, which an index that only a remote store has is fetched into first."""
         digest = self._digest(key)
+        if digest not in self.local.catalog and any(link.lists(digest) for link in self._links):
+            self.get(digest).close()
         with self._changing(digest):
-            try:
-                entry = self.local.retain(digest, retention)
-            except IndexNotFound as err:
-                missing = err
-            else:
-                for link in self._links:
-                    hidden = link.store.catalog.hidden
-                    if digest in link.retention or digest not in hidden:  # else the index is sent, with all of it
-                        link.retention[digest] = retention
-                    hidden[digest] = next(self._numbers)
-                self._post(digest)
-                return entry
-        for link, _ in self._offers(digest):
-            return link.ask(partial(link.store.retain, digest, retention))
-        raise missing
+            return self.local.retain(digest, retention)
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         self._check_open()
@@ -226,14 +211,11 @@ class SharedStore(IndexStore):
             return _Leases(digest_of(key), held.pop_all().close)
 
     def collect(self) -> Sequence[IndexEntry]:
-        """All stores' collections. Returns what left one of them and the folder does not have still."""
+        """The folder's collection. What has expired is deleted in the remote stores, too."""
         self._check_open()
-        removed = {entry.digest: entry for entry in self.local.collect()}
-        for link in self._links:
-            with contextlib.suppress(IndexStoreError):
-                there = {entry.digest: entry for entry in link.ask(link.store.collect)}
-                removed.update((d, entry) for d, entry in there.items() if self.local.catalog.get(d) is None)
-        return tuple(entry for _, entry in sorted(removed.items()))
+        for entry in self.local.catalog.expired():
+            self._delete_there(entry.digest)
+        return self.local.collect()
 
     def list(self) -> Sequence[IndexEntry]:
         self._check_open()
@@ -249,35 +231,31 @@ class SharedStore(IndexStore):
         found = [*self.local.problems()]
         known = {digest_in(problem.path) for problem in found} - {None}
         for link in self._links:
-            seen = known | link.store.catalog.hidden.keys()
+            seen = known | link.deleted
             found += [p for p in link.known(link.store.problems) if digest_in(p.path) not in seen]
             error = link.problem or link.refusal
             if error is not None:
                 found.append(Problem(error.path or "remote store", error))
         return tuple(found)
 
-    def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """As in the protocol; where only the folder's index is damaged, the remote stores' are fetched."""
-        digest = self._digest(key)
+    def report(self, index: IndexFile, error: IndexStoreError) -> bool:
+        """As in the protocol. Where the folder's bytes alone are damaged, the remote stores' are fetched; what is wrong
+        although its bytes are as they were written is deleted in the remote stores, for a builder to put it again.
+        """
+        digest = index.identity.digest
+        self._check_open()
         self._end_fetch(digest)
-        here = self.local.catalog.get(digest)
-        if here is not None:
-            damaged = (error.path is not None and error.path == here.path) or is_damaged(self.local.folder, digest)
-            self.local.report(digest, error)
-            if damaged or self.local.catalog.get(digest) is not None:
-                return  # or the folder has looked: it was about an older one
-        elif self.local.catalog.held(digest) is not None:
-            return  # it has expired: a miss already
-        elif any(digest_in(problem.path) == digest for problem in self.local.problems()):
-            return
-        for link in self._links:
-            if link.is_open and digest not in link.store.catalog.hidden:
-                with contextlib.suppress(IndexStoreError):
-                    link.store.report(digest, error)
-            else:  # on its way there, or nobody knows what is there
-                link.store.catalog.hidden[digest] = next(self._numbers)
-                link.reports[digest], link.is_behind = error, True
-                self._post(digest)
+        if not self._is_from_remote(index):
+            if not self.local.report(index, error):
+                return False
+            if is_damaged(self.local.folder, digest):
+                return True
+        self._delete_there(digest)
+        return True
+
+    def _is_from_remote(self, index: IndexFile) -> bool:
+        shared = (link.store for link in self._links if isinstance(link.store, FileStore))
+        return index.path is None or any(index.path == str(store.path_of(index.identity)) for store in shared)
 
     def longest(self, ask: Ask) -> IndexEntry | None:
         if any(link.is_away() for link in self._links):
@@ -298,13 +276,6 @@ class SharedStore(IndexStore):
 
     # ---- from remote stores ----
 
-    def _offers(self, digest: str) -> Iterator[tuple[Link, IndexEntry]]:
-        """The remote stores that list an index."""
-        for link in self._links:
-            entry = link.store.catalog.get(digest) if link.is_open else None
-            if entry is not None and digest not in link.store.catalog.hidden:
-                yield link, entry
-
     def _get_remote(self, key: IndexLookup, digest: str, missing: IndexStoreError) -> IndexFile:
         if (known := self._unfetched(digest)) is not None:
             if isinstance(known, Link):
@@ -317,10 +288,11 @@ class SharedStore(IndexStore):
         if done or isinstance(job.error, Cancelled):  # by a change of the folder's own
             return known.ask(partial(known.store.get, key)) if isinstance(known, Link) else self.local.get(key)
         if isinstance(job.error, IndexUnreadable):  # the folder's stays; meanwhile a remote store's will do
-            for link, _ in self._offers(digest):
-                with contextlib.suppress(IndexStoreError):
-                    return link.ask(partial(link.store.get, key))
-        offered = any(True for _ in self._offers(digest))
+            for link in self._links:
+                if link.lists(digest):
+                    with contextlib.suppress(IndexStoreError):
+                        return link.ask(partial(link.store.get, key))
+        offered = any(link.lists(digest) for link in self._links)
         error = job.error if isinstance(job.error, IndexStoreError) else missing
         if job.error is None and offered:
             error = unavailable(f"it still on its way after {self._timeout_s:g} s", expected="the index")
@@ -349,7 +321,7 @@ class SharedStore(IndexStore):
             except IndexStoreError:
                 pass  # a remote store's will do
             for link in self._links:
-                if digest not in link.store.catalog.hidden:
+                if not link.hides(digest):
                     try:
                         return self._fetch_from(link, digest, check)
                     except IndexStoreError as err:
@@ -369,7 +341,6 @@ class SharedStore(IndexStore):
                 raise Cancelled
 
         with link.ask(partial(link.store.get, digest)) as source:
-            entry = link.store.catalog.get(digest)
             changing = self._lock_of(digest)
             if not changing.acquire(blocking=False):  # never wait for who holds it: it is read from where it is
                 still_wanted()
@@ -377,10 +348,10 @@ class SharedStore(IndexStore):
                 return
             try:
                 still_wanted()
-                retention = Retention() if entry is None else entry.retention
-                self.local.put(checked(source.payload(), still_wanted), retention=retention)
+                self.local.put(checked(source.payload(), still_wanted))
             except DAMAGE as err:
-                link.store.report(digest, err)
+                if isinstance(link.store, FileStore):
+                    link.store.report(source, err)
                 raise
             except (StoreFull, StoreFolderError):
                 self.count("fetch_failures")
@@ -412,13 +383,16 @@ class SharedStore(IndexStore):
     # ---- to remote stores ----
 
     def _look(self, what: str, check: Check) -> None:
-        """Lists the remote stores, or opens those that could not be."""
+        """Lists the remote stores, or opens those that could not be. What expired in the folder is deleted there."""
         for link in self._links:
             check()
             if link.is_open:
                 link.look(partial(link.store.rescan, full=what == "rescan fully"))
             else:
                 link.open()
+        for entry in self.local.catalog.expired():
+            if any(entry.digest in link.store.catalog for link in self._links):
+                self._delete_there(entry.digest)
         if any(link.is_due() for link in self._links):
             self._post(_EVERYTHING)
 
@@ -426,12 +400,11 @@ class SharedStore(IndexStore):
         # A key of its own: the job of an earlier one may have looked already, and not be over yet.
         return self._teller.request(f"{what} {next(self._numbers)}", urgent=urgent)
 
-    def _outdate(self, digest: str) -> None:
-        """What remote stores have of an index is not to be served here, until they know better."""
+    def _delete_there(self, digest: str) -> Promotion:
+        """What remote stores have of an index is not served here any more, until they are told to delete it."""
         for link in self._links:
-            link.store.catalog.hidden[digest] = next(self._numbers)
-            link.retention.pop(digest, None)
-            link.reports.pop(digest, None)
+            link.deleted.add(digest)
+        return self._post(digest, urgent=True)
 
     def _tell(self, what: str, check: Check) -> bool:
         """Returns whether a remote store had an index that was deleted."""
@@ -445,19 +418,14 @@ class SharedStore(IndexStore):
 
     def _catch_up(self, link: Link, check: Check) -> None:
         link.is_behind, link.refusal = False, None
-        for digest in tuple(link.store.catalog.hidden):
-            sends = digest not in {*link.retention, *link.reports} and self.local.catalog.get(digest) is not None
-            if sends and isinstance(link.refusal, StoreFull):
-                link.is_behind = True  # nor would this one have room
-            else:
-                self._tell_one(link, digest, check)
-        newer = {digest_in(problem.path) for problem in link.store.problems() if isinstance(problem.error, IndexTooNew)}
+        for digest in tuple(link.deleted):
+            self._tell_one(link, digest, check)
         for entry in self.local.list():
             digest = entry.digest
-            there = link.store.catalog.get(digest)
-            if digest in newer or (there is not None and there.created >= entry.created):
+            if digest in link.store.catalog:
                 continue
             if isinstance(link.refusal, StoreFull):
+                link.is_behind = True
                 break  # nor would the rest have room
             with contextlib.suppress(IndexStoreError):
                 lease = self.local.lease(digest)
@@ -465,52 +433,51 @@ class SharedStore(IndexStore):
                     link.is_behind = True  # another process of this machine is at it, or was
                     continue
                 with lease:
-                    if there is not None:  # an older build
-                        link.store.catalog.hidden.setdefault(digest, next(self._numbers))
                     self._tell_one(link, digest, check)
+        if isinstance(link.store, RemoteStore):
+            with contextlib.suppress(IndexStoreError):
+                link.ask(link.store.sweep)
         link.caught_up()
 
     def _tell_one(self, link: Link, digest: str, check: Check) -> bool:
-        """Makes a remote store's index what the folder's is. Returns whether one was deleted there."""
+        """Has a remote store delete an index, or take in the folder's. Returns whether one was deleted there."""
         check()
-        store, entry, existed = link.store, self.local.catalog.get(digest), False
-        outdated = store.catalog.hidden.get(digest)
+        existed = False
         try:
-            if digest in link.reports:
-                link.ask(partial(store.report, digest, link.reports[digest]))
-            elif digest in link.retention:
-                with contextlib.suppress(IndexNotFound):
-                    link.ask(partial(store.retain, digest, link.retention[digest]))
-            elif outdated is not None and entry is None:
-                existed = link.ask(partial(store.delete, digest))
-            elif outdated is not None or (entry is not None and store.catalog.get(digest) is None):
-                self._send(link, digest, entry, check)
-            if store.catalog.hidden.get(digest) == outdated:  # else it has changed once more meanwhile
-                store.catalog.hidden.pop(digest, None)
-                link.retention.pop(digest, None)
-                link.reports.pop(digest, None)
+            if digest in link.deleted:
+                existed = link.ask(partial(link.store.delete, digest))
+                link.deleted.discard(digest)
+            if digest in self.local.catalog and digest not in link.store.catalog:
+                self._send(link, digest, check)
         except Cancelled:
             raise
         except IndexNotFound:
             link.is_behind = True  # the folder's is gone meanwhile: its catalog will know
         except Exception as err:
+            # Whatever it is, it is told again, later and later.
             self.count("publish_failures")
-            here = self.local.catalog.held(digest)
-            if isinstance(err, DAMAGE) and here is not None and err.path == here.path:
-                self.local.report(digest, err)
-            else:  # whatever it is, it is the other store's: it is told again, later and later
-                link.is_behind = True
-                link.refusal = err if isinstance(err, IndexStoreError) else link.refusal
+            link.is_behind = True
+            link.refusal = err if isinstance(err, IndexStoreError) else link.refusal
         return existed
 
-    def _send(self, link: Link, digest: str, entry: IndexEntry | None, check: Check) -> None:
-        if digest not in link.store.catalog.hidden and link.ask(partial(link.store.contains, digest)):
+    def _send(self, link: Link, digest: str, check: Check) -> None:
+        if link.ask(partial(link.store.contains, digest)):
             return
-        with open_in(self.local.folder, digest) as index:
-            payload = checked(index.payload(), check)
-            retention = Retention() if entry is None else entry.retention
-            link.ask(partial(link.store.put, payload, retention=retention))
-        self.count("published")
+        index: IndexFile | None = None
+        try:
+            with open_in(self.local.folder, digest) as index:
+                put = link.ask(partial(link.store.put, checked(index.payload(), check)))
+        except DAMAGE as err:
+            if err.path != str(self.local.path_of(digest)):
+                raise
+            self.count("publish_failures")
+            if index is None:
+                self.local.get(digest).close()  # takes note of it
+            else:
+                self.local.report(index, err)
+        else:
+            if put:
+                self.count("published")
 
     def _fell_behind(self) -> None:
         self.count("dropped")

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,7 +20,7 @@ from .format import PAGE_TOKENS, Entry, IndexIdentity, ModelFingerprint, is_dige
 from .reader import IndexFile, IndexLookup
 from .writer import IndexPayload
 
-_Self = TypeVar("_Self", bound="IndexStore")
+_Self = TypeVar("_Self", bound="IndexSource")
 
 
 class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -46,6 +46,9 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise ValueError(f"expires: expected finite seconds, 0 or more, found {repr(value)[:200]}")
         msgspec.structs.force_setattr(self, "expires", float(value))
+
+
+DEFAULT: Final = Retention()
 
 
 def has_expired(retention: Retention, now: float) -> bool:
@@ -90,10 +93,10 @@ class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     created: float
     build_seconds: float
     path: str | None = None
-    retention: Retention = Retention()
+    retention: Retention = DEFAULT
 
     @classmethod
-    def of(cls, entry: Entry, nbytes: int, retention: Retention, path: str | None = None) -> IndexEntry:
+    def of(cls, entry: Entry, nbytes: int, retention: Retention = DEFAULT, path: str | None = None) -> IndexEntry:
         """Of a container's first header section."""
         times = {"created": entry.info.created, "build_seconds": entry.info.build_seconds}
         return cls(identity=entry.identity, nbytes=nbytes, path=path, retention=retention, **times)
@@ -132,9 +135,8 @@ class Catalog:
         self._clock = clock
         self._entries: dict[str, IndexEntry] = {}
         self._by_prefix: dict[str, dict[bytes, tuple[str, ...]]] = {}
-        self._served: dict[str, object] = {}
-        self.hidden: dict[str, int] = {}
-        """Digests of what is outdated: no listing and no look-up by prefix shows them. Outlives ``clear()``."""
+        self.hides: Callable[[str], bool] = lambda digest: False
+        """Digests that no listing and no look-up by prefix shows."""
         self.problems: dict[str, IndexStoreError] = {}
         """By path, or by digest in a store without files: what is not a usable index, and why."""
 
@@ -149,6 +151,15 @@ class Catalog:
         """The entry, expired or not."""
         return self._entries.get(digest)
 
+    def is_expired(self, digest: str) -> bool:
+        """Whether it is held, and has expired."""
+        return self.held(digest) is not None and self.get(digest) is None
+
+    def expired(self) -> tuple[IndexEntry, ...]:
+        """All entries that are held, and have expired."""
+        now = self._clock()
+        return tuple(entry for entry in tuple(self._entries.values()) if has_expired(entry.retention, now))
+
     def entries(self) -> tuple[IndexEntry, ...]:
         """All entries that have not expired, ordered by digest."""
         now = self._clock()
@@ -159,7 +170,7 @@ class Catalog:
         return tuple(sorted(self._entries.items()))
 
     def _is_shown(self, digest: str, entry: IndexEntry, now: float) -> bool:
-        return digest not in self.hidden and not has_expired(entry.retention, now)
+        return not self.hides(digest) and not has_expired(entry.retention, now)
 
     def add(self, digest: str, entry: IndexEntry) -> None:
         """Adds or replaces. ``digest`` is the entry's own (the caller has it at hand)."""
@@ -183,17 +194,8 @@ class Catalog:
             del self._by_prefix[namespace]
 
     def clear(self) -> None:
-        for book in (self._entries, self._by_prefix, self._served, self.problems):
+        for book in (self._entries, self._by_prefix, self.problems):
             book.clear()
-
-    def gave(self, digest: str, version: object) -> None:
-        """A reader has this version of an index. Of several versions, a reader of an old one may still be at it."""
-        if self._served.setdefault(digest, version) != version:
-            self._served[digest] = None
-
-    def gave_only(self, digest: str, version: object) -> bool:
-        """Whether nobody was given another version than this one."""
-        return self._served.get(digest, version) == version
 
     def matches(self, ask: Ask) -> Iterator[tuple[IndexEntry, str | None]]:
         """Indexes of a prompt's prefixes, the longest first, each with the first field that differs. No I/O."""
@@ -219,8 +221,8 @@ def _difference(ask: Ask, identity: IndexIdentity) -> str | None:
     return model_mismatch(ask.model, identity.model)
 
 
-class IndexStore(ABC):
-    """A store. All methods but ``open`` and ``close`` raise StoreClosed on a store that is not open."""
+class IndexSource(ABC):
+    """What indexes come from. All methods but ``open`` and ``close`` raise StoreClosed on one that is not open."""
 
     kind: ClassVar[str]
     catalog: Catalog
@@ -239,17 +241,6 @@ class IndexStore(ABC):
         """Ends using it. Indexes that were handed out stay usable. Closing twice does nothing."""
 
     @abstractmethod
-    def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
-        """Stores an index whole or not at all; an older one of the same identity is replaced.
-
-        ``retention`` None keeps that of the index it replaces. When it returns the index is as durable as the store is.
-        Others may have been evicted to make room. Raises InvalidPayload, StoreFull, StoreFolderError, StoreUnavailable,
-        and what a ``LazyArray`` raises; after an error the index of this identity is what it was before. One exception:
-        where the disk fails after the new index got its name, either version is there, whole, kept at least as long as
-        both should be.
-        """
-
-    @abstractmethod
     def get(self, key: IndexLookup) -> IndexFile:
         """Opens an index; the caller closes it. Its header is checked now, each array when it is first read.
 
@@ -266,25 +257,10 @@ class IndexStore(ABC):
         """Removes an index, damaged or not. Returns whether there was one. Open ones stay readable."""
 
     @abstractmethod
-    def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
-        """Changes how long an index should stay. Raises IndexNotFound."""
-
-    @abstractmethod
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """The right to build this index, or None while somebody else holds it. Never blocks.
 
         Whoever gets it looks first whether the index has come meanwhile (``contains``).
-        """
-
-    @abstractmethod
-    def collect(self) -> Sequence[IndexEntry]:
-        """Removes what has expired and what exceeds the store's limits; returns what was removed."""
-
-    @abstractmethod
-    def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no more,
-        until it is replaced. A report that may be about an older version has the present one read whole, and hidden
-        only if it is damaged.
         """
 
     @abstractmethod
@@ -302,6 +278,53 @@ class IndexStore(ABC):
         self._check_open()
         with self._lock:
             return tuple(Problem(path, error) for path, error in sorted(self.catalog.problems.items()))
+
+    def __enter__(self: _Self) -> _Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _digest(self, key: IndexLookup) -> str:
+        """The lookup's digest, of a store that is open."""
+        digest = digest_of(key)
+        self._check_open()
+        return digest
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StoreClosed(f"{self.kind} store", "open", "closed", "call open() first")
+
+
+class IndexStore(IndexSource):
+    """A store: what it is given stays as long as its retention and the store's limits say."""
+
+    @abstractmethod
+    def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
+        """Stores an index whole or not at all; an older one of the same identity is replaced.
+
+        ``retention`` None keeps that of the index it replaces. When it returns the index is as durable as the store is.
+        Others may have been evicted to make room. Raises InvalidPayload, StoreFull, StoreFolderError, StoreUnavailable,
+        and what a ``LazyArray`` raises; after an error the index of this identity is what it was before. One exception:
+        where the disk fails after the new index got its name, either version is there, whole, kept at least as long as
+        both should be.
+        """
+
+    @abstractmethod
+    def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
+        """Changes how long an index should stay. Raises IndexNotFound."""
+
+    @abstractmethod
+    def collect(self) -> Sequence[IndexEntry]:
+        """Removes what has expired and what exceeds the store's limits; returns what was removed."""
+
+    @abstractmethod
+    def report(self, index: IndexFile, error: IndexStoreError) -> bool:
+        """Tells the store that reading an index failed after ``get``: it becomes a problem and is offered no more,
+        until it is replaced. Returns False, having done nothing, where it has expired, or another version is there by
+        now.
+        """
 
     def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
@@ -321,23 +344,6 @@ class IndexStore(ABC):
     def _catalogs(self) -> Sequence[Catalog]:
         """What look-ups ask, the nearest first: of equally long prefixes the first one's is the answer."""
         return (self.catalog,)
-
-    def __enter__(self: _Self) -> _Self:
-        self.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _digest(self, key: IndexLookup) -> str:
-        """The lookup's digest, of a store that is open."""
-        digest = digest_of(key)
-        self._check_open()
-        return digest
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise StoreClosed(f"{self.kind} store", "open", "closed", "call open() first")
 
 
 def digest_of(key: IndexLookup) -> str:

@@ -181,17 +181,16 @@ class Residency:
     def _load(self, index: ResidentIndex) -> None:
         try:
             with self._store.get(index.entry.identity) as file:
-                layers = self._load_layers(index, file)
+                try:
+                    layers = self._load_layers(index, file)
+                except _DAMAGE as error:
+                    self._report(file, error)  # before requests are told: who asks then is not offered it again
+                    raise
             self._wait_for_device()
             nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             with self._lock:  # at once, for whoever looks at the books
                 index.layers, index.nbytes, index.state = layers, nbytes, State.READY
         except IndexStoreError as error:
-            try:
-                if isinstance(error, _DAMAGE):  # before requests are told: who asks then is not offered it again
-                    self._store.report(index.entry.identity, error)
-            except Exception as problem:  # a store that cannot take note of it offers it again: tried again then
-                logger.warning("sparse attention: a damaged index could not be reported to its store: %s", problem)
             self._fail(index, error.reason, str(error))
         except UnusableIndexError as error:
             self._fail(index, error.reason, str(error))
@@ -199,6 +198,12 @@ class Residency:
             self._fail(index, "index_memory", f"no memory is left for this index: {error}")
         except Exception as error:  # the server must live on, dense
             self._fail(index, "index_corrupt", f"{type(error).__name__}: {error}")
+
+    def _report(self, file: IndexFile, error: IndexStoreError) -> None:
+        try:
+            self._store.report(file, error)
+        except Exception as problem:  # a store that cannot take note of it offers it again: tried again then
+            logger.warning("sparse attention: a damaged index could not be reported to its store: %s", problem)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":

@@ -84,6 +84,10 @@ def test_the_store_is_named_in_several_ways(
     ("address", "words"),
     [
         ("s4://bucket", ["index store's address", "ipc://SOCKET", "s3://", "mooncake://HOST:PORT", "s4://bucket"]),
+        (
+            "s3://bucket/x",
+            ["expected a folder, file:///FOLDER or a service's", "found a remote store, 's3://bucket/x'"],
+        ),
         ("/nowhere/at/all", ["/nowhere/at/all", "expected an existing folder", "found nothing"]),
         ("ipc:///nowhere/none", ["sglang-ext store serve"]),
         ("file://host/folder", ["index store's address", "file:///FOLDER"]),

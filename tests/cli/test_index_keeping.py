@@ -149,12 +149,6 @@ def test_gc_says_nothing_of_a_build_under_way(shelf: Any, index: Any) -> None:
         lease.release()
 
 
-def test_gc_of_a_remote_store_takes_no_limits(index: Any) -> None:
-    said = index("gc", "--max-bytes", "1G", "--store", "memory:///")
-    assert said.status == 2
-    assert "it has limits of its own" in " ".join(said.err.split())
-
-
 # -- export and import -------------------------------------------------------------------------------------------------
 
 

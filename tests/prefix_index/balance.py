@@ -10,9 +10,10 @@ from prefix_index.folder import shard_fd
 from prefix_index.remote import RemoteStore
 from prefix_index.remote.values import Manifest
 from prefix_index.retention import read_retention
+from prefix_index.store import IndexSource
 
 
-def balanced(store: IndexStore) -> None:
+def balanced(store: IndexSource) -> None:
     """Raises AssertionError with both sides. Meaningful while nobody else changes what is there."""
     if isinstance(store, SharedStore):
         balanced(store.local)
@@ -25,7 +26,7 @@ def balanced(store: IndexStore) -> None:
         _files(store)
     elif isinstance(store, RemoteStore):
         _values(store)
-    for entry in store.list():
+    for entry in store.list() if isinstance(store, IndexStore) else ():
         identity = entry.identity
         hashes = [*[bytes(32)] * (identity.num_tokens // identity.page_tokens - 1), bytes.fromhex(identity.prefix_hash)]
         ask = Ask(identity.namespace, hashes, identity.model, identity.profile_digest, identity.page_tokens)
@@ -55,6 +56,5 @@ def _files(store: FileStore) -> None:
 def _values(store: RemoteStore) -> None:
     found = store._scan(full=False)
     outcomes = store._values.manifests([d for d, names in found.items() if names.tag is not None])
-    there = {d: m for d, m in outcomes.items() if isinstance(m, Manifest) and d not in store._bad}
-    assert store._manifests == there, "manifests"
-    assert dict(store.catalog.all_held()) == {d: m.listed for d, m in there.items()}, "entries"
+    there = {d: m.listed for d, m in outcomes.items() if isinstance(m, Manifest) and d not in store.catalog.problems}
+    assert dict(store.catalog.all_held()) == there, "entries"

@@ -17,7 +17,7 @@ from tests.prefix_index.shared_stores import Make, Shaky, machines
 from tests.prefix_index.tiers import TIERS
 
 #: By day of each kind the one that costs least.
-BY_DAY = ("file", "copied", "service", "remote-memory", "shared-file-file")
+BY_DAY = ("file", "copied", "service", "shared-file", "shared-memory")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.full) for name in TIERS])

@@ -22,19 +22,18 @@ from prefix_index import (
     IndexFormatError,
     IndexNotFound,
     IndexPayload,
-    IndexStore,
-    Retention,
     StoreClosed,
     StoreFull,
     StoreUnavailable,
 )
-from prefix_index.remote import BlobsFailed, MooncakeBlobs, RemoteStore
+from prefix_index.remote import Blobs, BlobsFailed, MooncakeBlobs, RemoteStore
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.machine import STEPS, StoreMachine
+from tests.prefix_index.machine import STEPS
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
 from tests.prefix_index.remote_stores import check_values
 from tests.prefix_index.samples import sample_identity, sample_payload
+from tests.prefix_index.test_store_machines import RemoteMachine
 
 DIGEST = sample_identity().digest
 SOON = 20.0
@@ -104,7 +103,8 @@ def test_values() -> None:
 def test_an_index_of_many_chunks_whole_and_in_parts(cluster: Cluster) -> None:
     with client(cluster) as one, client(cluster) as two:
         payload = big_payload()
-        one.put(payload, retention=Retention(pinned=True))
+        assert one.put(payload)
+        assert not two.put(payload)
         with two.get(payload.identity) as index:
             index.verify()
             assert index.array("kv", 3)[0] == 4
@@ -112,7 +112,6 @@ def test_an_index_of_many_chunks_whole_and_in_parts(cluster: Cluster) -> None:
         one.rescan()
         two.rescan()
         assert {e.digest for e in one.list()} == {e.digest for e in two.list()} == {payload.identity.digest, DIGEST}
-        assert [e.retention.pinned for e in one.list() if e.digest != DIGEST] == [True]
         assert one.delete(DIGEST)
         with pytest.raises(IndexNotFound):
             two.get(DIGEST)
@@ -189,7 +188,7 @@ def test_a_master_killed_and_started_again(cluster: Cluster) -> None:
         store.put(payload)
         store._calls.timeout_s = 3.0
         cluster.kill_master()
-        for call in (lambda: store.get(payload.identity), lambda: store.put(payload), store.rescan, store.collect):
+        for call in (lambda: store.get(payload.identity), lambda: store.put(payload), store.rescan, store.sweep):
             within(SOON, call, StoreUnavailable)
         assert not store.contains(payload.identity)
         assert len(store.list()) == 1
@@ -219,7 +218,7 @@ def test_a_full_segment_evicts_and_nothing_is_ever_wrong() -> None:
                 continue
         assert 0 < hits < 24
         store.rescan()
-        store.collect()
+        store.sweep()
         assert list(store.problems()) == []
         assert all(store.contains(entry.digest) for entry in store.list())
         error = within(120, lambda: store.put(big_payload(mib=100)), StoreFull)
@@ -233,7 +232,7 @@ def test_a_writer_killed_at_any_moment(store: RemoteStore) -> None:
         "blobs = MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])\n"
         "store = RemoteStore(blobs, folder=sys.argv[4], chunk_nbytes=4096, timeout_s=60); store.open()\n"
         "print('up', flush=True)\n"
-        "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250))\n"
+        "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250)); store.delete(sample_identity())\n"
     )
     rng = np.random.default_rng(0)
     cluster = shared()
@@ -304,12 +303,9 @@ def test_no_master_at_all() -> None:
     assert str(error).startswith(f"mooncake://{HOST}:1: expected ")
 
 
-class MooncakeMachine(StoreMachine):
-    def make(self) -> IndexStore:
-        return RemoteStore(shared_blobs(), folder=next(FOLDERS), chunk_nbytes=16 << 10, timeout_s=60)
-
-    def reopen(self) -> None:
-        """The suite of all tiers opens anew; this machine keeps its books."""
+class MooncakeMachine(RemoteMachine):
+    def blobs(self) -> Blobs:
+        return shared_blobs()
 
 
 TestMooncakeMachine = MooncakeMachine.TestCase

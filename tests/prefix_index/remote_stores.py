@@ -50,7 +50,7 @@ def check_values(blobs: Blobs, folder: str) -> None:
     assert blobs.names(folder) == {}
 
 
-def machine(blobs: ObjectBlobs, **options: Any) -> RemoteStore:
+def machine(blobs: Blobs, **options: Any) -> RemoteStore:
     """One machine's store, of small chunks: a sample index has three."""
     return RemoteStore(blobs, **{"chunk_nbytes": CHUNK_NBYTES, "timeout_s": 60, **options})
 

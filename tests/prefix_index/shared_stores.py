@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from prefix_index import Ask, FileStore, IndexStore, SharedStore, link, namespace_digest, page_hashes
+from prefix_index import Ask, FileStore, SharedStore, link, namespace_digest, page_hashes
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
+from prefix_index.store import IndexSource
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST
 from tests.prefix_index.samples import sample_model
 from tests.prefix_index.tiers import eventually
@@ -103,7 +104,7 @@ def find(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
     return 0 if found is None else found.identity.num_tokens
 
 
-def fill_of(store: IndexStore, key: Any = DIGEST) -> int:
+def fill_of(store: IndexSource, key: Any = DIGEST) -> int:
     with store.get(key) as index:
         index.verify()
         return int(index.array("channels")[0])

@@ -95,9 +95,9 @@ def test_a_folder_that_shares_works(tmp_path: Path) -> None:
             index.verify()
 
 
-@pytest.mark.parametrize("addresses", [["mooncake://m:1", "memory:///"], ["s3://b", "/a"]])
-def test_what_shares_is_this_machines_own(addresses: list[str]) -> None:
-    with pytest.raises(InvalidPayload, match="first of several addresses: expected a folder, or a service's"):
+@pytest.mark.parametrize("addresses", [["mooncake://m:1", "memory:///"], "s3://b"])
+def test_what_shares_is_this_machines_own(addresses: list[str] | str) -> None:
+    with pytest.raises(InvalidPayload, match=r"expected a folder, .* found a remote store"):
         open_store(addresses)
     with pytest.raises(InvalidPayload, match="index store's address"):
         open_store(["/a", "ipc:///run/s"])

@@ -197,13 +197,15 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
             assert reader.path == str(path)
             with reader, pytest.raises(IndexCorrupt, match="checksum of") as caught:
                 reader.verify()
-            store.report(DIGEST, caught.value)
+            assert not store.report(reader, caught.value)
             assert list(store.problems()) == []
             assert fill_of(store.get(DIGEST)) == 4
         eventually(lambda: copied(store))  # the copy that was removed last may have been a job that still ran
         damage(path)
+        reader = store.get(DIGEST)
+        reader.close()
         nameless = IndexCorrupt("an array", expected="a", found="b", remedy="c")
-        store.report(DIGEST, nameless)
+        assert not store.report(reader, nameless)
         assert list(store.problems()) == [], "a check of the copy has found it guilty"
 
 

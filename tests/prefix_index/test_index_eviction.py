@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, IndexEntry, IndexNotFound, IndexWriter, InvalidPayload, Retention, StoreFull
+from prefix_index import FileStore, IndexEntry, IndexWriter, InvalidPayload, Retention, StoreFull
 from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock, opened
 from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import (
@@ -22,7 +21,6 @@ from tests.prefix_index.small_stores import (
     built_in,
     held,
     index_file,
-    keep_file,
     refuse_call,
 )
 
@@ -85,35 +83,6 @@ def test_unknown_policy() -> None:
 # A folder's byte cap.
 
 
-def test_least_recently_used_leaves_a_full_folder(folder: Path, clock: Clock) -> None:
-    with opened(folder, max_bytes=3 * ONE, clock=clock) as store, opened(folder, clock=clock) as other:
-        for identity in IDS[:3]:
-            clock.now += 10
-            store.put(sample_payload(identity))
-        assert store._books.used_bytes == 3 * ONE
-        other.rescan()
-        clock.now += 10
-        with other.get(IDS[0]) as reader:  # another store's use counts
-            clock.now += 10
-            with store.get(IDS[1]) as leaving:
-                clock.now += 10
-                other.get(IDS[2]).close()
-                clock.now += 10
-                store.put(sample_payload(IDS[3]))
-                assert held(store) == {1, 2, 3}
-                reader.verify()
-                store.put(sample_payload(IDS[4]))
-                assert held(store) == {2, 3, 4}
-                leaving.verify()
-        with pytest.raises(IndexNotFound):
-            other.get(IDS[0])
-        other.rescan()
-        assert held(other) == {2, 3, 4}
-        assert sum(p.stat().st_size for p in folder.rglob("*.pfxindex")) == 3 * ONE
-        balanced(store)
-        balanced(other)
-
-
 def test_cost_aware_folder(folder: Path, clock: Clock) -> None:
     with opened(folder, max_bytes=2 * ONE, eviction="cost_aware", clock=clock) as store:
         store.put(built_in(60.0, IDS[0]))
@@ -127,29 +96,6 @@ def test_cost_aware_folder(folder: Path, clock: Clock) -> None:
         clock.now += 10
         store.put(built_in(1.0, IDS[3]))
         assert held(store) == {2, 3}
-
-
-def test_pinned_leaves_last_and_expired_first(folder: Path, clock: Clock) -> None:
-    with opened(folder, max_bytes=3 * ONE, clock=clock) as store, opened(folder, clock=clock) as other:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        for i in (1, 2):
-            clock.now += 10
-            store.put(sample_payload(IDS[i]))
-        other.rescan()
-        other.retain(IDS[2], Retention(expires=clock.now + 5))  # the store learns of it when it looks for room
-        clock.now += 10
-        store.put(sample_payload(IDS[3]))
-        assert held(store) == {0, 1, 3}
-        clock.now += 10
-        store.put(sample_payload(IDS[4]))
-        assert held(store) == {0, 3, 4}
-        store.retain(IDS[3], PINNED)
-        store.retain(IDS[4], PINNED)
-        clock.now += 10
-        store.put(sample_payload(IDS[5]))
-        assert held(store) == {3, 4, 5}
-        assert not keep_file(folder, IDS[0]).exists()
-        balanced(store)
 
 
 def test_replacing_needs_no_room_but_the_difference(folder: Path, clock: Clock) -> None:

@@ -3,7 +3,6 @@ should be."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -22,14 +21,12 @@ from prefix_index import (
     IndexNotFound,
     IndexTooNew,
     StoreFolderError,
-    StoreFull,
     namespace_digest,
     page_hashes,
 )
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import opened
 from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
-from tests.prefix_index.small_stores import refuse_call
 
 
 def put_file(folder: Path, **options: Any) -> Path:
@@ -68,41 +65,6 @@ def test_what_is_no_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(StoreFolderError, match="expected a writable folder, found no permission; change"):
         opened(folder)
-
-
-@pytest.mark.parametrize("call", ["posix_fallocate", "fsync", "rename"])
-def test_full_disk_leaves_the_old_index(folder: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(fill=1))
-        with monkeypatch.context() as patch:
-            refuse_call(patch, call, error=errno.ENOSPC)
-            with pytest.raises(StoreFull, match=r"disk: expected room .* found No space left on device; free"):
-                store.put(sample_payload(fill=2))
-        with store.get(sample_identity()) as index:
-            assert index.array("channels")[0] == 1
-        assert [p.name for p in folder.rglob("*") if p.is_file()] == [f"{sample_identity().digest}.pfxindex"]
-        balanced(store)
-
-
-def test_other_processes_changes_are_seen_after_a_rescan(folder: Path) -> None:
-    with opened(folder) as here, opened(folder) as there:
-        there.put(sample_payload(fill=1))
-        assert longest(here) is None
-        here.rescan()
-        assert longest(here) is not None
-        there.delete(sample_identity())
-        assert longest(here) is not None
-        with pytest.raises(IndexNotFound, match="expected a file, found none"):
-            here.get(sample_identity())
-        assert longest(here) is None
-        there.put(sample_payload(fill=2))
-        with here.get(sample_identity()) as index:
-            assert index.array("channels")[0] == 2
-        assert longest(here) is not None
-        there.put(sample_payload(fill=3, values_per_array=4096))
-        here.rescan()
-        assert [e.nbytes for e in here.list()] == [e.nbytes for e in there.list()]
-        balanced(here)
 
 
 def test_changes_within_one_tick_of_the_clock_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,15 +106,6 @@ def test_a_lease_that_nobody_has_any_more_is_free(folder: Path) -> None:
         assert store.lease(DIGEST) is not None
 
 
-def test_a_lease_outlives_the_store_it_came_from(folder: Path, store: FileStore) -> None:
-    with FileStore(folder) as first:
-        lease = first.lease(DIGEST)
-    assert lease is not None
-    assert store.lease(DIGEST) is None
-    lease.release()
-    assert store.lease(DIGEST) is not None
-
-
 def test_no_descriptor_is_lost(folder: Path, store: FileStore) -> None:
     def busy() -> None:
         for _ in range(50):

@@ -163,24 +163,6 @@ def test_damage_is_found_in_every_array_and_named(path: Path, where: str) -> Non
         index.read_many()
 
 
-def test_a_file_cut_while_it_is_open_is_corrupt_at_every_boundary(path: Path) -> None:
-    """No signal kills the reader, whatever is missing: nothing here is mapped yet."""
-    for mode in (True, False):
-        whole = path.read_bytes()
-        data_end = len(whole) - 4096
-        with IndexFile.open(path) as index:
-            end = place_of(index, index.keys[-1]) + index.record(index.keys[-1]).nbytes
-            assert end <= data_end
-            for length in [*range(data_end - 4096, -1, -4096), 70_001, 5000, 4097, 1]:
-                os.truncate(path, length)
-                with pytest.raises(IndexCorrupt, match=r"bytes from \d+ on: .* somebody cut the file|checksum of"):
-                    index.read_many(direct=mode)
-                with pytest.raises(IndexCorrupt, match=r"file length: .* somebody cut the file"):
-                    index.array("ids", 1, 0)
-                path.write_bytes(whole)
-            index.read_many(direct=mode)
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 def test_verify_reads_in_batches_and_maps_nothing(path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_VERIFY_NBYTES", 30_000)

@@ -30,7 +30,7 @@ from prefix_index import (
 )
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import find
-from tests.prefix_index.faults.refusals import KINDS, Refusals, refusing
+from tests.prefix_index.faults.refusals import Refusals, refusing
 from tests.prefix_index.faults.tools import Clock, fork, opened, reap
 from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import (
@@ -228,25 +228,6 @@ def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytes
 
 
 # ---- retention ----
-
-
-@pytest.mark.parametrize("asked", [None, FAR, Retention()], ids=str)
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
-def test_a_put_over_a_retention_that_cannot_be_read_changes_nothing(
-    folder: Path, error: int, asked: Retention | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0], fill=1), retention=PINNED)
-        with monkeypatch.context() as patch:
-            refuse(patch, keep_file(folder, IDS[0]), error)
-            with pytest.raises(StoreFolderError, match=r"retention of index .*readable bytes.*; put it again"):
-                store.put(sample_payload(IDS[0], fill=2), retention=asked)
-        store.rescan(full=True)
-        assert [e.retention for e in store.list()] == [PINNED]
-        with store.get(IDS[0]) as index:
-            assert index.stats["fill"] == 1
-        assert store.put(sample_payload(IDS[0], fill=2)).retention == PINNED
-        balanced(store)
 
 
 def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,8 +454,3 @@ def test_a_file_that_is_cut_while_it_is_carried_is_an_error_and_no_signal(folder
                 last.load()  # type: ignore[union-attr]
 
     assert reap(fork(work), 120) == 0
-
-
-def test_every_kind_of_refusal_names_calls_that_exist() -> None:
-    for _, names in KINDS.values():
-        assert all(name in ("flock", "file.write") or hasattr(os, name) for name in names)

@@ -29,31 +29,16 @@ from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, refuse_call
 
 
-def test_retention_survives_and_is_seen_by_others(folder: Path) -> None:
-    keep = Retention(pinned=True, expires=4e9)
-    with opened(folder) as store, opened(folder) as other:
+def test_a_sidecar_on_disk(folder: Path) -> None:
+    with opened(folder) as store:
         store.put(sample_payload(IDS[0]))
-        assert not keep_file(folder, IDS[0]).exists()
-        other.rescan()
-        store.retain(IDS[0], keep)
         path = keep_file(folder, IDS[0])
+        assert not path.exists()
+        store.retain(IDS[0], Retention(pinned=True, expires=4e9))
         kept, checksum = path.read_bytes().splitlines()
         assert msgspec.json.decode(kept) == {"pinned": True, "expires": 4e9}
         assert checksum.decode() == xxhash.xxh3_64_hexdigest(IDS[0].digest.encode() + b"\n" + kept)
         assert path.stat().st_mode & 0o777 == 0o600
-        other.rescan()
-        assert [e.retention for e in other.list()] == [keep]
-        other.retain(IDS[0], Retention(expires=1.0))
-        store.rescan()
-        assert list(store.list()) == []
-        assert not store.contains(IDS[0])
-        other.put(sample_payload(IDS[0], fill=1))
-        with store.get(IDS[0]) as index:
-            assert index.array("channels")[0] == 1
-        assert [e.retention for e in store.list()] == [Retention()]
-        store.retain(IDS[0], keep)
-    with opened(folder) as store:
-        assert [e.retention for e in store.list()] == [keep]
         assert store.delete(IDS[0])
         assert [p for p in folder.rglob("*") if p.is_file()] == []
 

@@ -24,12 +24,13 @@ from prefix_index import (
     link,
 )
 from prefix_index.remote import ObjectBlobs, RemoteStore
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
 from tests.prefix_index.small_stores import python
 from tests.prefix_index.tiers import eventually
+
+ERROR = IndexCorrupt("a test", expected="a", found="b", remedy="none")
 
 # Between machines
 
@@ -42,12 +43,11 @@ def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: P
     two.rescan(full=True)
     assert find(two) == 32
     assert two.contains(DIGEST)
-    assert [(e.digest, e.retention) for e in two.list()] == [(DIGEST, Retention(pinned=True))]
     assert fill_of(two) == 7
     eventually(lambda: two.counters.fetched == 1)
     (copy,) = (tmp_path / "b").glob("*/*.pfxindex")
     assert copy.read_bytes() == Path(str(entry.path)).read_bytes()
-    assert two.local.list()[0].retention == Retention(pinned=True)
+    assert [entry.retention for entry in two.list()] == [Retention()], "retention is a folder's own"
     assert fill_of(two) == 7
     assert two.counters[:4] == (1, 1, 1, 0)
     assert one.counters.published == 1
@@ -88,73 +88,61 @@ def test_one_lease_among_machines_and_a_local_one_while_the_remote_store_is_away
         assert two.lease(DIGEST) is None
 
 
-def test_a_replaced_index_is_local_s_here_and_soon_everybody_s(make: Make, blobs: Shaky) -> None:
+def test_an_older_build_there_stays_and_the_folder_s_is_served_here(make: Make, blobs: Shaky) -> None:
     one, two = make("a"), make("b")
     one.put(sample_payload(fill=1))
     assert flushed(one)
-    blobs.writing.clear()
-    blobs.gate.clear()
+    before = {name: blobs.fetch(name, 1 << 20) for name in blobs.names("prefix_index")}
     one.put(sample_payload(fill=2))
-    assert blobs.writing.wait(SOON)  # before it is read, nothing would be published of what is deleted now
-    one.local.delete(DIGEST)
-    with pytest.raises(IndexNotFound):
-        one.get(DIGEST)  # what the remote store has is outdated
-    assert (find(one), list(one.list())) == (0, [])
-    one.put(sample_payload(fill=3))
-    assert fill_of(one) == 3
-    blobs.gate.set()
     assert flushed(one)
-    assert fill_of(two) == 3
+    one.close()
+    one.open()
+    assert flushed(one)
+    assert {name: blobs.fetch(name, 1 << 20) for name in blobs.names("prefix_index")} == before
+    assert (fill_of(one), fill_of(two)) == (2, 1)
+
+
+def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky) -> None:
+    store = make("a")
+    store.put(sample_payload())
+    assert flushed(store)
+    store.retain(DIGEST, Retention(expires=1.0))
+    for full in (False, True):
+        store.rescan(full=full)
+        assert (find(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
+    with pytest.raises(IndexNotFound):
+        store.get(DIGEST)
+    assert flushed(store)
+    assert blobs.names("prefix_index") == {}
+    assert [entry.digest for entry in store.collect()] == [DIGEST]
+    assert (find(store), store.contains(DIGEST)) == (0, False)
+
+
+def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make) -> None:
+    one, two = make("a"), make("b")
+    one.put(sample_payload())
+    assert flushed(one)
+    two.rescan(full=True)
+    kept = Retention(pinned=True, name="tools")
+    assert two.retain(DIGEST, kept).retention == kept
+    assert [entry.retention for entry in two.local.list()] == [kept]
 
 
 def test_what_the_remote_store_lacks_is_published_at_the_start_by_one_process(
     make: Make, blobs: Shaky, tmp_path: Path
 ) -> None:
     with FileStore(tmp_path / "a", create=True) as folder:
-        folder.put(sample_payload(fill=7), retention=Retention(pinned=True))
+        folder.put(sample_payload(fill=7))
         with folder.lease(DIGEST) or pytest.fail("held"):
             store = make("a")
             assert store._teller.settle(SOON)
             assert blobs.names("prefix_index") == {}, "another process is at it"
     store.close()
     assert flushed(make("a"))
-    other = make("b")
-    assert fill_of(other) == 7
-    assert [entry.retention for entry in other.list()] == [Retention(pinned=True)]
-
-
-def test_eviction_is_local_and_what_comes_back_is_the_remote_stores(make: Make) -> None:
-    store = make("a", max_bytes=60 << 10)
-    one, two = sample_identity(LONG[:32]), sample_identity(LONG)
-    for number, identity in enumerate((one, two)):
-        store.put(sample_payload(identity, fill=number))
-        assert flushed(store)
-    assert [e.identity for e in store.local.list()] == [two]
-    assert {e.identity for e in store.list()} == {one, two}
-    assert (fill_of(store, one), fill_of(store, two)) == (0, 1)
-    assert store.counters.hits_remote == 2
+    assert fill_of(make("b")) == 7
 
 
 # A remote store that loses
-
-
-@pytest.mark.parametrize("how", ["wiped", "exchanged"])
-def test_what_the_remote_store_lacks_stays_here(make: Make, blobs: Shaky, how: str) -> None:
-    store = make("a")
-    store.put(sample_payload(fill=5))
-    store.flush(SOON)
-    if how == "wiped":
-        blobs.wipe()
-    else:
-        store.close()
-        store = make("a", on=Shaky())
-    for full in (False, True):
-        store.rescan(full=full)
-        assert find(store) == 32
-        assert fill_of(store) == 5
-    assert list(store.collect()) == []
-    assert fill_of(store) == 5
-    balanced(store)
 
 
 def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs: Shaky) -> None:
@@ -181,41 +169,50 @@ def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> Non
     path.write_bytes(raw)
     with store.get(DIGEST) as index, pytest.raises(IndexCorrupt) as caught:
         index.verify()
-    store.report(DIGEST, caught.value)
-    store.report(DIGEST, caught.value)  # a second reader of the same file
+    for _ in range(2):  # there is a second reader of the same file
+        assert store.report(index, caught.value)
     assert find(store) == 32
     assert fill_of(store) == 5
     assert list(store.problems()) == []
     assert fill_of(store.local) == 5
 
 
-def test_a_report_about_an_older_index_keeps_the_new_one_on_its_way(make: Make, blobs: Shaky) -> None:
+def test_a_report_about_an_older_index_changes_nothing(make: Make) -> None:
     store = make("a")
     store.put(sample_payload(fill=1))
-    store.get(DIGEST).close()
-    assert flushed(store)
-    blobs.gate.clear()
-    store.put(sample_payload(fill=2))
-    store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
-    blobs.gate.set()
+    with store.get(DIGEST) as old:
+        assert flushed(store)
+        store.put(sample_payload(fill=2))
+    assert not store.report(old, ERROR)
     assert flushed(store)
     assert fill_of(store) == 2
     store.local.delete(DIGEST)
-    assert fill_of(store) == 2
+    assert fill_of(store) == 1, "the remote store's"
     assert list(store.problems()) == []
 
 
-def test_a_report_reaches_what_is_on_its_way_there(make: Make, blobs: Shaky) -> None:
-    store = make("a")
+def test_what_is_wrong_though_its_bytes_are_whole_goes_there_too_and_is_put_again(make: Make, blobs: Shaky) -> None:
+    store, other = make("a"), make("b", max_bytes=4096)
     blobs.gate.clear()
     store.put(sample_payload())
     assert blobs.writing.wait(SOON)
-    store.report(DIGEST, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
+    with store.get(DIGEST) as index:
+        assert store.report(index, ERROR)
     blobs.gate.set()
-    assert store._teller.settle(SOON)
-    assert (find(store), store.contains(DIGEST)) == (0, False)
+    assert flushed(store)
+    assert (find(store), store.contains(DIGEST), blobs.names("prefix_index")) == (0, False, {})
     with pytest.raises(IndexCorrupt, match="a test"):
         store.get(DIGEST)
+    for fill in (1, 2):
+        store.put(sample_payload(fill=fill))
+        assert flushed(store)
+        other.rescan(full=True)
+        with other.get(DIGEST) as index:  # from memory: its folder has no room
+            assert index.array("channels")[0] == fill
+        if fill == 1:
+            assert other.report(index, ERROR)
+            assert flushed(other)
+            store.rescan(full=True)
 
 
 def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_reported_nor_replaced(

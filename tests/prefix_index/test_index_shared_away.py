@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prefix_index import BuildInfo, FileStore, IndexFormatError, IndexNotFound, Retention, StoreUnavailable, link
+from prefix_index import FileStore, IndexFormatError, IndexNotFound, StoreUnavailable, link
 from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
 from tests.prefix_index.remote_stores import DIGEST, damage, flip
 from tests.prefix_index.samples import sample_identity, sample_payload
@@ -107,15 +106,27 @@ def test_closing_while_something_is_published_takes_a_bounded_time(make: Make, b
 # What a machine does to a store that others use, when it starts
 
 
-def test_what_is_damaged_there_says_nothing_of_the_folders_index(make: Make, blobs: Shaky) -> None:
-    store = make(rescan_s=3600.0)
+@pytest.mark.parametrize("what", ["manifest", "000001"])
+def test_what_is_damaged_there_says_nothing_of_the_folder_s_which_takes_its_place(
+    make: Make, blobs: Shaky, what: str
+) -> None:
+    store = make("a")
     store.put(sample_payload(fill=5))
-    assert store.flush(60)
-    damage(blobs, f"prefix_index/{DIGEST}.manifest", flip(300))
-    store.retain(DIGEST, Retention(pinned=True))
-    store.flush(60)
-    assert (fill_of(store), [entry.retention.pinned for entry in store.list()]) == (5, [True])
-    assert not any(isinstance(problem.error, IndexFormatError) for problem in store.local.problems())
+    assert flushed(store)
+    damage(blobs, next(name for name in blobs.names("prefix_index") if name.endswith(what)), flip(900))
+    with pytest.raises(IndexFormatError):
+        store.remotes[0].get(DIGEST)
+    assert fill_of(store) == 5
+    assert list(store.local.problems()) == []
+    store.close()
+    store.open()
+    if what != "manifest":  # nobody finds out before it is read
+        with pytest.raises(IndexFormatError):
+            store.remotes[0].get(DIGEST)
+        store.put(sample_payload(fill=5))
+    assert flushed(store)
+    with RemoteStore(blobs) as remote:
+        assert fill_of(remote) == 5
 
 
 def test_a_store_without_room_is_asked_later_and_later_and_is_a_problem(
@@ -141,35 +152,6 @@ def test_a_store_without_room_is_asked_later_and_later_and_is_a_problem(
     assert any("full" in str(problem.error) for problem in store.problems())
 
 
-def test_a_start_leaves_the_retention_of_others(make: Make, blobs: Shaky) -> None:
-    one, other = make("a"), make("b")
-    one.put(sample_payload())
-    assert flushed(one)
-    other.put(sample_payload())
-    wanted = Retention(pinned=True, name="tools")
-    other.retain(DIGEST, wanted)
-    assert flushed(other)
-    one.close()
-    one.open()
-    assert flushed(one)
-    with RemoteStore(blobs) as remote:
-        assert [entry.retention for entry in remote.list()] == [wanted]
-
-
-def test_what_has_expired_in_one_folder_is_not_taken_from_others(make: Make, blobs: Shaky, tmp_path: Path) -> None:
-    with FileStore(tmp_path / "b", create=True) as old:
-        old.put(sample_payload(fill=1), retention=Retention(expires=time.time() - 10))
-    one = make("a")
-    one.put(sample_payload(fill=2), retention=Retention(pinned=True))
-    assert flushed(one)
-    other = make("b")
-    assert flushed(other)
-    with RemoteStore(blobs) as remote:
-        assert [entry.retention for entry in remote.list()] == [Retention(pinned=True)]
-        assert not remote.collect()
-    assert fill_of(other) == 2
-
-
 def test_what_another_process_held_is_published_once_it_lets_go(make: Make, blobs: Shaky, tmp_path: Path) -> None:
     with FileStore(tmp_path / "a", create=True) as neighbour:
         neighbour.put(sample_payload(fill=3))
@@ -181,17 +163,3 @@ def test_what_another_process_held_is_published_once_it_lets_go(make: Make, blob
     assert flushed(store)
     with RemoteStore(blobs) as remote:
         assert fill_of(remote) == 3
-
-
-def test_a_newer_build_that_could_not_be_published_is_at_the_next_start(make: Make, blobs: Shaky) -> None:
-    store = make("a")
-    store.put(replace(sample_payload(fill=1), info=BuildInfo(created=100.0)))
-    assert flushed(store)
-    blobs.fails = True
-    store.put(replace(sample_payload(fill=2), info=BuildInfo(created=200.0)))
-    store.close()
-    blobs.fails = False
-    store.open()
-    assert flushed(store)
-    with RemoteStore(blobs) as remote:
-        assert fill_of(remote) == 2

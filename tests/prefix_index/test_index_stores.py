@@ -16,6 +16,8 @@ import pytest
 from prefix_index import (
     ArrayKey,
     IndexCorrupt,
+    IndexFile,
+    IndexIdentity,
     IndexNotFound,
     IndexPayload,
     IndexStore,
@@ -84,21 +86,6 @@ def test_delete(store: IndexStore) -> None:
     reader.close()
 
 
-def test_longest_takes_the_longest_prefix_of_the_prompt(store: IndexStore) -> None:
-    for pages in (2, 5, 7):
-        store.put(sample_payload(sample_identity(PROMPT[: 16 * pages])))
-    store.put(sample_payload(sample_identity((*PROMPT[:96], *range(32)))))
-    found = find(store)
-    assert found is not None
-    assert found.identity.num_tokens == 112
-    shorter = find(store, PROMPT[:111])
-    assert shorter is not None
-    assert shorter.identity.num_tokens == 80
-    assert find(store, PROMPT[:31]) is None
-    assert find(store, PROMPT[1:]) is None
-    assert find(store, ()) is None
-
-
 def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT, extra_key="tenant")))
     other = sample_model(kv_dtype="float32")
@@ -121,8 +108,8 @@ def test_longest_never_offers_an_index_whose_length_contradicts_its_hash(
 
 def test_longest_falls_to_a_shorter_index_of_the_right_model_that_has_not_expired(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT, model=sample_model(num_layers=3))))
-    store.put(sample_payload(sample_identity(PROMPT)), retention=long_ago())
-    store.put(sample_payload(sample_identity(PROMPT[:64])), retention=in_a_year())
+    store.put(sample_payload(sample_identity(PROMPT)), retention=Retention(expires=1.0))
+    store.put(sample_payload(sample_identity(PROMPT[:64])), retention=Retention(expires=4e9))
     found = find(store)
     assert found is not None
     assert found.identity.num_tokens == 64
@@ -150,9 +137,16 @@ def test_two_models_of_one_prefix_live_side_by_side(store: IndexStore) -> None:
     assert find(store, model=sample_model(kv_dtype="float32")) is not None
 
 
+def report(store: IndexStore, identity: IndexIdentity | None = None) -> IndexFile:
+    """Reads an index and finds it damaged."""
+    with store.get(identity or sample_identity()) as index:
+        assert store.report(index, ERROR)
+    return index
+
+
 def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT)))
-    store.report(sample_identity(PROMPT), ERROR)
+    report(store, sample_identity(PROMPT))
     for full in (False, True):
         store.rescan(full=full)
         assert find(store) is None
@@ -165,30 +159,6 @@ def test_report_takes_an_index_out_of_the_offer_until_replaced(store: IndexStore
     assert store.contains(sample_identity(PROMPT))
     assert same_arrays(store, sample_payload(sample_identity(PROMPT), fill=3))
     assert list(store.problems()) == []
-
-
-def test_a_reported_index_is_deleted_as_any_other_and_one_that_is_not_there_not_reported(store: IndexStore) -> None:
-    store.report(sample_identity(), ERROR)
-    assert list(store.problems()) == []
-    store.put(sample_payload())
-    assert store.contains(sample_identity())
-    store.report(sample_identity(), ERROR)
-    assert store.delete(sample_identity())
-    assert not store.delete(sample_identity())
-    assert list(store.problems()) == []
-    with pytest.raises(IndexNotFound):
-        store.get(sample_identity())
-
-
-def test_report_about_an_old_version_does_not_hide_its_replacement(store: IndexStore) -> None:
-    store.put(sample_payload(fill=1))
-    with store.get(sample_identity()):
-        store.put(sample_payload(fill=2))
-        store.report(sample_identity(), ERROR)
-    store.rescan()
-    assert len(store.list()) == 1
-    assert list(store.problems()) == []
-    assert same_arrays(store, sample_payload(fill=2))
 
 
 def test_failed_put_leaves_the_old_index(store: IndexStore) -> None:
@@ -227,14 +197,17 @@ def test_only_digests_are_keys(store: IndexStore, key: Any) -> None:
 
 
 def test_closed_store_says_so(store: IndexStore) -> None:
+    store.put(sample_payload())
+    index = store.get(sample_identity())
     store.close()
     store.close()
+    index.close()
     calls: list[Callable[[], object]] = [
         lambda: store.put(sample_payload()),
         lambda: store.get(sample_identity()),
         lambda: store.contains(sample_identity()),
         lambda: store.delete(sample_identity()),
-        lambda: store.report(sample_identity(), ERROR),
+        lambda: store.report(index, ERROR),
         lambda: find(store),
         lambda: miss(store),
         lambda: store.retain(sample_identity(), Retention()),
@@ -293,131 +266,7 @@ def test_each_lazy_array_is_loaded_once(store: IndexStore) -> None:
     assert len(loads) == 1
 
 
-# ---- how long an index stays, and leases ----
-
-
-def in_a_year(*, pinned: bool = False) -> Retention:
-    """Parameters are made when tests are collected, which may be hours before they run."""
-    return Retention(pinned=pinned, expires=time.time() + 365 * 86_400)
-
-
-def long_ago(*, pinned: bool = False) -> Retention:
-    return Retention(pinned=pinned, expires=time.time() - 3600)
-
-
-@pytest.mark.parametrize("retention", [PINNED, in_a_year(), in_a_year(pinned=True)], ids=["pin", "ttl", "both"])
-def test_retention_is_shown_and_kept_when_the_index_is_replaced(store: IndexStore, retention: Retention) -> None:
-    assert store.put(sample_payload(fill=1), retention=retention).retention == retention
-    store.rescan()
-    assert [e.retention for e in store.list()] == [retention]
-    assert store.put(sample_payload(fill=2)).retention == retention
-    store.rescan(full=True)
-    found = find(store, range(32))
-    assert found is not None
-    assert found.retention == retention
-    assert same_arrays(store, sample_payload(fill=2))
-    assert store.put(sample_payload(fill=3), retention=Retention()).retention == Retention()
-    store.rescan()
-    assert [e.retention for e in store.list()] == [Retention()]
-
-
-def test_retain_changes_only_how_long_it_stays(store: IndexStore) -> None:
-    entry = store.put(sample_payload(fill=1))
-    other = store.put(sample_payload(sample_identity(PROMPT)))
-    for key, retention in ((entry.identity, PINNED), (entry.digest, in_a_year()), (entry.digest, Retention())):
-        assert store.retain(key, retention) == msgspec.structs.replace(entry, retention=retention)
-        store.rescan()
-        assert {e.digest: e.retention for e in store.list()} == {entry.digest: retention, other.digest: Retention()}
-        assert same_arrays(store, sample_payload(fill=1))
-
-
-def test_retain_of_nothing(store: IndexStore) -> None:
-    with pytest.raises(IndexNotFound, match="index: expected"):
-        store.retain(sample_identity(), PINNED)
-    store.put(sample_payload())
-    assert [e.retention for e in store.list()] == [Retention()]
-
-
-def test_what_was_deleted_leaves_no_retention_behind(store: IndexStore) -> None:
-    store.put(sample_payload(), retention=PINNED)
-    assert store.delete(sample_identity())
-    assert store.put(sample_payload()).retention == Retention()
-    assert [e.retention for e in store.list()] == [Retention()]
-    store.retain(sample_identity(), long_ago())
-    store.delete(sample_identity())
-    assert list(store.collect()) == []
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("how", ["put", "retain"])
-def test_an_expired_index_is_a_miss_everywhere(store: IndexStore, how: str, pinned: bool) -> None:
-    identity = sample_identity(PROMPT)
-    held = None
-    if how == "put":
-        store.put(sample_payload(identity), retention=long_ago(pinned=pinned))
-    else:
-        store.put(sample_payload(identity))
-        held = store.get(identity)
-        store.retain(identity, long_ago(pinned=pinned))
-    for _ in range(2):
-        assert not store.contains(identity)
-        with pytest.raises(IndexNotFound, match="index: expected"):
-            store.get(identity)
-        with pytest.raises(IndexNotFound, match="index: expected"):
-            store.retain(identity, Retention())
-        assert list(store.list()) == []
-        assert list(store.problems()) == []
-        assert find(store) is None
-        assert miss(store, model=sample_model(kv_dtype="float32")) is None
-        store.rescan()
-    if held is not None:
-        held.verify()
-        held.close()
-
-
-def test_a_report_of_an_expired_index_changes_nothing(store: IndexStore) -> None:
-    identity = sample_identity(PROMPT)
-    store.put(sample_payload(identity))
-    store.get(identity).close()
-    store.retain(identity, long_ago())
-    store.report(identity, ERROR)
-    assert list(store.problems()) == []
-    store.put(sample_payload(identity, fill=1))
-    assert same_arrays(store, sample_payload(identity, fill=1))
-
-
-def test_an_index_expires_when_its_time_comes(store: IndexStore) -> None:
-    expires = time.time() + 0.4
-    store.put(sample_payload(sample_identity(PROMPT)), retention=Retention(expires=expires))
-    if store.contains(sample_identity(PROMPT)):
-        assert find(store) is not None or time.time() >= expires
-    while time.time() <= expires:
-        time.sleep(0.05)
-    assert not store.contains(sample_identity(PROMPT))
-    assert find(store) is None
-    assert [e.identity for e in store.collect()] == [sample_identity(PROMPT)]
-
-
-def test_an_index_built_again_after_it_expired_stays(store: IndexStore) -> None:
-    store.put(sample_payload(fill=1), retention=long_ago(pinned=True))
-    assert store.put(sample_payload(fill=2)).retention == Retention()
-    assert list(store.collect()) == []
-    assert same_arrays(store, sample_payload(fill=2))
-
-
-def test_collect_removes_what_has_expired_and_nothing_else(store: IndexStore) -> None:
-    assert list(store.collect()) == []
-    retentions = [Retention(), PINNED, in_a_year(), long_ago(), long_ago(pinned=True)]
-    ids = [sample_identity(PROMPT[: 16 * n]) for n in range(1, 6)]
-    for identity, retention in zip(ids, retentions, strict=True):
-        store.put(sample_payload(identity), retention=retention)
-    assert {e.digest for e in store.collect()} == {i.digest for i in ids[3:]}
-    assert list(store.collect()) == []
-    assert {e.digest: e.retention for e in store.list()} == {
-        i.digest: r for i, r in zip(ids[:3], retentions[:3], strict=True)
-    }
-    for identity in ids:
-        assert store.contains(identity) == (identity in ids[:3])
+# ---- leases ----
 
 
 def test_one_lease_per_index(store: IndexStore) -> None:

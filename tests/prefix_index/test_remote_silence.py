@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from prefix_index import IndexCorrupt, OutOfMemory, Retention, StoreUnavailable, link
+from prefix_index import IndexCorrupt, OutOfMemory, StoreUnavailable, link
 from prefix_index.remote import ObjectBlobs, RemoteStore
 from prefix_index.remote.calls import Calls
 from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
+from prefix_index.store import Catalog
 from tests.prefix_index import s3_server
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, MANIFEST
 from tests.prefix_index.samples import sample_identity, sample_payload
@@ -71,12 +72,11 @@ def test_a_store_that_stops_answering(tmp_path: Path) -> None:
             asked = time.monotonic()
             calls: list[Callable[[], object]] = [
                 lambda: store.get(DIGEST),
-                lambda: store.put(sample_payload(fill=2)),
+                lambda: store.put(sample_payload(sample_identity(LONG))),
                 lambda: store.delete(DIGEST),
-                lambda: store.retain(DIGEST, Retention()),
                 lambda: store.lease(DIGEST),
                 store.rescan,
-                store.collect,
+                store.sweep,
             ]
             for call in calls:
                 with pytest.raises(StoreUnavailable):
@@ -250,7 +250,7 @@ def test_no_thread_for_a_request_is_no_absent_store_either(monkeypatch: pytest.M
     ids=repr,
 )
 def test_a_call_that_this_process_could_not_make_closes_no_tier(error: Exception, local: bool) -> None:
-    one = link.Link(RemoteStore.__new__(RemoteStore))
+    one = link.Link(RemoteStore(ObjectBlobs("memory:///")), Catalog())
     one.is_open = True
 
     def fails() -> None:

@@ -15,7 +15,6 @@ import pytest
 from prefix_index import (
     ArrayKey,
     FileStore,
-    IndexNotFound,
     IndexPayload,
     LazyArray,
     StoreClosed,
@@ -31,7 +30,7 @@ from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.faults.tools import SOON, fork, reap, remove
 from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.small_stores import fill_of, in_threads
+from tests.prefix_index.small_stores import fill_of
 from tests.prefix_index.tiers import PATIENCE_S, eventually, patient, served, two_tiers
 
 
@@ -102,25 +101,6 @@ def test_the_services_limits_hold_for_its_clients(tmp_path: Path) -> None:
         assert (limits.max_bytes, limits.min_free_bytes, limits.policy.__name__) == (5000, 7, "cost_aware")
         with pytest.raises(StoreFull, match="max_bytes=5000, min_free_bytes=7"):
             client.put(sample_payload())
-
-
-def test_the_folder_goes_and_comes_back(process: Service, tmp_path: Path) -> None:
-    with patient(process.endpoint) as client:
-        client.put(sample_payload(fill=1))
-        remove(tmp_path / "store")
-        with pytest.raises(IndexNotFound):
-            client.get(sample_identity())
-        assert not client.contains(sample_identity())
-        assert not client.delete(sample_identity())
-        for call in (lambda: client.put(sample_payload(fill=2)), client.rescan):
-            with pytest.raises(StoreFolderError, match="index store: expected a usable folder"):
-                call()
-        eventually(lambda: client.status().tiers[-1].error is not None)
-        (tmp_path / "store").mkdir()
-        client.put(sample_payload(fill=3))
-        assert fill_of(client.get(sample_identity())) == 3
-        eventually(lambda: client.status().tiers[-1].error is None)
-        balanced(client)
 
 
 def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,19 +187,6 @@ def test_a_child_forked_during_a_put_leaves_it_to_its_parent(tmp_path: Path) -> 
             raise
         with store.get(sample_identity()) as index:
             assert index.array("kv")[0] == 7
-
-
-def test_many_threads_use_one_client(tmp_path: Path) -> None:
-    with served(tmp_path, two_tiers(tmp_path)) as endpoint, patient(endpoint) as client:
-        client.put(sample_payload(fill=6))
-
-        def work() -> None:
-            for _ in range(20):
-                assert fill_of(client.get(sample_identity())) == 6
-                client.rescan()
-
-        in_threads(*[work] * 40)
-        assert len(client.status().clients) == 1
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,17 +10,19 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefix_index import FileStore, IndexNotFound, IndexStore, SharedStore, StoreUnavailable, link
+from prefix_index import FileStore, IndexNotFound, IndexStore, SharedStore, link
 from prefix_index.copies import digest_in
-from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
 from prefix_index.service import StoreClient
 from tests.examples import examples
 from tests.prefix_index import s3_server
+from tests.prefix_index.balance import balanced
 from tests.prefix_index.faults.tools import Clock
-from tests.prefix_index.machine import DEFAULT, PAGES, STEPS, TENANT, Key, StoreMachine, TwoStores, identity_of
+from tests.prefix_index.machine import DEFAULT, FILL, PAGES, STEPS, TENANT, Key, StoreMachine, TwoStores, identity_of
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, machine
+from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.shared_stores import SOON, Shaky, fill_of, flushed
 from tests.prefix_index.small_stores import ONE
 from tests.prefix_index.tiers import copies_in, patient, served, two_tiers
@@ -60,8 +63,9 @@ class SmallFileMachine(FileMachine):
         self.max_bytes = 3 * ONE
         return super().make()
 
-    @rule(pages=PAGES, tenant=TENANT)
-    def report(self, pages: int, tenant: str | None) -> None:
+    @precondition(lambda self: False)
+    @rule(data=st.data())
+    def report(self, data: st.DataObject) -> None:
         """A reported file keeps its place, and only its replacement frees it: too much for this model."""
 
 
@@ -123,24 +127,60 @@ TestServiceMachine = ServiceMachine.TestCase
 TestServiceMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
 
 
-class RemoteMachine(TwoStores):
-    """Two machines' stores on one object store."""
+class RemoteMachine(RuleBasedStateMachine):
+    """Two machines on one object store: what one put the other gets, until either deletes it."""
 
-    leases_outlive_a_store = False
-
-    def blobs(self) -> ObjectBlobs:
+    def blobs(self) -> Blobs:
         return ObjectBlobs("memory:///")
 
-    def make(self) -> IndexStore:
-        blobs = self.blobs()
-        self.clock = Clock()
-        self.other = machine(blobs, clock=self.clock)
-        self.other.open()
-        return machine(blobs, clock=self.clock)
+    def __init__(self) -> None:
+        super().__init__()
+        folder, blobs = f"machine-{secrets.token_hex(8)}", self.blobs()
+        self.stores = [machine(blobs, folder=folder), machine(blobs, folder=folder)]
+        for store in self.stores:
+            store.open()
+        self.model: dict[Key, int] = {}
+
+    def teardown(self) -> None:
+        for store in self.stores:
+            store.close()
+
+    @rule(at=st.integers(0, 1), pages=PAGES, tenant=TENANT, fill=FILL)
+    def put(self, at: int, pages: int, tenant: str | None, fill: int) -> None:
+        done = self.stores[at].put(sample_payload(identity_of(pages, tenant), fill=fill))
+        assert done == ((pages, tenant) not in self.model)
+        self.model.setdefault((pages, tenant), fill)
+
+    @rule(at=st.integers(0, 1), pages=PAGES, tenant=TENANT)
+    def get(self, at: int, pages: int, tenant: str | None) -> None:
+        store, identity = self.stores[at], identity_of(pages, tenant)
+        assert store.contains(identity) == ((pages, tenant) in self.model)
+        if (pages, tenant) in self.model:
+            assert fill_of(store, identity) == self.model[pages, tenant]
+        else:
+            with pytest.raises(IndexNotFound):
+                store.get(identity)
+
+    @rule(at=st.integers(0, 1), pages=PAGES, tenant=TENANT)
+    def delete(self, at: int, pages: int, tenant: str | None) -> None:
+        assert self.stores[at].delete(identity_of(pages, tenant)) == (self.model.pop((pages, tenant), None) is not None)
+
+    @rule(at=st.integers(0, 1), full=st.booleans())
+    def look(self, at: int, full: bool) -> None:
+        self.stores[at].rescan(full=full)
+        self.stores[at].sweep()
+        assert {entry.digest for entry in self.stores[at].list()} == {identity_of(*key).digest for key in self.model}
+        assert list(self.stores[at].problems()) == []
+        balanced(self.stores[at])
+
+    @rule(at=st.integers(0, 1))
+    def reopen(self, at: int) -> None:
+        self.stores[at].close()
+        self.stores[at].open()
 
 
 class RemoteS3Machine(RemoteMachine):
-    def blobs(self) -> ObjectBlobs:
+    def blobs(self) -> Blobs:
         return s3_server.new_bucket()
 
 
@@ -152,18 +192,17 @@ TestRemoteS3Machine.settings = settings(STEPS, max_examples=examples(3, day=4), 
 
 class SharedMachine(StoreMachine):
     """One machine whose remote store loses values at random and goes away. What is local is what the base machine's
-    store would be, whatever happens there; what is evicted from local is there while remote has it.
+    store would be, whatever happens there; what is evicted from local is what remote has, maybe an older build.
     """
 
     def make(self) -> SharedStore:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(link, "FIRST_AWAY_S", 0.0)
         self.clock = Clock()
-        self.lost: set[str] = set()
         self.folder = Path(tempfile.mkdtemp())
         self.blobs = Shaky()
         local = FileStore(self.folder, create=True, clock=self.clock)
-        over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON, clock=self.clock)
+        over = RemoteStore(self.blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON)
         self.shared = SharedStore(local, [over], timeout_s=SOON, rescan_s=0.0)
         return self.shared
 
@@ -184,11 +223,14 @@ class SharedMachine(StoreMachine):
     def evict(self, pages: int, tenant: str | None) -> None:
         """Behind the store's back; remote may have lost it before."""
         key, identity = (pages, tenant), identity_of(pages, tenant)
+        self.release_all()  # what could not be sent is sent by who has the lease
         assert flushed(self.shared)
         if key in self.model:
             self.shared.local.delete(identity)
             self.shared.rescan(full=True)
-            if not self.shared.remotes[0].contains(identity):
+            if self.shared.remotes[0].contains(identity):
+                self.holds(key, fill_of(self.shared.remotes[0], identity), DEFAULT)
+            else:
                 self.drop(key)
 
     @precondition(lambda self: not self.blobs.fails)
@@ -199,7 +241,7 @@ class SharedMachine(StoreMachine):
         if names:
             for name in {names[place % len(names)] for place in places}:
                 self.blobs.delete(name)
-                self.lost.add(name.removeprefix("prefix_index/").split(".")[0])
+            self.release_all()
             assert flushed(self.shared)
             self.shared.rescan(full=True)
             for key in (*self.model, *self.reported):
@@ -221,40 +263,18 @@ class SharedMachine(StoreMachine):
                 self.blobs.delete(name)
         self.shared.rescan(full=True)
 
-    @rule()
-    def collect(self) -> None:
-        """What only remote holds may have been lost, or wait there until it is back."""
-        removed = {entry.digest for entry in self.store.collect()}
-        gone = {identity_of(*key).digest: key for key in (*self.expired, *self.reported)}
-        assert removed <= {*gone, *self.lost}, "or some of it was lost, and remote has removed the rest"
-        for digest in removed & set(gone):
-            if not self.is_known_bad(gone[digest]):
-                self.drop(gone[digest])
-
     @rule(pages=PAGES, tenant=TENANT)
     def delete(self, pages: int, tenant: str | None) -> None:
         deleted = self.store.delete(identity_of(pages, tenant))
         assert deleted or (pages, tenant) not in self.model
         self.drop((pages, tenant))
 
+    @precondition(lambda self: not self.shared._links[0].deleted)
     @rule()
     def reopen(self) -> None:
-        """What was only reported is offered again, if it is still there."""
+        """What a remote store could not be told yet is told by nobody then."""
         self.release_all()
-        self.store.close()
-        self.store.open()
-        for key in tuple(self.reported):
-            self.reported.discard(key)
-            try:
-                self.model[key] = fill_of(self.shared, identity_of(*key).digest)
-                self.use(key)
-            except (IndexNotFound, StoreUnavailable):
-                self.expired.add(key)
-        listed = {entry.digest for entry in self.store.list()}
-        for key in tuple(self.model):
-            if identity_of(*key).digest not in listed:
-                assert not self.is_here(key)
-                self.drop(key)
+        self.open_again()
 
     @invariant()
     def listing_is_the_model(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prefix_index import Copies, FileStore, IndexStore, SharedStore
-from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
 from prefix_index.service import Limits, StoreClient, StoreServer
 from tests.prefix_index import mooncake_cluster, s3_server
 
@@ -49,30 +49,6 @@ def copies_in(folder: Path, max_bytes: int = 150 << 10) -> Copies:
 
 
 @contextlib.contextmanager
-def remote_memory(tmp_path: Path) -> Iterator[IndexStore]:
-    """Several chunks an index, as in all remote tiers here."""
-    yield RemoteStore(ObjectBlobs("memory:///"), chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
-
-
-@contextlib.contextmanager
-def remote_file(tmp_path: Path) -> Iterator[IndexStore]:
-    blobs = ObjectBlobs((tmp_path / "objects").as_uri())
-    yield RemoteStore(blobs, chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
-
-
-@contextlib.contextmanager
-def remote_s3(tmp_path: Path) -> Iterator[IndexStore]:
-    yield RemoteStore(s3_server.new_bucket(), chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
-
-
-@contextlib.contextmanager
-def remote_mooncake(tmp_path: Path) -> Iterator[IndexStore]:
-    """Only where a cluster is: test_remote_mooncake.py runs the suite again in a network namespace of its own."""
-    blobs = mooncake_cluster.shared_blobs()
-    yield RemoteStore(blobs, folder=tmp_path.name, chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
-
-
-@contextlib.contextmanager
 def shared_file_file(tmp_path: Path) -> Iterator[IndexStore]:
     """A folder of this machine, and one that others share."""
     local, remote = FileStore(tmp_path / "store", create=True), FileStore(tmp_path / "shared", create=True)
@@ -80,10 +56,15 @@ def shared_file_file(tmp_path: Path) -> Iterator[IndexStore]:
         yield SharedStore(local, [remote], timeout_s=PATIENCE_S)
 
 
-@contextlib.contextmanager
-def shared_file_objects(tmp_path: Path) -> Iterator[IndexStore]:
-    with remote_memory(tmp_path) as remote:
+def shared_with(blobs: Callable[[Path], Blobs]) -> Tier:
+    """A folder of this machine and a remote store, of several chunks an index."""
+
+    @contextlib.contextmanager
+    def tier(tmp_path: Path) -> Iterator[IndexStore]:
+        remote = RemoteStore(blobs(tmp_path), folder=tmp_path.name, chunk_nbytes=16 << 10, timeout_s=PATIENCE_S)
         yield SharedStore(FileStore(tmp_path / "store", create=True), [remote], timeout_s=PATIENCE_S)
+
+    return tier
 
 
 @contextlib.contextmanager
@@ -126,11 +107,10 @@ def served(tmp_path: Path, own: FileStore | None = None, limits: Limits | None =
 TIERS: dict[str, Tier] = {
     "file": file,
     "copied": copied,
-    "remote-memory": remote_memory,
-    "remote-file": remote_file,
-    "remote-s3": remote_s3,
-    "shared-file-file": shared_file_file,
-    "shared-file-objects": shared_file_objects,
     "service": service,
-    **({"remote-mooncake": remote_mooncake} if mooncake_cluster.is_inside() else {}),
+    "shared-file": shared_file_file,
+    "shared-memory": shared_with(lambda folder: ObjectBlobs("memory:///")),
+    "shared-s3": shared_with(lambda folder: s3_server.new_bucket()),
 }
+if mooncake_cluster.is_inside():  # test_remote_mooncake.py runs the suite again in a network namespace of its own
+    TIERS["shared-mooncake"] = shared_with(lambda folder: mooncake_cluster.shared_blobs())

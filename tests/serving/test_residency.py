@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from prefix_index import ArrayKey, IndexCorrupt, IndexEntry, IndexPayload, IndexStoreError, IndexUnreadable
+from prefix_index import ArrayKey, IndexCorrupt, IndexEntry, IndexFile, IndexPayload, IndexStoreError, IndexUnreadable
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefix import residency as module
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
@@ -144,15 +144,15 @@ def test_a_damaged_index_is_reported_before_requests_are_told(
     """Who is told asks anew: it must not be offered the same index. A store that fails then changes nothing."""
     entry, seen = bench.put(PROMPT), []
 
-    def damaged(key: Any) -> Any:
+    def damaged(*_: Any, **__: Any) -> Any:
         raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
 
-    def report(key: Any, damage: Any) -> None:
-        seen.append(residency.acquire(entry).state)
+    def report(file: Any, damage: Any) -> None:
+        seen.append(residency.acquire(entry, retry=False).state)
         if error is not None:
             raise error
 
-    monkeypatch.setattr(bench.store, "get", damaged)
+    monkeypatch.setattr(IndexFile, "read_many", damaged)
     monkeypatch.setattr(bench.store, "report", report)
     residency = reside(bench)
     index = load(residency, entry)

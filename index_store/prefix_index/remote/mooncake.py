@@ -27,7 +27,6 @@ _MISSING: Final = -704
 _BEING_WRITTEN: Final = -703
 _NO_ROOM: Final = (-200, -2)
 _OUT_OF_RANGE: Final = -600
-_RACES: Final = 20
 _MAX_LISTING_NBYTES: Final = 1 << 30
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -90,19 +89,15 @@ class MooncakeBlobs:
             client.close()
 
     def fetch(self, name: str, limit: int) -> bytes:
-        for _ in range(_RACES):
-            nbytes = self.size(name)
-            if nbytes > limit:
-                raise BlobTooLong(f"{nbytes} bytes")
-            buffer = mmap.mmap(-1, nbytes + mmap.PAGESIZE)
-            with self._registered(memoryview(buffer)) as pointer:
-                got = _patiently(lambda p, n: self._open().get_into(name, p, n), pointer, len(buffer))
-            if got >= 0:
-                return bytes(buffer[:got])
-            if got != _OUT_OF_RANGE:
-                raise _failed(got)
-            # Replaced by a longer one since it was asked for its size.
-        raise BlobsFailed(f"{name} changes faster than it can be read")
+        nbytes = self.size(name)
+        if nbytes > limit:
+            raise BlobTooLong(f"{nbytes} bytes")
+        buffer = mmap.mmap(-1, nbytes + mmap.PAGESIZE)
+        with self._registered(memoryview(buffer)) as pointer:
+            got = _patiently(lambda p, n: self._open().get_into(name, p, n), pointer, len(buffer))
+        if got < 0:
+            raise _failed(got)
+        return bytes(buffer[:got])
 
     def size(self, name: str) -> int:
         nbytes = _patiently(lambda: self._open().get_size(name))
@@ -193,6 +188,6 @@ def _patiently(call: Callable[..., int], *args: Any) -> int:
 
 
 def _failed(code: int) -> BlobMissing | BlobsFailed:
-    if code in (_MISSING, _BEING_WRITTEN):
+    if code in (_MISSING, _BEING_WRITTEN, _OUT_OF_RANGE):  # the last: it was deleted, and a longer one put
         return BlobMissing("no such value, or not yet")
     return BlobsFailed(f"error {code} of Mooncake")

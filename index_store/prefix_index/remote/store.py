@@ -9,15 +9,12 @@ import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
-import msgspec
-
-from ..errors import IndexFormatError, IndexNotFound, IndexStoreError, StoreFull
+from ..errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
 from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
 from ..reader import IndexFile, IndexLookup, check_identity
-from ..store import BuildLease, Catalog, IndexEntry, IndexStore, Retention, has_expired
+from ..store import BuildLease, Catalog, IndexSource
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
 from .calls import Calls
@@ -25,22 +22,15 @@ from .claims import SharedLeases
 from .values import Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
 
 
-class _Bad(NamedTuple):
-    """The generation that a problem is about (None: look again). ``reported`` by a reader, or else found by ``get``."""
-
-    generation: str | None
-    reported: bool = False
-
-
-class RemoteStore(IndexStore):
-    """An ``IndexStore`` on a ``Blobs``. Any number of machines may use one ``folder`` of one store.
+class RemoteStore(IndexSource):
+    """An ``IndexSource`` on a ``Blobs``: indexes that never change. Any number of machines may use one ``folder``.
 
     ``timeout_s``     seconds that one request (at most one chunk) may take. A whole get or put of n chunks takes
                       at most n / 4 times as long: four are under way at a time
     ``chunk_nbytes``  size of the values that a container is cut into; readers take it from the manifest
     ``lease_ttl_s``   how long a build lease outlives its holder, where the store can arbitrate (``claims.py``)
-    ``grace_s``       age, by the writer's clock, from which ``collect()`` removes chunks that no manifest names
-    ``clock``         gives the seconds since the Unix epoch by which indexes expire and writers date their chunks
+    ``grace_s``       age, by the writer's clock, from which ``sweep()`` removes chunks that no manifest names
+    ``clock``         gives the seconds since the Unix epoch by which writers date their chunks
 
     ``put`` holds one container in memory while it writes; ``get`` returns an index that lies in memory as a whole.
     ``open`` raises StoreUnavailable when nothing answers. Look-ups see what this object put or read, and what other
@@ -62,7 +52,7 @@ class RemoteStore(IndexStore):
     ) -> None:
         super().__init__()
         self.folder = folder
-        self.catalog = Catalog(clock)
+        self.catalog = Catalog()
         self._blobs = blobs
         self._timeout_s, self._grace_s, self._clock = timeout_s, grace_s, clock
         if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
@@ -71,11 +61,10 @@ class RemoteStore(IndexStore):
         self._calls = Calls(blobs.name, timeout_s=timeout_s)
         self._values = Values(blobs, self._calls, folder)
         self._leases = SharedLeases(self._values, ttl_s=lease_ttl_s)
-        self._swap = threading.RLock()  # one change of a manifest at a time
         self._opening = threading.Lock()
         self._scanning = threading.Lock()
-        self._manifests: dict[str, Manifest] = {}
-        self._bad: dict[str, _Bad] = {}
+        self._bad: dict[str, str] = {}
+        """The generation of an index that was read and found damaged."""
         self._seen: dict[str, Found] = {}
         self._touched: set[str] = set()
         """What this process learned of since a listing began: newer than the listing, which says nothing of it then."""
@@ -101,11 +90,16 @@ class RemoteStore(IndexStore):
                 self._calls.close(self._blobs.close)
                 self._clear()
 
-    def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
-        """As in the protocol; when the store stops answering in the end, either the old or the new index is there."""
+    def put(self, payload: IndexPayload) -> bool:
+        """Stores an index unless one of its identity is there; returns whether it did. One that is damaged, or lost
+        chunks, is deleted first; one of a newer version stays. Raises InvalidPayload, StoreFull, StoreUnavailable, and
+        what a ``LazyArray`` raises.
+        """
         self._check_open()
-        writer = IndexWriter(payload)
         digest = payload.identity.digest
+        if self._is_taken(digest):
+            return False
+        writer = IndexWriter(payload)
         container, size = mmap.mmap(-1, writer.nbytes), self._chunk_nbytes
         writer.write(container)
         manifest = Manifest(
@@ -114,7 +108,6 @@ class RemoteStore(IndexStore):
             chunk_nbytes=size,
             generation=new_generation(self._clock()),
             chunks=[xxh3_hex(memoryview(container)[at : at + size]) for at in range(0, writer.nbytes, size)],
-            retention=retention or Retention(),
         )
         with self._undone(manifest):
             self._values.upload(manifest, memoryview(container))
@@ -122,16 +115,11 @@ class RemoteStore(IndexStore):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
                 raise StoreFull(self._blobs.name, "room for the index", found, remedy)
-        with self._swap:
-            with self._undone(manifest):
-                old = self._current(digest)
-            if retention is None and isinstance(old, Manifest) and not self._is_expired(old):
-                manifest = msgspec.structs.replace(manifest, retention=old.retention)
-            self._values.put_manifest(manifest)
-            self._learn(manifest)
-        if isinstance(old, Manifest):
-            self._drop_chunks(old)
-        return manifest.listed
+        if not self._values.create_manifest(manifest):  # somebody else was faster
+            self._drop_chunks(manifest)
+            return False
+        self._learn(manifest)
+        return True
 
     def get(self, key: IndexLookup) -> IndexFile:
         """As in the protocol; the index is downloaded as a whole. Raises StoreUnavailable, too."""
@@ -139,24 +127,16 @@ class RemoteStore(IndexStore):
         manifest: Manifest | None = None
         try:
             manifest = self._values.manifest(digest)
-            while True:
-                self._check_offered(digest, manifest)
-                try:
-                    index = IndexFile(self._values.download(manifest))
-                    check_identity(manifest.entry.identity, index.identity)
-                    break
-                except (IndexNotFound, IndexFormatError):
-                    # Another machine may have replaced it under our hands: then there is a new one to try.
-                    failed, manifest = manifest, self._values.manifest(digest)
-                    if manifest.generation == failed.generation:
-                        raise
-        except (IndexNotFound, IndexFormatError) as err:
-            self._take_failure(digest, manifest, err)
+            index = IndexFile(self._values.download(manifest))
+            check_identity(manifest.entry.identity, index.identity)
+        except (IndexFormatError, IndexMismatch) as err:
+            self._hide(digest, err, None if manifest is None else manifest.generation)
             raise
-        if self._manifests.get(digest) != manifest:
-            self._learn(manifest, unless_bad=True)
-        with self._lock:
-            self.catalog.gave(digest, manifest.generation)
+        except IndexNotFound:
+            self._forget(digest)
+            raise
+        if self.catalog.get(digest) != manifest.listed:
+            self._learn(manifest)
         if isinstance(key, IndexIdentity):
             check_identity(key, index.identity)
         return index
@@ -166,75 +146,44 @@ class RemoteStore(IndexStore):
         digest = self._digest(key)
         try:
             manifest = self._values.manifest(digest)
-            return not self._is_expired(manifest) and not self._is_bad(manifest) and self._values.is_whole(manifest)
+            return self._bad.get(digest) != manifest.generation and self._values.is_whole(manifest)
         except IndexStoreError:
             return False
 
     def delete(self, key: IndexLookup) -> bool:
         """As in the protocol. Raises StoreUnavailable; then the index may be gone or not."""
         digest = self._digest(key)
-        with self._swap:
-            old = self._current(digest)
-            if old is not None:
-                self._values.remove(f"{digest}.manifest")
-            self._forget(digest)
-        if isinstance(old, Manifest):
-            self._drop_chunks(old)
-        elif old is not None and (names := self._values.listing().get(digest)) is not None:
-            for generation, indexes in names.chunks.items():
-                self._values.remove_chunks(digest, generation, indexes)
-        return old is not None
-
-    def retain(self, key: IndexLookup, retention: Retention) -> IndexEntry:
-        """As in the protocol. Raises StoreUnavailable, IndexFormatError, too."""
-        digest = self._digest(key)
-        with self._swap:
+        manifest: Manifest | None = None
+        try:
             manifest = self._values.manifest(digest)
-            if self._is_expired(manifest):
-                raise not_found(digest, "one that has expired", "build it again")
-            manifest = msgspec.structs.replace(manifest, retention=retention)
-            self._values.put_manifest(manifest)
-            self._learn(manifest, unless_bad=True)
-        return manifest.listed
+        except IndexNotFound:
+            self._forget(digest)
+            return False
+        except IndexFormatError:
+            pass  # it does not say which chunks it had: sweep() finds them
+        self._values.remove(f"{digest}.manifest")
+        self._forget(digest)
+        if manifest is not None:
+            self._drop_chunks(manifest)
+        return True
 
     def lease(self, key: IndexLookup) -> BuildLease | None:
         """As in the protocol: between machines where the store can create a value only if there is none."""
         return self._leases.acquire(self._digest(key))
 
-    def collect(self) -> Sequence[IndexEntry]:
-        """As in the protocol; also removes indexes that lost chunks, chunks without a manifest, leases of the dead."""
+    def sweep(self) -> None:
+        """Removes indexes that lost chunks, chunks that no manifest names, and leases of the dead."""
         self._check_open()
         found = self._scan(full=False)
         with self._lock:
-            now = self._clock()
-            due = [(d, self._is_expired) for d, e in self.catalog.all_held() if has_expired(e.retention, now)]
             lost = [d for d, error in self.catalog.problems.items() if isinstance(error, IndexNotFound)]
-            due += [(d, lambda manifest: not self._values.is_whole(manifest)) for d in lost]
-        removed = []
-        for digest, is_due in due:
-            with self._swap:
-                manifest = self._current(digest)
-                if not isinstance(manifest, Manifest) or not is_due(manifest):
-                    continue
-                self._values.remove(f"{digest}.manifest")
-                self._forget(digest)
-            self._drop_chunks(manifest)
-            removed.append(manifest.listed)
+        for digest in lost:
+            if not self.contains(digest):
+                self.delete(digest)
         for digest, names in found.items():
             self._drop_orphans(digest, names)
             if names.leased:
                 self._leases.remove_expired(digest, grace_s=self._grace_s)
-        return sorted(removed, key=lambda entry: entry.digest)
-
-    def report(self, key: IndexLookup, error: IndexStoreError) -> None:
-        """As in the protocol; one that may be about an older version counts for nothing: ``get`` checks all bytes."""
-        digest = self._digest(key)
-        with self._lock:
-            manifest = self._manifests.get(digest)
-            if manifest is None or self._is_expired(manifest):
-                return
-            if self.catalog.gave_only(digest, manifest.generation):
-                self._hide(digest, error, _Bad(manifest.generation, reported=True))
 
     def rescan(self, *, full: bool = False) -> None:
         """Lists the names; reads the manifests that are new, or all with ``full``. Raises StoreUnavailable, having
@@ -247,57 +196,29 @@ class RemoteStore(IndexStore):
 
     def _clear(self) -> None:
         with self._lock:
-            self.catalog.clear()
-            for book in (self._manifests, self._bad, self._seen, self._touched):
+            for book in (self.catalog, self._bad, self._seen, self._touched):
                 book.clear()
 
-    def _learn(self, manifest: Manifest, *, unless_bad: bool = False) -> None:
-        """There is an index of this manifest. ``unless_bad``: if this generation is a problem, it stays one."""
+    def _learn(self, manifest: Manifest) -> None:
         digest = manifest.entry.identity.digest
         with self._lock:
-            if unless_bad and self._is_bad(manifest):
-                return
             self._forget(digest)
             self.catalog.add(digest, manifest.listed)
-            self._manifests[digest] = manifest
 
     def _forget(self, digest: str) -> None:
         with self._lock:
             self._touched.add(digest)
             self.catalog.remove(digest)
-            for book in (self._seen, self._bad, self.catalog.problems, self._manifests):
+            for book in (self._seen, self._bad, self.catalog.problems):
                 book.pop(digest, None)
 
-    def _hide(self, digest: str, error: IndexStoreError, bad: _Bad) -> None:
-        """The index is offered no more, until another generation of it comes."""
+    def _hide(self, digest: str, error: IndexStoreError, generation: str | None = None) -> None:
+        """The index is offered no more; if its ``generation`` is known, until another one comes."""
         with self._lock:
             self._forget(digest)
             self.catalog.problems[digest] = error
-            self._bad[digest] = bad
-
-    def _is_bad(self, manifest: Manifest, *, reported: bool = False) -> bool:
-        """Whether this generation of the index is a problem; one that was ``reported``, even."""
-        bad = self._bad.get(manifest.entry.identity.digest)
-        return bad is not None and bad.generation == manifest.generation and bad.reported >= reported
-
-    def _check_offered(self, digest: str, manifest: Manifest) -> None:
-        """Raises what was reported about this generation; IndexNotFound for one that has expired."""
-        with self._lock:
-            if self._is_bad(manifest, reported=True):
-                raise self.catalog.problems[digest].at(digest)
-        if self._is_expired(manifest):
-            raise not_found(digest, "one that has expired", "build it again")
-
-    def _take_failure(self, digest: str, manifest: Manifest | None, error: IndexStoreError) -> None:
-        """After a failed get: what was reported stands, what is damaged is a problem, what is gone is forgotten."""
-        with self._lock:
-            if manifest is not None and self._is_bad(manifest, reported=True):
-                return
-            if isinstance(error, IndexFormatError):
-                known = manifest or self._manifests.get(digest)
-                self._hide(digest, error, _Bad(None if known is None else known.generation))
-            elif manifest is None or not self._is_expired(manifest):
-                self._forget(digest)
+            if generation is not None:
+                self._bad[digest] = generation
 
     def _scan(self, *, full: bool) -> dict[str, Found]:
         with self._scanning:
@@ -309,7 +230,8 @@ class RemoteStore(IndexStore):
                 news = [d for d, names in there.items() if full or self._seen.get(d) != names]
             outcomes = self._values.manifests(news)
             with self._lock:
-                for digest in {*self._manifests, *self._bad} - there.keys() - self._touched:
+                known = {*(digest for digest, _ in self.catalog.all_held()), *self.catalog.problems}
+                for digest in known - there.keys() - self._touched:
                     self._forget(digest)
                 touched = set(self._touched)
                 for digest, outcome in outcomes.items():
@@ -322,29 +244,34 @@ class RemoteStore(IndexStore):
         if isinstance(outcome, IndexNotFound):
             self._forget(digest)
         elif isinstance(outcome, IndexFormatError):
-            self._hide(digest, outcome, _Bad(None))
-        elif names.is_whole(outcome):
-            self._learn(outcome, unless_bad=True)
-        else:
+            self._hide(digest, outcome)
+        elif not names.is_whole(outcome):
             there = len(names.chunks.get(outcome.generation, ()))
             found = f"{there} of its {len(outcome.chunks)} chunks (evicted, or lost with their machine)"
-            self._hide(digest, not_found(digest, found, "build it again; collect() removes the rest"), _Bad(None))
+            self._hide(digest, not_found(digest, found, "build it again"))
+        elif self._bad.get(digest) != outcome.generation:
+            self._learn(outcome)
 
     # ---- what it asks ----
 
-    def _current(self, digest: str) -> Manifest | IndexFormatError | None:
+    def _is_taken(self, digest: str) -> bool:
+        """Whether an index is there that stays. Makes way for another where it is damaged."""
         try:
-            return self._values.manifest(digest)
+            manifest = self._values.manifest(digest)
+            if self._bad.get(digest) != manifest.generation and self._values.is_whole(manifest):
+                self._learn(manifest)
+                return True
         except IndexNotFound:
-            return None
-        except IndexFormatError as err:
-            return err
-
-    def _is_expired(self, manifest: Manifest) -> bool:
-        return has_expired(manifest.retention, self._clock())
+            return False
+        except IndexTooNew:
+            return True
+        except IndexFormatError:
+            pass
+        self.delete(digest)
+        return False
 
     def _drop_chunks(self, manifest: Manifest) -> None:
-        """Removes the chunks of a generation that no manifest names any more. What fails, ``collect`` removes."""
+        """Removes the chunks of a generation that no manifest names. What fails, ``sweep`` removes."""
         with contextlib.suppress(IndexStoreError):
             digest = manifest.entry.identity.digest
             self._values.remove_chunks(digest, manifest.generation, range(len(manifest.chunks)))
@@ -352,11 +279,16 @@ class RemoteStore(IndexStore):
     def _drop_orphans(self, digest: str, names: Found) -> None:
         before = self._clock() - self._grace_s
         old = [generation for generation in names.chunks if generation_time(generation) < before]
-        current = self._current(digest) if old else None
-        if isinstance(current, IndexFormatError):
+        if not old:
+            return
+        try:
+            current = self._values.manifest(digest).generation
+        except IndexNotFound:
+            current = ""
+        except IndexFormatError:
             return
         for generation in old:
-            if current is None or generation != current.generation:
+            if generation != current:
                 self._values.remove_chunks(digest, generation, names.chunks[generation])
 
     @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 A value is a 64-byte header that says what it is, then its body. A container is cut into chunks, each one value under
 ``<folder>/<digest>.<generation>.<index>``. A manifest under ``<folder>/<digest>.manifest`` names the generation. It is
-written last and removed first. A generation is new for every put: no chunk's name is ever written twice.
+written last, only where none is, and removed first. A generation is new for every put: no chunk's name is ever written
+twice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..errors import (
 )
 from ..folder import owned_file
 from ..format import ALIGN, MAX_NBYTES, Entry, corrupt, sealed
-from ..store import IndexEntry, Retention
+from ..store import IndexEntry
 from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobsLocal, BlobTooLong
 from .calls import Calls
 
@@ -51,7 +52,7 @@ _T = TypeVar("_T")
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What one index consists of. ``chunks`` are the xxh3 of the chunk bodies, 16 hex digits each.
 
     All chunks have ``chunk_nbytes`` bytes of the container but the last, which has the rest of ``nbytes``.
@@ -62,7 +63,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     chunk_nbytes: int
     generation: str
     chunks: list[str]
-    retention: Retention
 
     def __post_init__(self) -> None:
         for name in ("nbytes", "chunk_nbytes"):
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def listed(self) -> IndexEntry:
-        return IndexEntry.of(self.entry, self.nbytes, self.retention)
+        return IndexEntry.of(self.entry, self.nbytes)
 
     def size_of(self, index: int) -> int:
         """Bytes of the container in one chunk; the value has 64 more."""
@@ -220,10 +220,16 @@ class Values:
 
         return dict(zip(digests, self.ask(partial(fetch, digest) for digest in digests), strict=True))
 
-    def put_manifest(self, manifest: Manifest) -> None:
-        """From now on the index is there. Raises StoreFull."""
+    def create_manifest(self, manifest: Manifest) -> bool:
+        """From now on the index is there, unless another one is: returns whether it is this one. Where the store cannot
+        arbitrate, the last of several writers wins. Raises StoreFull.
+        """
         digest = manifest.entry.identity.digest
-        self.write(f"{digest}.manifest", pack_record(MANIFEST, digest, manifest.generation, manifest))
+        name, raw = f"{digest}.manifest", pack_record(MANIFEST, digest, manifest.generation, manifest)
+        created = self.create(name, raw)
+        if created is None:
+            self.write(name, raw)
+        return created is not False
 
     def write(self, name: str, raw: bytes) -> None:
         self.ask([partial(self._blobs.write, self._at(name), memoryview(raw))])
@@ -296,7 +302,7 @@ class Values:
             try:
                 raw = self._blobs.fetch(self._at(name), limit)
             except BlobMissing:
-                found = f"chunk {index} gone (evicted, lost with its machine, or replaced)"
+                found = f"chunk {index} gone (evicted, lost with its machine, or deleted)"
                 raise not_found(digest, found, "build it again") from None
             except BlobTooLong as err:
                 raise corrupt(f"length of chunk {index}", limit, err) from None

@@ -17,9 +17,9 @@ _DESCRIPTION = """\
 Indexes are named by the id that their prompt had in prebuild, by their digest,
 or by enough of its first digits (4 or more).
 
---store takes a folder, file:///FOLDER, ipc://SOCKET (a running service),
-s3://BUCKET/PREFIX, gs://, az:// or mooncake://HOST:PORT. Without it the store
-is $SGLANG_SPARSE_ATTN_STORE, else the default folder of the server.
+--store takes a folder, file:///FOLDER or ipc://SOCKET (a running service).
+Without it the store is $SGLANG_SPARSE_ATTN_STORE, else the default folder of
+the server.
 
 --json prints JSON, one document on a line: one per index, or one in all
 (show: one per index; du and gc: one). Exit status: 0 good, 1 something

@@ -22,7 +22,6 @@ from prefix_index import (
     IndexEntry,
     IndexFile,
     IndexForeign,
-    IndexFormatError,
     IndexMismatch,
     IndexNotFound,
     IndexPayload,
@@ -34,7 +33,6 @@ from prefix_index import (
     OutOfMemory,
     Problem,
     Retention,
-    StoreUnavailable,
 )
 from prefix_index.folder import SUFFIX, os_errors
 from prefix_index.retention import KEEP_SUFFIX, read_retention
@@ -129,7 +127,7 @@ def run_verify(args: argparse.Namespace) -> int:
         for verdict in bad:
             _report(verdict, as_json=args.json)
         checked = 0
-        for verdict in _verify_all(store, entries, args.jobs or min(4, os.cpu_count() or 1)):
+        for verdict in _verify_all(entries, args.jobs or min(4, os.cpu_count() or 1)):
             statuses[verdict.status] += 1
             checked += verdict.nbytes if verdict.status == "good" else 0
             if args.json or verdict.status not in _FINE:
@@ -151,12 +149,12 @@ def _report(verdict: Verdict, *, as_json: bool) -> None:
     print(wrapped(detail.removeprefix(f"{verdict.path}: ") if verdict.digest else detail, "  "))
 
 
-def _verify_all(store: IndexStore, entries: Sequence[IndexEntry], jobs: int) -> Iterator[Verdict]:
+def _verify_all(entries: Sequence[IndexEntry], jobs: int) -> Iterator[Verdict]:
     stop = threading.Event()
     inner = max(1, jobs // max(1, len(entries)))
     with progress(sum(entry.nbytes for entry in entries), "verify") as add, ThreadPoolExecutor(jobs) as pool:
         try:
-            tasks = [pool.submit(_verify_one, store, entry, add, stop, inner) for entry in entries]
+            tasks = [pool.submit(_verify_one, entry, add, stop, inner) for entry in entries]
             for task in as_completed(tasks):
                 yield task.result()
         finally:
@@ -164,18 +162,11 @@ def _verify_all(store: IndexStore, entries: Sequence[IndexEntry], jobs: int) -> 
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _verify_one(
-    store: IndexStore, entry: IndexEntry, add: Callable[[int], None], stop: threading.Event, threads: int
-) -> Verdict:
+def _verify_one(entry: IndexEntry, add: Callable[[int], None], stop: threading.Event, threads: int) -> Verdict:
     try:
-        with open_unused(store, entry) as index:
+        with open_unused(entry) as index:
             check_arrays(index, add, stop, threads)
-    except StoreUnavailable:
-        raise
     except IndexStoreError as error:
-        if isinstance(error, IndexFormatError | IndexMismatch):  # not what the disk may yet give: it stays offered
-            with suppress(IndexStoreError):
-                store.report(entry.digest, error)
         return Verdict(entry.digest, entry.path, entry.nbytes, status_of(error), str(error))
     return Verdict(entry.digest, entry.path, entry.nbytes, "good", None)
 
@@ -218,7 +209,7 @@ def _export_one(
     if os.path.lexists(path) and not replace_it:
         return "exists", "give --replace to write it anew"
     try:
-        with open_unused(store, entry) as index:
+        with open_unused(entry) as index:
             payload = _counted(index.payload(), add)
             with os_errors(path.parent):
                 fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -226,8 +217,6 @@ def _export_one(
                     replace_file(fd, path.name, payload, mode=0o600)
                 finally:
                     os.close(fd)
-    except StoreUnavailable:
-        raise
     except IndexStoreError as error:
         return "failed", str(error)
     return "exported", None
@@ -295,8 +284,6 @@ def _import_one(
                 return digest, "expired", why, index.nbytes
             check_arrays(index, add, threading.Event())
             return digest, "imported", None, store.put(index.payload(), retention=kept).nbytes
-    except StoreUnavailable:
-        raise
     except IndexNotFound as error:
         return None, "missing", str(error), 0
     except IndexStoreError as error:

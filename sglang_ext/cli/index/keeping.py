@@ -127,8 +127,8 @@ class Plan(NamedTuple):
 
 
 def run_gc(args: argparse.Namespace) -> int:
-    """Removes what has expired, what exceeds limits, and what dead writers left. Limits are for folders: a service and
-    a remote store have their own.
+    """Removes what has expired, what exceeds limits, and what dead writers left. Limits are for folders: a service has
+    its own.
     """
     address = store_address(args)
     kind, value, _ = locate(address)

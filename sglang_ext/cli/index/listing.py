@@ -50,7 +50,7 @@ def run_show(args: argparse.Namespace) -> int:
                 damaged = True
                 details: dict[str, Any] = {"digest": target.digest, "error": str(target.error)}
             else:
-                with open_unused(store, target.entry) as index:
+                with open_unused(target.entry) as index:
                     details = _details(target.entry, index)
             if args.json:
                 emit(details)

@@ -50,14 +50,11 @@ def opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[IndexS
         store.close()
 
 
-def open_unused(store: IndexStore, entry: IndexEntry) -> IndexFile:
-    """Opens the durable copy of an index, without this counting as a use. The caller closes it. Raises as
-    `IndexStore.get`.
-
-    A store's own `get` would keep a stale index from leaving, and may answer from a faster tier.
+def open_unused(entry: IndexEntry) -> IndexFile:
+    """Opens the durable copy of a folder's index, without this counting as a use. The caller closes it. Raises as
+    `IndexStore.get`, which would keep a stale index from leaving, and may answer from a faster tier.
     """
-    if entry.path is None:
-        return store.get(entry.identity)
+    assert entry.path is not None, "a folder's, or a service's"
     return open_in(Path(entry.path).parent.parent, entry.digest, entry.identity)
 
 

@@ -56,7 +56,6 @@ def keys(count: int, seed: int) -> Outcome:
         store.put(payload_of(0, 1))
         (path / "outside").write_text("outside")
         before = snapshot(path)
-        error = IndexStoreError("a", expected="b", found="c", remedy="d")
         methods: list[Callable[[Any], object]] = [
             store.get,
             store.contains,
@@ -64,7 +63,6 @@ def keys(count: int, seed: int) -> Outcome:
             store.lease,
             store.path_of,
             lambda key: store.retain(key, Retention(pinned=True)),
-            lambda key: store.report(key, error),
         ]
         for key in hostile_keys(-(-count // len(methods)), rng):
             for method in methods:
@@ -86,7 +84,7 @@ def keys(count: int, seed: int) -> Outcome:
         tally.expect(before == after, f"files changed: {sorted(before.items() ^ after.items())[:2]}")
         if read_fill(store, 0) != 1:
             tally.lose("the index beside")
-    return tally.outcome("each of 7 methods with each key; 9 identities")
+    return tally.outcome("each of 6 methods with each key; 9 identities")
 
 
 def shard_only(name: str) -> bool:

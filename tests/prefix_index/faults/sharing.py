@@ -1,4 +1,4 @@
-"""Several processes in one folder: two writers of one key, eight that do everything."""
+"""Several processes in one folder: eight that do everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.prefix_index.balance import balanced
 
 from .outcome import Campaign, Outcome
 from .tools import (
-    MEDIUM,
     SMALL,
     SOON,
     Line,
@@ -60,45 +59,6 @@ def run_all(tally: Tally, workers: Sequence[Callable[[], str]], seconds: float) 
         if " error " in text:
             tally.err(f"process {text}")
     return said
-
-
-def two_writers(count: int, seed: int) -> Outcome:
-    """Two processes replace one key again and again, a third reads: always one of the two, whole."""
-    tally = Tally("two_writers")
-    rounds = count // 2
-    with folder() as path:
-        with opened(path) as store:
-            store.put(payload_of(0, 1_000_000, MEDIUM))
-
-        def write(who: int) -> str:
-            with opened(path) as store:
-                for i in range(rounds):
-                    store.put(payload_of(0, who * 1_000_000 + i + 1, MEDIUM))
-            (path / f".done-{who}").touch()
-            return "done"
-
-        def read() -> str:
-            reads, last = 0, {1: 0, 2: 0}
-            with opened(path) as store:
-                while len(list(path.glob(".done-*"))) < 2:
-                    who, n = divmod(read_fill(store, 0), 1_000_000)
-                    if n:
-                        assert n >= last[who], f"index {n} of writer {who} after its index {last[who]}"
-                        last[who] = n
-                    reads += 1
-                    store.rescan()
-                    assert len(store.list()) == 1, f"{len(store.list())} listed"
-                    assert not store.problems(), str(store.problems()[0])
-            return f"read {reads}"
-
-        said = run_all(tally, [partial(write, 1), partial(write, 2), read], 5 * SOON + count * 0.2)
-        tally.tried += rounds * sum("done" in text for text in said)
-        with opened(path, partial_grace_s=0.0) as store:
-            fill = read_fill(store, 0)
-            tally.expect(fill in (1_000_000 + rounds, 2_000_000 + rounds), f"last index is {fill}")
-            balanced(store)
-    reads = [text.split()[-1] for text in said if "read" in text]
-    return tally.outcome(f"{tally.tried} replacements by 2 processes, {' '.join(reads)} whole reads meanwhile")
 
 
 CAP = 12 * 40_960
@@ -258,7 +218,6 @@ def after(tally: Tally, path: Path, options: dict[str, int]) -> None:
 
 CAMPAIGNS = {
     "hammer_killed": Campaign(hammer_killed, full=500, quick=60),
-    "two_writers": Campaign(two_writers, full=1_000, quick=100),
     "hammer": Campaign(hammer, full=40_000, quick=2_400),
     "hammer_capped": Campaign(hammer_capped, full=20_000, quick=2_400),
 }
