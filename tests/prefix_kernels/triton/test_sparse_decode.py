@@ -72,7 +72,7 @@ def test_long_own_tokens_are_selected_from(
 def test_any_number_of_prefixes_has_an_index(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, members: list[int], device: torch.device
 ) -> None:
-    server = Server(device, 64, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=3)
+    server = Server(device, 64, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=3, keep_ratio=0.5)
     serials = join_many(server, members)
     assert len(server.step(serials, padded=1)) == sum(members), "nothing is known of their slots yet"
     if max(members) > 1 or device.type == "cuda":
