@@ -130,7 +130,7 @@ class Torch:
 
 
 class Ours:
-    """In one launch, or two. On a CPU in four, with two programs for every KV head."""
+    """In two launches. On a CPU in three, with two programs for every KV head."""
 
     eager_too = False
 

@@ -27,11 +27,12 @@ NUM_BINS = tl.constexpr(NUM_KEYS)
 FINE = tl.constexpr(32)
 COARSE = tl.constexpr(NUM_KEYS // 32)
 """Of so many bins each how many are counted up to their last: what is looked at first."""
-COUNTS = tl.constexpr("{ .shared .align 1024 .b32 bin_counts[2304]; mov.u32 $0, bin_counts; }")
-"""The address of 2,049 numbers. What Triton itself has in shared memory comes behind them, and matrix instructions want
-that at a multiple of 1,024 bytes."""
+COUNTS = tl.constexpr("{ .shared .align 1024 .b32 bin_counts[2048]; mov.u32 $0, bin_counts; }")
+"""The address of NUM_BINS numbers. What Triton itself has in shared memory comes behind them, and matrix instructions
+want that at a multiple of 1,024 bytes."""
 RESET = tl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
-ADD = tl.constexpr("red.shared.add.u32 [$1], 1; mov.b32 $0, 0;")
+ADD = tl.constexpr("red.shared.add.u32 [$1], $2; mov.b32 $0, 0;")
+"""0 or 1: a predicate would be a branch."""
 READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 ARRIVALS = tl.constexpr(2**20)
@@ -87,9 +88,8 @@ def add_counts(counts, at, bins, mask, PLAIN: tl.constexpr):
     else:
         tl.inline_asm_elementwise(
             ADD,
-            "=r,r",
-            # What is not counted goes to a place that nobody reads: a predicate would be a branch.
-            [tl.where(mask, bins, NUM_BINS) * 4 + at],
+            "=r,r,r",
+            [bins * 4 + at, mask.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, rows_of
+from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, documented_table, rows_of
 from tests.server.jobs import run_job
 
 MEASURED, GRID, CHOSEN = (RESULTS / f"decode-h200{name}.jsonl" for name in ("", "-grid", "-auto"))
@@ -30,6 +30,16 @@ def row(engine: str, path: str, ms: float, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("path", [MEASURED, CHOSEN], ids=lambda path: path.stem)
 def test_a_table_in_the_documents_is_that_of_the_rows(bench: SimpleNamespace, path: Path) -> None:
     assert bench.decode.table(bench.decode.read([str(path)])) in document("benchmarks")
+
+
+def test_the_table_of_many_prefixes_is_the_rows(bench: SimpleNamespace) -> None:
+    wanted: dict[tuple[str, str], list[str]] = {}
+    for place, name in ((0, "-before"), (2, "")):
+        printed = bench.decode.table(bench.decode.read([str(RESULTS / f"decode-h100-prefixes{name}.jsonl")]))
+        for _, tokens, batch, *times in cells(printed)[2:]:
+            wanted.setdefault((tokens, batch), [""] * 4)[place : place + 2] = times
+    shown = documented_table("benchmarks", "| prefixes x tokens | requests |")
+    assert {(tokens, batch): times for tokens, batch, *times in shown} == wanted
 
 
 def shares(bench: SimpleNamespace, path: Path) -> dict[str, dict[tuple[int, int], float]]:

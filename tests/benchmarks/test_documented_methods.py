@@ -40,3 +40,12 @@ def test_the_documented_errors_of_a_samples_sums() -> None:
     }
     text = " ".join(document("selection").split())
     assert f"{errors[16]:.3f} with 16 and {errors[1]:.3f} with all tokens" in text
+
+
+def test_the_documented_times_of_selection_on_an_h100() -> None:
+    rows = [row for name in ("-before", "") for row in rows_of(RESULTS / f"kernels-h100-selection{name}.jsonl")]
+    assert all(row["green"] for row in rows)
+    us = {(row["commit"], row["context"], row["batch"]): f"{row['us']:.1f}" for row in rows}
+    for label, tokens, *times in documented_table("kernels", "| from queries to lists | tokens |"):
+        commit = "cd0e17a" if label.startswith("before") else "3cc28f9"
+        assert times == [us[commit, int(tokens.replace(",", "")), batch] for batch in (1, 8, 32)], (label, tokens)

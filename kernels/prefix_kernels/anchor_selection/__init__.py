@@ -1,4 +1,4 @@
-"""An anchor layer's selection on a token index: from queries to lists in one launch; needs Triton.
+"""An anchor layer's selection on a token index: from queries to scores, and from scores to lists; needs Triton.
 
 `pooling.pool_scores` and `top_k_selection` say what it computes.
 """

@@ -30,6 +30,20 @@ from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, placed,
 
 
 @triton.jit
+def _item_at(fields):
+    """Of an item: group, chunk, the group's chunks, prefix_len, tokens that are selected, num_sink, recent_begin."""
+    return (
+        tl.load(fields),
+        tl.load(fields + 1).to(tl.int32),
+        tl.load(fields + 2).to(tl.int32),
+        tl.load(fields + 3).to(tl.int32),
+        tl.load(fields + 4).to(tl.int32),
+        tl.load(fields + 5).to(tl.int32),
+        tl.load(fields + 6).to(tl.int32),
+    )
+
+
+@triton.jit
 def _count_keys(scores, begin, end, num_sink, recent_begin, TILE: tl.constexpr, PLAIN: tl.constexpr):
     """int32 [NUM_BINS]: how many tokens of a stretch have a key of NUM_BINS - 1 - i or above, at place i."""
     counts, at = begin_counts(PLAIN)
@@ -95,13 +109,7 @@ def score_kernel(
     num_items = tl.load(items_ptr + tl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(tl.int32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
-        group = tl.load(fields)
-        chunk = tl.load(fields + 1).to(tl.int32)
-        num_chunks = tl.load(fields + 2).to(tl.int32)
-        prefix_len = tl.load(fields + 3).to(tl.int32)
-        selected = tl.load(fields + 4).to(tl.int32)
-        num_sink = tl.load(fields + 5).to(tl.int32)
-        recent_begin = tl.load(fields + 6).to(tl.int32)
+        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(fields)
         row = group * num_heads + head
         # All tables are asked for before what is in them is looked at.
         row_begin = tl.load(groups_ptr + group * 4)
@@ -170,13 +178,7 @@ def list_kernel(
     num_items = tl.load(items_ptr + tl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(tl.int32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
-        group = tl.load(fields)
-        chunk = tl.load(fields + 1).to(tl.int32)
-        num_chunks = tl.load(fields + 2).to(tl.int32)
-        prefix_len = tl.load(fields + 3).to(tl.int32)
-        selected = tl.load(fields + 4).to(tl.int32)
-        num_sink = tl.load(fields + 5).to(tl.int32)
-        recent_begin = tl.load(fields + 6).to(tl.int32)
+        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(fields)
         slot_table = slot_table_ptr + tl.load(fields + 7)
         list_begin = tl.load(fields + 8) + head * tl.load(fields + 9)
         row = group * num_heads + head

@@ -13,7 +13,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_kernels.kernels import COUNTS, NUM_BINS, READ, RESET
+from prefix_kernels.kernels import ADD, COUNTS, NUM_BINS, READ, RESET
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Renamed after Triton 3.6."""
@@ -134,10 +134,6 @@ def sums_of_threads(peak, total, sizes: gl.constexpr):
 @gluon.jit
 def _add(a, b):
     return a + b
-
-
-ADD = gl.constexpr("red.shared.add.u32 [$1], $2; mov.b32 $0, 0;")
-"""Of 0 or 1."""
 
 
 @gluon.jit
