@@ -75,11 +75,12 @@ def test_candidates_share_the_softmax():
 @pytest.mark.parametrize("rope_base", [0.0, 1e6], ids=["shift", "rope"])
 def test_int4_recalls_the_planted_keys(rope_base):
     planted = planted_prefix(PlantedConfig(prefix_len=4096, num_topics=16, rope_base=rope_base))
-    specs = (ALL, token_spec(), parse_spec({"method": "exact"}))
-    int4, some, exact = (recall(spec, planted, 205, num_recent=32) for spec in specs)
+    specs = (ALL, token_spec(channel_ratio=0.75), token_spec(), parse_spec({"method": "exact"}))
+    int4, most, half, exact = (recall(spec, planted, 205, num_recent=32) for spec in specs)
     assert int4 >= 0.9
     assert int4 > exact - 0.005
-    assert int4 >= some > exact - 0.1, "half of the channels"
+    assert int4 >= most > exact - 0.05
+    assert most >= half > exact - 0.1
 
 
 def test_errors():
