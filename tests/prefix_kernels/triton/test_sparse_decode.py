@@ -65,7 +65,7 @@ def test_long_own_tokens_are_selected_from(
     [
         pytest.param([1] * 17, id="17"),
         pytest.param([1, 3, 1, 2] * 4, id="28 in 16", marks=pytest.mark.full),
-        pytest.param([1] * 64, id="64", marks=pytest.mark.full),
+        pytest.param([1] * 63, id="63", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
