@@ -25,7 +25,7 @@ from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp, op_mak
 from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
 from sglang_ext.methods import make_selector
-from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.base import IndexSpec, LayerProfile
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.methods.registry import make_builder
 from sglang_ext.methods.token_index import TokenIndexSelector, TokenIndexSpec
@@ -52,6 +52,8 @@ FIRST = [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.full) for kind in KIN
 LAST = [*(pytest.param(*kind, marks=pytest.mark.full) for kind in KINDS[:-1]), KINDS[-1]]
 WIDTH, SLOTS = 700, 4096
 SPEC = TokenIndexSpec(channel_ratio=0.75)
+BLOCK_SIZES = ((16, 16), (64, 16), (16, 16), (16, 32))
+"""By layer, where blocks have the profile's sizes."""
 ROLES = ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "anchor"]
 CONFIG: dict[str, Any] = {
     "method": "token_index",
@@ -152,10 +154,11 @@ class Server:
         """Slots, and the index of what lies there."""
         slots = self.slots(length)
         index = ResidentIndex(SimpleNamespace(digest="d", identity=SimpleNamespace(num_tokens=length)))  # type: ignore[arg-type]
-        for cache in self.caches:
+        for cache, sizes in zip(self.caches, BLOCK_SIZES, strict=True):
             keys = cache.keys(slots.long(), torch.float32)
             queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen).to(self.device)
-            index.layers.append(make_builder(self.spec).build_layer(keys, queries))
+            builder = make_builder(self.spec, LayerProfile(block_sizes=sizes))
+            index.layers.append(builder.build_layer(keys, queries))
         index.state = State.READY
         return slots, index
 

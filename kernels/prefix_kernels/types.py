@@ -8,9 +8,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
+
+
+class BlockForm(Enum):
+    """What stands for a candidate's keys, and what a query q is multiplied with."""
+
+    TOKEN = 0
+    """A candidate is a token: its key."""
+    MEAN = 1
+    """A block of tokens: their mean key."""
+    MINMAX = 2
+    """A block: each channel's minimum and maximum (Quest, 3.2); the greatest product that a key within them can have."""
+    BALL = 3
+    """A block: the mean key and the radius r around it (ArkVale); q.mean + |q| r."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.pooling import Pooling, pool_scores
-from prefix_kernels.top_k_selection import top_k_selection
+from prefix_kernels.top_k_selection import rank_by_keys, top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.methods.arrays import Form, IndexSize
 
@@ -239,9 +239,9 @@ class SelectArgs:
     sm_scale: float
     pooling: Pooling = Pooling.MAX
 
-    def top_k(self, scores: Tensor, block_size: int = 1) -> Selection:
-        """The best positions by scores [num_kv_heads, num_blocks] of blocks of so many tokens, windows included."""
-        return top_k_selection(scores, self.budget, self.num_sink, self.num_recent, block_size, self.prefix_len)
+    def top_k(self, scores: Tensor) -> Selection:
+        """The best positions by scores [num_kv_heads, prefix_len], windows included."""
+        return top_k_selection(scores, self.budget, self.num_sink, self.num_recent)
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,9 @@ class Selector(ABC, Generic[S]):
     spec: S
 
     def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
-        """Score the prefix for all rows of the group, pool, take the best. The default: the best of `token_scores`.
+        """Score the prefix for all rows of the group, pool, take the best.
+
+        The default: the best of `token_scores`, by keys, as in decode graphs.
 
         Args:
             arrays: what `build_layer` of the same spec returned, or the slices of some KV heads of it, on q's
@@ -269,7 +271,7 @@ class Selector(ABC, Generic[S]):
         Raises:
             ValueError: sizes are out of range.
         """
-        return args.top_k(self.token_scores(arrays, q, args))
+        return args.top_k(rank_by_keys(self.token_scores(arrays, q, args)))
 
     @abstractmethod
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:

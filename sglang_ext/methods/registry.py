@@ -17,12 +17,13 @@ from sglang_ext.options import SparseAttnConfig
 
 __all__ = ["METHODS", "make_builder", "make_selector", "method_specs", "parse_spec"]
 
+_BLOCK_OP = "sglang_ext.methods.ab_sparse.decode_op:ABSparseOp"
 _TOKEN_OP = "sglang_ext.methods.token_index.decode_op:TokenIndexOp"
 
 METHODS.update(
     {
         "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector),
-        "ab_sparse": Method(ABSparseSpec, ABSparseBuilder, ABSparseSelector),
+        "ab_sparse": Method(ABSparseSpec, ABSparseBuilder, ABSparseSelector, _BLOCK_OP),
         "token_index": Method(TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector, _TOKEN_OP, samples_sums=True),
         "two_level": Method(TwoLevelSpec, CombinedBuilder, TwoLevelSelector),
         "union": Method(UnionSpec, CombinedBuilder, UnionSelector),

@@ -87,13 +87,14 @@ def test_recall_against_plain_loops(num_tokens, prefix_len, gqa, keep_ratio, num
     assert bool((recall <= best + 1e-6).all())
 
 
-def test_is_the_recall_of_servings_own_selection():
+def test_is_the_recall_of_whole_blocks_and_a_cut_one():
     (layer,) = make_layers(1, prefix_len=277, positions=torch.tensor([280]))
     recall, _ = recalls(layer, budget_of(0.3, 3, 5))
     for i, size in enumerate(BLOCK_SIZES):
         low, high = block_representation(layer.keys, size, "minmax")
         scores = pool_scores(block_scores_minmax(layer.queries, low, high), SM_SCALE, Pooling.MAX)
-        selection = top_k_selection(scores, int(0.3 * 277), 3, 5, size, 277)
+        tokens = scores.double().repeat_interleave(size, dim=1)[:, :277] - torch.arange(277) * 1e-9
+        selection = top_k_selection(tokens, int(0.3 * 277), 3, 5)
         expected = attention_recall(layer.queries, layer.keys, selection, SM_SCALE).view(2, 2).mean(dim=1)
         torch.testing.assert_close(recall[i, :, 0], expected, rtol=1e-5, atol=1e-6)
 

@@ -34,9 +34,9 @@ def test_every_kind_is_hard_for_chance_and_windows_and_possible_for_the_oracle(k
     config = planted_config(kind, 4096, rope=rope)
     planted = planted_prefix(config)
     heads, budget = config.num_kv_heads, config.prefix_len // 10
-    windows = top_k_selection(torch.zeros(heads, config.prefix_len), budget, 16, budget - 16, 1, config.prefix_len)
+    windows = top_k_selection(torch.zeros(heads, config.prefix_len), budget, 16, budget - 16)
     noise = torch.rand(heads, config.prefix_len, generator=torch.Generator().manual_seed(0))
-    chance = top_k_selection(noise, budget, 16, 64, 1, config.prefix_len)
+    chance = top_k_selection(noise, budget, 16, 64)
     # Ideal: the critical keys of the topics that each row's heads ask about.
     recalls = []
     for row in range(config.num_rows):
@@ -45,7 +45,7 @@ def test_every_kind_is_hard_for_chance_and_windows_and_possible_for_the_oracle(k
         scores = torch.zeros(heads, config.prefix_len)
         for head in range(heads):
             scores[head, planted.hits[head, topics[head]].flatten()] = 1.0
-        best = top_k_selection(scores, budget, 16, 64, 1, config.prefix_len)
+        best = top_k_selection(scores, budget, 16, 64)
         chosen = (windows, chance, best)
         recalls.append([float(attention_recall(q, planted.keys, c, planted.sm_scale).mean()) for c in chosen])
     by_windows, by_chance, ideal = torch.tensor(recalls).mean(dim=0).tolist()

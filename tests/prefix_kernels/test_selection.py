@@ -20,20 +20,20 @@ def cases(draw):
     budget = draw(st.integers(1, 320))
     num_sink = draw(st.integers(0, min(budget, 40)))
     num_recent = draw(st.integers(0, min(budget - num_sink, 70)))
-    block_size = draw(st.sampled_from([1, 3, 16, 64]))
-    scores = torch.randn(2, -(-prefix_len // block_size), generator=torch.Generator().manual_seed(budget))
+    scores = torch.randn(2, prefix_len, generator=torch.Generator().manual_seed(budget))
     kind = draw(st.sampled_from(["plain", "holes", "nothing", "nan", "ties"]))
     if kind == "holes":
         scores[scores < 0] = -torch.inf
     elif kind != "plain":
         scores.fill_({"nothing": -torch.inf, "nan": torch.nan, "ties": 0.0}[kind])
-    return scores, budget, num_sink, num_recent, block_size, prefix_len
+    return scores, budget, num_sink, num_recent
 
 
 @settings(max_examples=examples(400))
 @given(cases())
 def test_properties(case):
-    scores, budget, num_sink, num_recent, block_size, prefix_len = case
+    scores, budget, num_sink, num_recent = case
+    prefix_len = scores.shape[1]
     selection = top_k_selection(*case)
     selection.check_integrity(prefix_len)
     assert selection.counts.tolist() == [min(budget, prefix_len)] * 2
@@ -42,54 +42,43 @@ def test_properties(case):
         assert len(chosen) == min(budget, prefix_len)
         windows = set(range(min(num_sink, prefix_len))) | set(range(max(prefix_len - num_recent, 0), prefix_len))
         assert windows <= chosen
-        free = chosen - windows
-        # Whole blocks in the order of scores: no unchosen block outranks a chosen one, at most one is cut.
-        taken = {p // block_size for p in free}
-        cut = {
-            b
-            for b in taken
-            if any(p not in chosen for p in range(b * block_size, min((b + 1) * block_size, prefix_len)))
-        }
-        assert len(cut) <= 1
-        assert len(taken) <= -(-budget // block_size) + 2
-        left = {p // block_size for p in set(range(prefix_len)) - chosen} - cut
+        left = set(range(prefix_len)) - chosen
         ranked = head_scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        if taken and left:
-            assert min(ranked[b] for b in taken) >= max(ranked[b] for b in left)
+        if chosen - windows and left:
+            assert min(ranked[p] for p in chosen - windows) >= max(ranked[p] for p in left)
 
 
 def test_unscored_positions_come_last_and_recent_first():
     scores = torch.full((1, 10), -torch.inf)
     scores[0, 2] = -1e30
-    chosen = top_k_selection(scores, 4, 0, 0, 1, 10)
+    chosen = top_k_selection(scores, 4, 0, 0)
     assert chosen.positions.tolist() == [[2, 7, 8, 9]]
 
 
 def test_large_prefix_without_ties_matches_topk():
     scores = torch.randn(2, 4097, generator=torch.Generator().manual_seed(0))
-    chosen = top_k_selection(scores, 205, 0, 0, 1, 4097)
+    chosen = top_k_selection(scores, 205, 0, 0)
     assert torch.equal(chosen.positions.long(), scores.topk(205).indices.sort().values)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0, 0, 1, 10), "budget >= 1"),
-        ((5, -1, 0, 1, 10), "num_sink >= 0"),
-        ((5, 0, -1, 1, 10), "num_recent >= 0"),
-        ((5, 0, 0, 0, 10), "block_size >= 1"),
-        ((5, 0, 0, 1, -1), "prefix_len >= 0"),
-        ((5, 0, 0, 2, 10), r"ceil\(10 / 2\) = 5"),
-        ((5, 3, 3, 1, 10), "shrink the windows"),
+        ((0, 0, 0), "budget >= 1"),
+        ((5, -1, 0), "num_sink >= 0"),
+        ((5, 0, -1), "num_recent >= 0"),
+        ((5, 3, 3), "shrink the windows"),
     ],
 )
 def test_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         top_k_selection(torch.zeros(1, 10), *arguments)
+    with pytest.raises(ValueError, match="floating dtype"):
+        top_k_selection(torch.zeros(1, 10, dtype=torch.int32), 5, 0, 0)
 
 
 def test_windows_may_exceed_a_budget_that_covers_the_prefix():
-    assert top_k_selection(torch.zeros(1, 10), 12, 8, 8, 1, 10).counts.tolist() == [10]
+    assert top_k_selection(torch.zeros(1, 10), 12, 8, 8).counts.tolist() == [10]
 
 
 def test_budget_for_group():

@@ -44,11 +44,21 @@ def _item_at(fields):
 
 
 @triton.jit
-def _count_keys(scores, begin, end, num_sink, recent_begin, TILE: tl.constexpr, PLAIN: tl.constexpr):
+def tokens_of(begin, end, shift, prefix_len, BLOCKS: tl.constexpr):
+    """Which tokens the candidates `begin` to `end` are: themselves, or with BLOCKS 2^shift of each."""
+    if BLOCKS:
+        return tl.minimum(begin << shift, prefix_len), tl.minimum(end << shift, prefix_len)
+    return begin, end
+
+
+@triton.jit
+def count_keys(
+    scores, begin, end, shift, num_sink, recent_begin, TILE: tl.constexpr, PLAIN: tl.constexpr, BLOCKS: tl.constexpr
+):
     """int32 [NUM_BINS]: how many tokens of a stretch have a key of NUM_BINS - 1 - i or above, at place i."""
     counts, at = begin_counts(PLAIN)
     for start in range(begin, end, TILE):
-        tile = load_scores(scores, start, end, TILE)
+        tile = load_scores(scores, start, end, shift, TILE, BLOCKS)
         keys = window_keys(tile, start, num_sink, recent_begin, TILE)
         counts = add_counts(counts, at, keys ^ (NUM_BINS - 1), start + tl.arange(0, TILE) < end, PLAIN)
     return end_counts(counts, at, end - begin, PLAIN)
@@ -83,8 +93,8 @@ def score_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, 0, first score
-    arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, 0, 0
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, `shift`, first score
+    arrays_ptr,  # int64 [num_groups, 5], see `addresses`
     raw_ptr,  # fp32, raw scores, kept for the second phase where REREAD
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
@@ -99,7 +109,7 @@ def score_kernel(
     REREAD: tl.constexpr, RAW_M: tl.constexpr, RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
-    TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, each alone or with the programs that have the group's others."""
     wait_for_the_kernel_before(OVERLAPPED)
@@ -114,8 +124,9 @@ def score_kernel(
         # All tables are asked for before what is in them is looked at.
         row_begin = tl.load(groups_ptr + group * 4)
         num_rows = tl.load(groups_ptr + group * 4 + 1)
-        channels_at, packed_at, scale_at = addresses(arrays_ptr + group * 5)
+        arrays = addresses(arrays_ptr + group * 5)
         count = tl.load(heads_ptr + row * 4).to(tl.int32)
+        shift = tl.load(heads_ptr + row * 4 + 2).to(tl.int32)
         first_row = tl.load(heads_ptr + row * 4 + 1)
         scores = scores_ptr + tl.load(heads_ptr + row * 4 + 3) // ALIGNED * ALIGNED
         begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
@@ -129,26 +140,28 @@ def score_kernel(
                     step = sum_step(count, SUM_EVERY)
                     summed_begin, summed_end = stretch_of(chunk, num_chunks, num_summed(count, step), BLOCK_N)
                 score_stretch(
-                    summed_begin, summed_end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at,
-                    scale_at, first_row, step, raw_base, scores, peak_ptr, total_ptr, stats, chunk, num_chunks,
-                    sm_scale, q_stride_row, q_stride_head, raw_stride_row, raw_stride_candidate, max_rows, GQA,
-                    CHANNELS, BLOCK_K, ROW_UNITS, BITS, LISTED_CHANNELS, False, REREAD, SUM_EVERY, 0, BLOCK_M, BLOCK_N,
-                    BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                    summed_begin, summed_end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays, first_row, step,
+                    raw_base, scores, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row,
+                    q_stride_head, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
+                    BITS, LISTED_CHANNELS, False, REREAD, SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
+                    COMPUTE, PRECISION, ASSEMBLY, FORM,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE == 2:
                 meet(arrived_ptr + row, chunk, num_chunks)
             if LAST_PHASE == 2:
                 score_stretch(
-                    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, first_row,
-                    1, raw_base, scores, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row,
-                    q_stride_head, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
-                    BITS, LISTED_CHANNELS, REREAD, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
-                    RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY,
+                    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays, first_row, 1, raw_base, scores,
+                    peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
+                    raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS,
+                    LISTED_CHANNELS, REREAD, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
+                    RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY, FORM,
                 )  # fmt: skip
                 # A barrier ends each tile of scores: all of the program's are there.
                 # Wide rows of codes, and fp32, need most of what shared memory a launch has unless it asks for more.
                 PLAIN: tl.constexpr = COMPUTE == tl.float32 or CHANNELS * BITS > 512
-                at_least = _count_keys(scores, begin, end, num_sink, recent_begin, TILE, PLAIN)
+                BLOCKS: tl.constexpr = FORM > 0
+                begin, end = tokens_of(begin, end, shift, prefix_len, BLOCKS)
+                at_least = count_keys(scores, begin, end, shift, num_sink, recent_begin, TILE, PLAIN, BLOCKS)
                 counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
                 place = tl.arange(0, NUM_BINS)
                 tl.store(counts + COARSE + place, at_least)
@@ -157,7 +170,7 @@ def score_kernel(
 
 @triton.jit
 def list_kernel(
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, 0, first score
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, `shift`, first score
     scores_ptr,  # fp32 arena, natural log
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS]
@@ -166,7 +179,7 @@ def list_kernel(
     slots_ptr,  # int32 arena of lists, written with HAS_SLOTS
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
     ITEM_FIELDS: tl.constexpr, STRETCH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): lists what was selected of the stretches of its items.
 
@@ -183,7 +196,13 @@ def list_kernel(
         list_begin = tl.load(fields + 8) + head * tl.load(fields + 9)
         row = group * num_heads + head
         scores = scores_ptr + tl.load(heads_ptr + row * 4 + 3) // ALIGNED * ALIGNED
-        begin, end = stretch_of(chunk, num_chunks, prefix_len, STRETCH)
+        count = prefix_len
+        shift = 0
+        if BLOCKS:
+            count = tl.load(heads_ptr + row * 4).to(tl.int32)
+            shift = tl.load(heads_ptr + row * 4 + 2).to(tl.int32)
+        begin, end = stretch_of(chunk, num_chunks, count, STRETCH)
+        begin, end = tokens_of(begin, end, shift, prefix_len, BLOCKS)
         wait_for_the_kernel_before(OVERLAPPED)
 
         # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
@@ -191,7 +210,7 @@ def list_kernel(
         above_before = begin
         ties_before = 0
         # On their way while it is found out which of them count.
-        tile = load_scores(scores, begin, end, TILE)
+        tile = load_scores(scores, begin, end, shift, TILE, BLOCKS)
         if selected < prefix_len:
             stride = num_heads * (COARSE + NUM_BINS)
             counts = at_least_ptr + ((item - chunk) * num_heads + head) * (COARSE + NUM_BINS)
@@ -210,7 +229,7 @@ def list_kernel(
         for start in range(begin, end, TILE):
             token = start + tl.arange(0, TILE)
             keys = window_keys(tile, start, num_sink, recent_begin, TILE)
-            tile = load_scores(scores, start + TILE, end, TILE)
+            tile = load_scores(scores, start + TILE, end, shift, TILE, BLOCKS)
             # Of a whole prefix no score was written, and any key will do.
             keys = tl.where(selected < prefix_len, keys, 1)
             listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)

@@ -19,7 +19,7 @@ from prefix_kernels.launching import block_of, check_power_of_2, launch, launch_
 from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import SelectedLists, check_lists, new_lists
+from prefix_kernels.types import BlockForm, SelectedLists, check_lists, new_lists
 
 _REGISTERS = 65536
 """Of a multiprocessor, sm_80 and later."""
@@ -128,8 +128,9 @@ class AnchorConfig:
 
 
 def fits_specialized(shape: ScoreShape) -> bool:
-    """Whether sm_90's own kernel has it: codes of 4 bits, pooled by the maximum."""
-    return shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
+    """Whether sm_90's own kernel has it: tokens in codes of 4 bits, pooled by the maximum."""
+    tokens = shape.form is BlockForm.TOKEN
+    return tokens and shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
 
 
 def default_config(
@@ -154,6 +155,9 @@ def default_config(
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16
+    if shape.form is not BlockForm.TOKEN:
+        # Few candidates: all programs have some.
+        return AnchorConfig(block_m, 64, 4, 3, 2 if block_m < 128 else 1, halves)
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
         return AnchorConfig(block_m, 128, 8, 3, 1, halves)
@@ -320,7 +324,7 @@ class AnchorSelection:
             table[: len(items)] = torch.tensor(items, dtype=torch.int64)
         send(table, self._items)
         # Scores are read four at a time.
-        self._scores_end = max((max(of.score_begins) + of.count for of in scored), default=0)
+        self._scores_end = max((of.scores_end for of in scored), default=0)
         self._scores_end += -self._scores_end % _ALIGNED
         self._lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
         self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)

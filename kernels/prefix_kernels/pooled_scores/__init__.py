@@ -1,8 +1,15 @@
-"""Scores of a prefix's tokens by their index, pooled over the rows of their group; needs Triton.
+"""Scores of a prefix's tokens, or blocks of them, by their index, pooled over the rows of their group; needs Triton.
 
 Parts of `anchor_selection`: device functions (`kernels`), and what is scored, in tables (`tables`).
 """
 
-from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, array_addresses
+from prefix_kernels.pooled_scores.tables import (
+    ARRAYS,
+    HEAD_FIELDS,
+    ScoredGroup,
+    ScoreInputs,
+    ScoreShape,
+    array_addresses,
+)
 
-__all__ = ["ScoreInputs", "ScoreShape", "ScoredGroup", "array_addresses"]
+__all__ = ["ARRAYS", "HEAD_FIELDS", "ScoreInputs", "ScoreShape", "ScoredGroup", "array_addresses"]

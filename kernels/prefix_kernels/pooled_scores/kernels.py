@@ -2,7 +2,7 @@
 
 The first pass sums every row's exponentials over a stretch of candidates. The second one computes the scores again,
 turns them into log-probabilities and pools them over the rows: a product is cheaper than a write and a read of scores
-for every row. Products have candidates as rows and queries as columns, so that codes of few bits are unpacked in
+for every row. Candidates are tokens, or blocks of them (`types.BlockForm`). Products have candidates as rows and queries as columns, so that codes of few bits are unpacked in
 registers and go into the tensor cores from there.
 
 A sum over channels that is the same for all candidates of a row (the zero points of quantized channels) leaves the
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels import pooling
+from prefix_kernels.types import BlockForm
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -22,15 +23,20 @@ FIRST_SUMMED = tl.constexpr(pooling.FIRST_SUMMED)
 LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
 GOLDEN = tl.constexpr(pooling.GOLDEN)
 HEADROOM = tl.constexpr(pooling.HEADROOM)
+MINMAX, BALL = tl.constexpr(BlockForm.MINMAX.value), tl.constexpr(BlockForm.BALL.value)
 
 
 @triton.jit
 def _queries(
     q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
     PART: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, COMPUTE: tl.constexpr, TAIL: tl.constexpr = 0,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, COMPUTE: tl.constexpr, SIGN: tl.constexpr,
+    TAIL: tl.constexpr = 0,
 ):  # fmt: skip
-    """[BLOCK_K, BLOCK_M]: every PARTS-th channel of the group's queries, times the channel's step."""
+    """[BLOCK_K, BLOCK_M]: every PARTS-th channel of the group's queries, times the channel's step.
+
+    SIGN 1, -1: what is positive, or negative, of them; 0: all.
+    """
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     live = m < num_rows * GQA
@@ -41,9 +47,15 @@ def _queries(
     channel = tl.load(channels_ptr + column, mask=used, other=0).to(tl.int32) if LISTED else column
     q_ptrs = q_ptr + (row * q_stride_row + (head * GQA + m % GQA) * q_stride_head)[None, :] + channel[:, None]
     q = tl.load(q_ptrs, mask=used[:, None] & live[None, :], other=0.0)
-    q = q.to(tl.float32) * tl.load(scale_ptr + column, mask=used, other=0.0)[:, None]
-    # A part's codes come at their place in a byte.
-    q = q * (2.0 ** (-(BITS * PART % 8)))
+    q = q.to(tl.float32)
+    if SIGN == 1:
+        q = tl.maximum(q, 0.0)
+    elif SIGN == -1:
+        q = tl.minimum(q, 0.0)
+    if BITS < 16:
+        q = q * tl.load(scale_ptr + column, mask=used, other=0.0)[:, None]
+        # A part's codes come at their place in a byte.
+        q = q * (2.0 ** (-(BITS * PART % 8)))
     if COMPUTE == tl.float16:
         q = tl.minimum(tl.maximum(q, -65504.0), 65504.0)
     return q.to(COMPUTE)
@@ -53,40 +65,55 @@ def _queries(
 def _query_parts(
     q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
     PARTS: tl.constexpr, BITS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, LISTED: tl.constexpr, COMPUTE: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, LISTED: tl.constexpr, COMPUTE: tl.constexpr, TAIL: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
     """The parts of the queries that the codes of a unit (a word of four, or a byte) are multiplied with: 1, 4, or 6.
 
-    With TAIL two more are for the units from that one on, see `_product`.
+    With TAIL two more are for the units from that one on, see `_product`. SIGN: see `_queries`.
     """
     q0 = _queries(
         q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-        0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
+        0, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE, SIGN,
     )  # fmt: skip
     q1, q2, q3, t0, t1 = q0, q0, q0, q0, q0
     if PARTS == 4:
         q1 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            1, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
+            1, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE, SIGN,
         )  # fmt: skip
         q2 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            2, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
+            2, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE, SIGN,
         )  # fmt: skip
         q3 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            3, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE,
+            3, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED, COMPUTE, SIGN,
         )  # fmt: skip
     if TAIL:
         t0 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            0, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, COMPUTE, TAIL,
+            0, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, COMPUTE, SIGN, TAIL,
         )  # fmt: skip
         t1 = _queries(
             q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-            1, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, COMPUTE, TAIL,
+            1, PARTS, BITS, GQA, CHANNELS, 16, BLOCK_M, LISTED, COMPUTE, SIGN, TAIL,
         )  # fmt: skip
     return q0, q1, q2, q3, t0, t1
+
+
+@triton.jit
+def _query_norms(
+    q_ptr, rows_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M] fp32: lengths of the queries."""
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, WIDTH)
+    live = m < num_rows * GQA
+    row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
+    q_ptrs = q_ptr + (row * q_stride_row + (head * GQA + m % GQA) * q_stride_head)[None, :] + k[:, None]
+    q = tl.load(q_ptrs, mask=(k < CHANNELS)[:, None] & live[None, :], other=0.0).to(tl.float32)
+    return tl.sqrt(tl.sum(q * q, axis=0))
 
 
 @triton.jit
@@ -137,19 +164,22 @@ def _nibbles(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _product(
-    scores, packed_ptr, place, q0, q1, q2, q3, t0, t1, ROW_UNITS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BITS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
+    scores, packed_ptr, place, queries, ROW_UNITS: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """scores [BLOCK_N, BLOCK_M] plus the product of the rows of codes at `place` with the queries' parts.
 
     With TAIL (words of 4-bit codes) a row has half a block of units more, from that unit on. Two parts of them fill a
     block together: what is multiplied is channels, and not the padding of a block that is twice as wide.
     """
+    q0, q1, q2, q3, t0, t1 = queries
     k = tl.arange(0, BLOCK_K)
     ptrs = packed_ptr + place[:, None] * ROW_UNITS + k[None, :]
     packed = tl.load(ptrs) if ROW_UNITS >= BLOCK_K else tl.load(ptrs, mask=k[None, :] < ROW_UNITS, other=0)
     if BITS == 4:
         c0, c1, c2, c3 = _nibbles(packed, COMPUTE, ASSEMBLY)
+    elif BITS == 16:
+        c0 = packed.to(COMPUTE)
     else:
         c0 = _codes(packed, 0, BITS, COMPUTE)
     scores = tl.dot(c0, q0, scores, input_precision=PRECISION)
@@ -246,12 +276,11 @@ def _pool_tiles(first, second, POOL: tl.constexpr):
 
 @triton.jit
 def _step(
-    start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, raw_base, out_ptr, packed_ptr,
-    first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr,
+    start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr, first_row,
+    step, factor, raw_stride_row, raw_stride_candidate, GQA: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr,
     SAMPLED: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
     UNIT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
-    MASKED: tl.constexpr,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
     n = start + tl.arange(0, BLOCK_N)
@@ -263,10 +292,18 @@ def _step(
     if LOAD_RAW:
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
     else:
+        place = first_row + entry.to(tl.int64)
         scores = _product(
-            tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, first_row + entry.to(tl.int64), q0, q1, q2, q3, t0,
-            t1, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY, TAIL,
+            tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, place, queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE,
+            PRECISION, ASSEMBLY, TAIL,
         )  # fmt: skip
+        more_ptr, more_queries, lengths = more
+        if FORM == MINMAX:
+            scores = _product(
+                scores, more_ptr, place, more_queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY, TAIL
+            )
+        elif FORM == BALL:
+            scores += tl.load(more_ptr + place).to(tl.float32)[:, None] * lengths[None, :]
         if STORE_RAW:
             tl.store(raw_ptrs, scores * UNIT, mask=live[None, :] & (n < end)[:, None])
     if POOL == 0:
@@ -292,8 +329,8 @@ def _step(
 
 @triton.jit
 def addresses(arrays):
-    """Of a group's channels, codes and scale."""
-    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2)
+    """Of a group's channels, codes, scale, and what a form has beside: see `tables.ScoredGroup`."""
+    return tl.load(arrays), tl.load(arrays + 1), tl.load(arrays + 2), tl.load(arrays + 3), tl.load(arrays + 4)
 
 
 @triton.jit
@@ -306,15 +343,16 @@ def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def score_stretch(
-    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, channels_at, packed_at, scale_at, first_row, step, raw_base,
-    out_ptr, peak_ptr, total_ptr,
+    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head,
+    arrays,  # `addresses`
+    first_row, step, raw_base, out_ptr, peak_ptr, total_ptr,
     stats,  # where the sums of this group and head begin
     chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, raw_stride_row, raw_stride_candidate, max_rows,
     GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr,
     LISTED_CHANNELS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, SUM_EVERY: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
 
@@ -322,26 +360,50 @@ def score_stretch(
     STORE_RAW scores are kept in the first pass, and read in the second one with LOAD_RAW.
     """
     SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
-    PARTS: tl.constexpr = 1 if BITS == 8 else 4
+    PARTS: tl.constexpr = 1 if BITS >= 8 else 4
     TAIL: tl.constexpr = BLOCK_K if ROW_UNITS > BLOCK_K else 0
-    UNITS: tl.constexpr = tl.uint16 if BITS == 4 else tl.uint8
+    UNITS: tl.constexpr = tl.float16 if BITS == 16 else tl.uint16 if BITS == 4 else tl.uint8
+    channels_at, packed_at, scale_at, more_at, more_scale_at = arrays
     channels_ptr = channels_at.to(tl.pointer_type(tl.int16)) + head * CHANNELS
     packed_ptr = tl.multiple_of(packed_at.to(tl.pointer_type(UNITS)), 16)
     scale_ptr = scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    more_scale_ptr = more_scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
+    if FORM == BALL:
+        more_ptr = more_at.to(tl.pointer_type(tl.float16))
+    else:
+        more_ptr = tl.multiple_of(more_at.to(tl.pointer_type(UNITS)), 16)
 
     # What a code in fp16 is too small by, see `_codes`.
-    UNIT: tl.constexpr = 16777216.0 if COMPUTE == tl.float16 and not LOAD_RAW else 1.0
+    UNIT: tl.constexpr = 16777216.0 if COMPUTE == tl.float16 and BITS < 16 and not LOAD_RAW else 1.0
     factor = sm_scale * LOG2E * UNIT
 
     for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         live = m < num_rows * GQA
-        q0, q1, q2, q3, t0, t1 = m, m, m, m, m, m
+        queries = (m, m, m, m, m, m)
+        more = (more_ptr, queries, m)
         if not LOAD_RAW:
-            q0, q1, q2, q3, t0, t1 = _query_parts(
+            queries = _query_parts(
                 q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
                 PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, COMPUTE, TAIL,
+                -1 if FORM == MINMAX else 0,
             )  # fmt: skip
+            if FORM == MINMAX:
+                # The largest product with a block's keys is at most that of the positive part with the maxima plus
+                # that of the negative part with the minima.
+                positive = _query_parts(
+                    q_ptr, rows_ptr, channels_ptr, more_scale_ptr, row_begin, num_rows, head, tile, q_stride_row,
+                    q_stride_head, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, COMPUTE, TAIL, 1,
+                )  # fmt: skip
+                more = (more_ptr, positive, m)
+            elif FORM == BALL:
+                lengths = _query_norms(
+                    q_ptr, rows_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA, CHANNELS,
+                    BLOCK_K * PARTS * (2 if TAIL else 1), BLOCK_M,
+                )  # fmt: skip
+                more = (more_ptr, queries, lengths / UNIT)
+            else:
+                more = (more_ptr, queries, m)
 
         lse = tl.zeros([BLOCK_M], tl.float32)
         if POOL:
@@ -354,17 +416,15 @@ def score_stretch(
         full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             peak, total = _step(
-                start, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, raw_base, out_ptr,
-                packed_ptr, first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS,
-                BITS, LOAD_RAW, STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY,
-                TAIL, False,
+                start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
+                first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(
-                full, end, tile, m, live, num_rows, lse, peak, total, q0, q1, q2, q3, t0, t1, raw_base, out_ptr,
-                packed_ptr, first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS,
-                BITS, LOAD_RAW, STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY,
-                TAIL, True,
+                full, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
+                first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, True,
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)

@@ -13,11 +13,15 @@ from triton import knobs
 
 from prefix_kernels.launching import send
 from prefix_kernels.pooling import MOST_APART, Pooling
+from prefix_kernels.types import BlockForm
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_HEAD_FIELDS = 4
+HEAD_FIELDS = 4
+"""int64 fields of a group's KV head: candidates, first row of codes, log2 of a candidate's tokens, first score."""
+LEAST_BLOCK = 16
+"""Tokens of a block: lists are made 16 tokens at a time or more."""
 ARRAYS = 5
-"""Addresses of a group's row; the last two are 0."""
+"""Addresses of a group's row, see `ScoredGroup.arrays`."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,11 @@ class ScoreShape:
     Attributes:
         num_qo_heads, num_kv_heads: heads.
         channels: of a key that are multiplied: those that the codes keep.
-        bits: of a code: 2, 4 or 8.
+        bits: of a code: 2, 4 or 8; 16: no codes but fp16.
         listed_channels: whether codes keep some channels only, which an array names.
         pooling: over the rows and query heads of a group.
         sum_every: how few candidates enter the sums of the softmax, see `pooling.pool_scores`.
+        form: what stands for a candidate.
     """
 
     num_qo_heads: int
@@ -40,6 +45,7 @@ class ScoreShape:
     listed_channels: bool = False
     pooling: Pooling = Pooling.MAX
     sum_every: int = 1
+    form: BlockForm = BlockForm.TOKEN
 
     @property
     def gqa(self) -> int:
@@ -48,21 +54,24 @@ class ScoreShape:
 
     @property
     def row_units(self) -> int:
-        """Words (4 bits) or bytes (2 and 8 bits) of one row of codes."""
-        return self.channels // (1 if self.bits == 8 else 4)
+        """Words (4 bits), bytes (2 and 8 bits) or halves of one row of codes."""
+        return self.channels // (1 if self.bits >= 8 else 4)
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group and the tokens that it chooses from.
+    """A group and what it chooses from.
 
     Attributes:
         rows: batch rows.
-        count: tokens of the prefix, all of which are candidates.
+        count: tokens of the prefix, all of which are candidates, or in blocks that are.
         first_rows: per KV head, first of its rows among the codes.
         score_begins: per KV head, where its scores go in the arena of scores.
-        arrays: tensors of the index on the device: channels (int16 [num_kv_heads, channels]) or None, codes (uint8),
-            scale (fp32 [num_kv_heads, channels]). Kept alive by the caller while runs may read them.
+        arrays: tensors of the index on the device, kept alive by the caller while runs may read them: channels (int16
+            [num_kv_heads, channels]) or None; codes (uint8, or fp16 with 16 bits); scale (fp32 [num_kv_heads,
+            channels]) or None with 16 bits. Of blocks the codes are of the means, or of the minima; then two more
+            follow: the maxima's codes and scale, or the radii (fp16, a row's each) and None.
+        block_sizes: per KV head, tokens of a block, a power of 2 from 16 on; none: candidates are tokens.
     """
 
     rows: tuple[int, ...]
@@ -70,6 +79,24 @@ class ScoredGroup:
     first_rows: tuple[int, ...]
     score_begins: tuple[int, ...]
     arrays: tuple[Tensor | None, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Candidates of each KV head."""
+        sizes = self.block_sizes or (1,) * len(self.first_rows)
+        return tuple(-(-self.count // size) for size in sizes)
+
+    @property
+    def heads(self) -> list[tuple[int, ...]]:
+        """[num_kv_heads][HEAD_FIELDS]: the table that kernels read."""
+        shifts = [size.bit_length() - 1 for size in self.block_sizes] or [0] * len(self.first_rows)
+        return list(zip(self.counts, self.first_rows, shifts, self.score_begins, strict=True))
+
+    @property
+    def scores_end(self) -> int:
+        """Entries that the arena of scores must have."""
+        return max(begin + count for begin, count in zip(self.score_begins, self.counts, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +109,14 @@ class ScoreInputs:
         raw: room for raw scores, fp32 [max_groups, num_kv_heads, rows, candidates] by its strides, worth it for few
             rows: the second pass then reads them back instead of scoring again.
         arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
+        heads: int64 [max_groups, num_kv_heads, HEAD_FIELDS], another layer's `ScoredGroup.heads`; None for the plan's.
     """
 
     q: Tensor
     sm_scale: float
     raw: Tensor | None = None
     arrays: Tensor | None = None
+    heads: Tensor | None = None
 
 
 class ScoreTables:
@@ -105,9 +134,9 @@ class ScoreTables:
 
     def __init__(self, shape: ScoreShape, max_batch: int, max_groups: int, device: torch.device) -> None:
         quarters = shape.bits < 8 and shape.channels % 4
-        if shape.num_qo_heads % shape.num_kv_heads or shape.bits not in (2, 4, 8) or quarters:
+        if shape.num_qo_heads % shape.num_kv_heads or shape.bits not in (2, 4, 8, 16) or quarters:
             raise ValueError(
-                "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4 or 8, and with codes of 2 and 4 "
+                "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4, 8 or 16, and with codes of 2 and 4 "
                 f"bits channels as a multiple of 4, got {shape}"
             )
         if not 1 <= shape.sum_every <= MOST_APART:
@@ -118,7 +147,7 @@ class ScoreTables:
         heads = (max_groups, shape.num_kv_heads)
         self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
-        self._heads = torch.zeros(*heads, _HEAD_FIELDS, dtype=torch.int64, device=device)
+        self._heads = torch.zeros(*heads, HEAD_FIELDS, dtype=torch.int64, device=device)
         self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
         self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
         self._most_rows = self._scores_end = 0
@@ -149,10 +178,9 @@ class ScoreTables:
             if not len(group.first_rows) == len(group.score_begins) == num_heads:
                 raise ValueError(f"expected first_rows and score_begins for each of {num_heads} KV heads, got {group}")
             addresses = array_addresses(self.shape, group.arrays)
-            _check_codes(group)
-            tables[number] = torch.tensor([first, len(group.rows), group.count, 0])
-            equal = ((group.count,) * num_heads, group.first_rows, (0,) * num_heads, group.score_begins)
-            heads[number] = torch.tensor(equal).T
+            _check_blocks(self.shape, group)
+            tables[number] = torch.tensor([first, len(group.rows), max(group.counts), 0])
+            heads[number] = torch.tensor(group.heads)
             arrays[number] = torch.tensor(addresses, dtype=torch.int64)
             first += len(group.rows)
         for source, buffer in (
@@ -163,7 +191,7 @@ class ScoreTables:
         ):
             send(source, buffer)
         self._most_rows = max(rows, default=-1) + 1
-        self._scores_end = max((max(group.score_begins) + group.count for group in groups), default=0)
+        self._scores_end = max((group.scores_end for group in groups), default=0)
         most_rows = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
         most = max((group.count for group in groups), default=0)
         self._raw_shape = (len(groups), num_heads, most_rows, most)
@@ -183,7 +211,7 @@ class ScoreTables:
             "q_ptr": q,
             "rows_ptr": self._rows,
             "groups_ptr": self._groups,
-            "heads_ptr": self._heads,
+            "heads_ptr": self._heads if inputs.heads is None else inputs.heads,
             "arrays_ptr": self._arrays if arrays is None else arrays,
             "raw_ptr": self._no_scores if raw is None else raw,
             "scores_ptr": scores,
@@ -200,6 +228,8 @@ class ScoreTables:
             "ROW_UNITS": shape.row_units,
             "BITS": shape.bits,
             "LISTED_CHANNELS": shape.listed_channels,
+            "FORM": shape.form.value,
+            "BLOCKS": shape.form is not BlockForm.TOKEN,
             "SUM_EVERY": shape.sum_every,
             # Codes are exact in fp16, and a query's channel keeps 11 bits there.
             "COMPUTE": tl.float16 if half else tl.float32,
@@ -209,7 +239,7 @@ class ScoreTables:
         }
 
     def _check_queries(self, inputs: ScoreInputs, scores: Tensor) -> None:
-        q, arrays, like = inputs.q, inputs.arrays, self._arrays
+        q = inputs.q
         wide = self.shape.listed_channels or q.shape[-1] == self.shape.channels
         good = q.dim() == 3 and q.shape[1] == self.shape.num_qo_heads and q.shape[0] <= self.max_batch and wide
         if not good or q.stride(2) != 1 or q.dtype not in _DTYPES:
@@ -227,12 +257,13 @@ class ScoreTables:
                 f"expected scores as a contiguous float32 arena of {self._scores_end} entries or more, got "
                 f"{tuple(scores.shape)} {scores.dtype}; was it planned so?"
             )
-        if arrays is not None and (
-            arrays.shape != like.shape or arrays.dtype is not like.dtype or not arrays.is_contiguous()
-        ):
-            raise ValueError(
-                f"expected arrays {tuple(like.shape)} int64 contiguous, got {tuple(arrays.shape)} {arrays.dtype}"
-            )
+        for name, table, like in (("arrays", inputs.arrays, self._arrays), ("heads", inputs.heads, self._heads)):
+            if table is not None and (
+                table.shape != like.shape or table.dtype is not like.dtype or not table.is_contiguous()
+            ):
+                raise ValueError(
+                    f"expected {name} {tuple(like.shape)} int64 contiguous, got {tuple(table.shape)} {table.dtype}"
+                )
 
     def _check_raw(self, inputs: ScoreInputs) -> None:
         raw = inputs.raw
@@ -265,27 +296,46 @@ def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[
 
 
 def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
-    names, dtypes = ("channels", "codes", "scale"), (torch.int16, torch.uint8, torch.float32)
-    if len(arrays) != len(names):
-        raise ValueError(f"expected {len(names)} arrays ({', '.join(names)}), got {len(arrays)}")
-    wide = (shape.num_kv_heads, shape.channels)
-    for name, array, dtype in zip(names, arrays, dtypes, strict=True):
+    of_codes = "halves" if shape.bits == 16 else "codes"
+    kinds = ["channels", of_codes, "scale"]
+    if shape.form is BlockForm.MINMAX:
+        kinds += [of_codes, "scale"]
+    elif shape.form is BlockForm.BALL:
+        kinds += ["radii", ""]
+    if len(arrays) != len(kinds):
+        raise ValueError(f"expected {len(kinds)} arrays ({', '.join(kinds)}), got {len(arrays)}")
+    spared = {"", "channels" if not shape.listed_channels else "", "scale" if shape.bits == 16 else ""}
+    for kind, array in zip(kinds, arrays, strict=True):
         if array is None:
-            if name != "channels" or shape.listed_channels:
-                raise ValueError(f"expected {name} of a group's arrays, got none; hand them in")
+            if kind not in spared:
+                raise ValueError(f"expected {kind} of a group's arrays, got none; hand them in")
             continue
-        codes = dtype is torch.uint8
-        row_bytes = shape.channels * shape.bits // 8
-        fits = array.shape[-1] == row_bytes if codes else tuple(array.shape) == wide
-        if not fits or array.dtype is not dtype or not array.is_contiguous() or (codes and array.data_ptr() % 16):
-            raise ValueError(
-                f"expected {name} {f'[..., {row_bytes}], at a multiple of 16 bytes' if codes else wide} in {dtype}, "
-                f"contiguous, got {tuple(array.shape)} {array.dtype} of strides {array.stride()} at "
-                f"{array.data_ptr() % 16}"
-            )
+        _check_array(shape, kind, array)
 
 
-def _check_codes(group: ScoredGroup) -> None:
-    codes, wanted = group.arrays[1], max(group.first_rows) + group.count
+def _check_array(shape: ScoreShape, kind: str, array: Tensor) -> None:
+    dtype = {"channels": torch.int16, "codes": torch.uint8, "scale": torch.float32}.get(kind, torch.float16)
+    rows = {"codes": shape.channels * shape.bits // 8, "halves": shape.channels}
+    wide = (shape.num_kv_heads, shape.channels)
+    if kind in rows:
+        fits, wanted = array.shape[-1] == rows[kind] and not array.data_ptr() % 16, f"[..., {rows[kind]}]"
+    else:
+        fits, wanted = kind == "radii" or tuple(array.shape) == wide, "one a row" if kind == "radii" else str(wide)
+    if not fits or array.dtype is not dtype or not array.is_contiguous():
+        raise ValueError(
+            f"expected {kind} {wanted}, codes at a multiple of 16 bytes, in {dtype}, contiguous, got "
+            f"{tuple(array.shape)} {array.dtype} of strides {array.stride()} at {array.data_ptr() % 16}"
+        )
+
+
+def _check_blocks(shape: ScoreShape, group: ScoredGroup) -> None:
+    sizes, tokens = group.block_sizes, shape.form is BlockForm.TOKEN
+    known = all(size >= LEAST_BLOCK and size & (size - 1) == 0 for size in sizes)
+    if len(sizes) != (0 if tokens else shape.num_kv_heads) or not known:
+        raise ValueError(
+            f"expected {'no block sizes for tokens' if tokens else 'powers of 2 from 16 on, one for each KV head'}, "
+            f"got {sizes}"
+        )
+    codes, wanted = group.arrays[1], max(map(sum, zip(group.first_rows, group.counts, strict=True)))
     if codes is not None and codes[..., 0].numel() < wanted:
         raise ValueError(f"expected {wanted} rows of codes, got {tuple(codes.shape)}; are they of all KV heads?")

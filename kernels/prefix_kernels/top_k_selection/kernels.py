@@ -21,12 +21,15 @@ BINS_PER_LOG = tl.constexpr((top_k_selection.NUM_KEYS - 3) / -top_k_selection.LO
 
 
 @triton.jit
-def load_scores(scores, begin, end, TILE: tl.constexpr):
+def load_scores(scores, begin, end, shift, TILE: tl.constexpr, BLOCKS: tl.constexpr):
     """Scores [TILE] of the tokens from `begin` on, a multiple of 16; those from `end` on are not looked at.
 
+    BLOCKS: 2^shift tokens, 16 or more, have one score.
     Past the first level of caches, as all that another launch has written that may still have been running.
     """
     token = begin // BEGINS * BEGINS + tl.arange(0, TILE)
+    if BLOCKS:
+        return tl.load(scores + (token >> shift), mask=token < end, other=0.0, cache_modifier=".cg")
     # Whole vectors: rows of scores are padded to such.
     end = (end + ALIGNED - 1) // ALIGNED * ALIGNED
     return tl.load(scores + token, mask=token < end, other=0.0, cache_modifier=".cg")

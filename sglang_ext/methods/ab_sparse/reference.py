@@ -8,31 +8,16 @@ from torch import Tensor
 from prefix_kernels.block_scores import block_scores_ball, block_scores_mean, block_scores_minmax
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import pool_scores
-from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse.spec import BLOCK_SIZES, CHANNELWISE, ABSparseSpec
 from sglang_ext.methods.arrays import RAGGED, ROW_INDPTR, is_ragged
 from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
 
 
 class ABSparseSelector(Selector[ABSparseSpec]):
-    """Scores blocks, pools after the softmax over blocks, takes the best blocks within the token budget."""
-
-    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
-        """See the base. No array's values are read on the host."""
-        raw, sizes = self._block_scores(arrays, q, args.prefix_len)
-        scores = pool_scores(raw, args.sm_scale, args.pooling)
-        if sizes is None:
-            return args.top_k(scores, self.spec.block_size)
-        # Tokens in the order of their blocks' ranks: the last block is cut at the budget, as with one block size.
-        order = scores.argsort(dim=1, descending=True, stable=True)
-        place = torch.arange(scores.shape[1], device=q.device).expand_as(order)
-        rank = torch.empty_like(order).scatter_(1, order, place)
-        token = torch.arange(args.prefix_len, device=q.device)
-        turn = rank.gather(1, token // sizes[:, None]) * sizes[:, None] + token % sizes[:, None]
-        return args.top_k(-turn.double())
+    """Scores blocks and pools after the softmax over blocks. The best blocks' tokens fill the budget; the last is cut."""
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
-        """See the base. Without candidates the softmax is over blocks, as in `select`."""
+        """See the base. Without candidates the softmax is over blocks. No array's values are read on the host."""
         raw, sizes = self._block_scores(arrays, q, args.prefix_len)
         token = torch.arange(args.prefix_len, device=q.device)
         block = (token // (self.spec.block_size if sizes is None else sizes[:, None])).expand(raw.shape[0], -1)

@@ -9,8 +9,6 @@ from torch import Tensor
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from prefix_kernels.pooling import pool_scores
-from prefix_kernels.top_k_selection import rank_by_keys
-from prefix_kernels.types import Selection
 from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
 from sglang_ext.methods.token_index.build import ARRAYS
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
@@ -25,10 +23,6 @@ class TokenIndexSelector(Selector[TokenIndexSpec]):
     """
 
     sum_every: int = 1
-
-    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
-        """See the base. Scores rank by keys, as in decode graphs."""
-        return args.top_k(rank_by_keys(self.token_scores(arrays, q, args)))
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         channels, *parts = (arrays[name] for name in ARRAYS)

@@ -327,7 +327,7 @@ def test_the_positions_of_a_full_sort(case: tuple[int, int, int, tuple[int, int]
     group = made.selected[0]
     if budget < length:
         own = torch.stack([scores[begin : begin + length] for begin in made.scored[0].score_begins])
-        theirs = top_k_selection(rank_by_keys(own), budget, *windows, 1, length)
+        theirs = top_k_selection(rank_by_keys(own), budget, *windows)
         assert torch.equal(group.lists_in(lists.positions, KV_HEADS), theirs.positions)
 
 

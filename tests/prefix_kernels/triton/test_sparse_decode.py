@@ -11,6 +11,7 @@ import torch
 
 from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.decode.types import GroupRead, StepPath
+from sglang_ext.methods.ab_sparse import ABSparseSpec
 from tests.sparse_server import FIRST, LAST, Server, join_many, searches, walk_groups, walk_own_tokens, walk_surplus
 
 
@@ -27,6 +28,36 @@ def test_groups_and_single_requests_with_and_without_an_index(
     kept = server.sparse.op._raw
     if dtype is torch.float32:
         assert bool(kept) == (sum_every == 1)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        pytest.param({}, id="mean", marks=pytest.mark.full),
+        pytest.param({"sizes": "profile"}, id="sizes of heads"),
+        pytest.param({"representation": "minmax", "block_size": 64, "quantization": "int2"}, id="minmax"),
+        pytest.param({"sizes": "profile", "representation": "minmax"}, id="minmax of sizes", marks=pytest.mark.full),
+        pytest.param({"sizes": "profile", "representation": "ball", "quantization": "int8"}, id="ball of sizes"),
+        pytest.param({"representation": "ball", "quantization": "none"}, id="ball of halves", marks=pytest.mark.full),
+        pytest.param({"block_size": 32, "quantization": "none"}, id="mean of halves", marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
+def test_blocks(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, parameters: dict[str, Any], device: torch.device
+) -> None:
+    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=ABSparseSpec(**parameters)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", ["uniform", "profile"])
+def test_blocks_of_a_long_prefix(sizes: str, device: torch.device) -> None:
+    """Each head's blocks are shared by several programs."""
+    server = Server(device, size=9, spec=ABSparseSpec(sizes=sizes))
+    for serial, length in enumerate((4500, 4500, 2051), 1):
+        server.join(serial, *server.prefix(length), 5)
+    for _ in range(3):
+        server.step([1, 2, 3])
 
 
 @pytest.mark.full
