@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, documented_table, rows_of
+from tests.benchmarks.results import BENCHMARKS, RESULTS, ROOT, cells, document, documented_table, rows_of
 from tests.server.jobs import run_job
 
-MEASURED, GRID, CHOSEN = (RESULTS / f"decode-h200{name}.jsonl" for name in ("", "-grid", "-auto"))
+GRID, CHOSEN, BEFORE, AFTER, EVERY, FOUR = (
+    RESULTS / f"decode-h200-{name}.jsonl"
+    for name in ("grid", "auto", "house-before", "house-after", "every-layer", "four-layers")
+)
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
 ORIGIN |= {"start": 0, "plan": "kascade", "prefixes": 1}
+BATCHES = ("1", "8", "32")
 
 
 @pytest.fixture
@@ -27,35 +32,79 @@ def row(engine: str, path: str, ms: float, **more: Any) -> dict[str, Any]:
     return {**ORIGIN, "engine": engine, "path": path, "context": 1024, "batch": 8, "ms": ms, **more}
 
 
-@pytest.mark.parametrize("path", [MEASURED, CHOSEN], ids=lambda path: path.stem)
-def test_a_table_in_the_documents_is_that_of_the_rows(bench: SimpleNamespace, path: Path) -> None:
-    assert bench.decode.table(bench.decode.read([str(path)])) in document("benchmarks")
+def printed(bench: SimpleNamespace, *paths: Path) -> list[list[str]]:
+    """Cells of the table of result files, its header first."""
+    return cells(bench.decode.table(bench.decode.read([str(path) for path in paths])))
+
+
+def by_size(bench: SimpleNamespace, *paths: Path) -> dict[str, dict[tuple[str, str], str]]:
+    """By engine and (tokens, batch): the cell of the printed table."""
+    header, _, *rows = printed(bench, *paths)
+    return {name: {(one[1], one[2]): one[at] for one in rows} for at, name in enumerate(header) if at > 2}
+
+
+def test_the_table_of_what_the_plugin_chooses_is_the_rows(bench: SimpleNamespace) -> None:
+    chosen = by_size(bench, CHOSEN)["auto, kascade"]
+    shown = documented_table("benchmarks", "| tokens | batch 1 |")
+    assert {(tokens, batch): ms for tokens, *times in shown for batch, ms in zip(BATCHES, times, strict=True)} == chosen
+
+
+def test_the_table_of_every_layer_is_the_rows(bench: SimpleNamespace) -> None:
+    found = by_size(bench, EVERY)
+    stock, five, top_k = found
+    names = {"flashinfer": found[stock], "5%": found[five], "12.5% (128 tokens)": found[five]}
+    names |= {"`top_k` 2,048": found[top_k], "5%, *kascade* (42c7bb3)": by_size(bench, FOUR)["sparse, kascade"]}
+    shown = documented_table("benchmarks", "| tokens | a step |")
+    for tokens, step, *times in shown:
+        wanted = [names[step][tokens.replace(",", ""), batch].split(" (")[0] for batch in BATCHES]
+        assert times == wanted, (tokens, step)
+    assert len(BATCHES) * len(shown) == sum(bool(ms) for of in found.values() for ms in of.values()) + 3
+
+
+def test_the_table_of_both_commits_is_the_rows(bench: SimpleNamespace) -> None:
+    paths = [by_size(bench, path).values() for path in (BEFORE, AFTER)]
+    shown = documented_table("benchmarks", "| batch | plugin, shared: 7235030 |")
+    for batch, *times in shown:
+        assert times == [one["131072", batch] for pair in zip(*paths, strict=True) for one in pair]
+    more = [100 * (after / before - 1) for before, after in (map(_first, line[5:]) for line in shown)]
+    assert f"`sparse` takes {min(more):.1f} to {max(more):.1f}% longer" in " ".join(document("benchmarks").split())
+    assert {row["commit"] for row in bench.decode.read([str(AFTER), str(EVERY)])} == {"6ad4e25"}
+
+
+def test_the_table_of_the_readme_is_the_rows(bench: SimpleNamespace) -> None:
+    found = by_size(bench, EVERY, AFTER)
+    table = (ROOT / "README.md").read_text().split("| requests | flashinfer |")[1].split("\n\n")[0]
+    for batch, *times in cells(table)[2:]:
+        wanted = [found[name]["131072", batch] for name in ("flashinfer", "plugin, shared", "sparse, anchors")]
+        assert times == [re.sub(r" \(.*?\)", "", one) for one in wanted]
 
 
 def test_the_table_of_many_prefixes_is_the_rows(bench: SimpleNamespace) -> None:
     wanted: dict[tuple[str, str], list[str]] = {}
-    for place, name in ((0, "-before"), (2, "")):
-        printed = bench.decode.table(bench.decode.read([str(RESULTS / f"decode-h100-prefixes{name}.jsonl")]))
-        for _, tokens, batch, *times in cells(printed)[2:]:
-            wanted.setdefault((tokens, batch), [""] * 4)[place : place + 2] = times
+    for place, name in enumerate(("h200-prefixes", "h100-prefixes-before", "h100-prefixes")):
+        for _, tokens, batch, *times in printed(bench, RESULTS / f"decode-{name}.jsonl")[2:]:
+            wanted.setdefault((tokens, batch), [""] * 6)[2 * place : 2 * place + 2] = times
     shown = documented_table("benchmarks", "| prefixes x tokens | requests |")
     assert {(tokens, batch): times for tokens, batch, *times in shown} == wanted
 
 
-def shares(bench: SimpleNamespace, path: Path) -> dict[str, dict[tuple[int, int], float]]:
+def _first(cell: str) -> float:
+    return float(re.split("[ ,]", cell)[0])
+
+
+def shares(bench: SimpleNamespace, *paths: Path) -> dict[str, dict[tuple[int, int], float]]:
     """By engine and (tokens, batch): the share of the best dense engine's time, as the table shows it."""
-    header, _, *rows = cells(bench.decode.table(bench.decode.read([str(path)])))
     return {
-        name: {(int(one[1]), int(one[2])): float(one[at].split(", ")[-1]) for one in rows}
-        for at, name in enumerate(header)
-        if at > 2 and name not in ("flashinfer", "triton")
+        name: {(int(tokens), int(batch)): float(ms.split(", ")[1]) for (tokens, batch), ms in of.items() if "," in ms}
+        for name, of in by_size(bench, *paths).items()
+        if name != "flashinfer"
     }
 
 
 def test_behind_the_longest_prefix_the_limits_are_met_over_three_starts(bench: SimpleNamespace) -> None:
-    rows = bench.decode.read([str(MEASURED)])
-    assert ({row["start"] for row in rows}, {row["steps"] for row in rows}) == ({0, 1, 2}, {219})
-    found = shares(bench, MEASURED)
+    rows = bench.decode.read([str(AFTER)])
+    assert ({row["start"] for row in rows}, {row["steps"] for row in rows}) == ({0, 1, 2}, {99})
+    found = {name.split(", {")[0]: of for name, of in shares(bench, AFTER, EVERY).items() if "top_k" not in name}
     limits = {"plugin, shared": {1: 1.02, 8: 0.50, 32: 0.20}, "sparse, kascade": {1: 0.66, 8: 0.33, 32: 0.14}}
     for name, of_size in limits.items():
         assert all(found[name][131072, batch] <= limit for batch, limit in of_size.items())
@@ -105,8 +154,8 @@ def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: Simple
 
 def test_what_is_printed_can_be_drawn(bench: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "decode.png"
-    assert bench.decode.main(["--table", str(MEASURED), "--plot", str(out)]) == 0
-    assert "| 131072 | 32 | 63.42 (" in capsys.readouterr().out
+    assert bench.decode.main(["--table", str(AFTER), "--plot", str(out)]) == 0
+    assert "| 131072 | 32 | 10.56 (" in capsys.readouterr().out
     assert out.exists()
 
 

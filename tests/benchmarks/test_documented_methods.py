@@ -49,3 +49,5 @@ def test_the_documented_times_of_selection_on_an_h100() -> None:
     for label, tokens, *times in documented_table("kernels", "| from queries to lists | tokens |"):
         commit = "cd0e17a" if label.startswith("before") else "3cc28f9"
         assert times == [us[commit, int(tokens.replace(",", "")), batch] for batch in (1, 8, 32)], (label, tokens)
+    moved = [row["gate"]["log_prob"] for row in rows]
+    assert f"by {min(moved):.3f} to {max(moved):.3f} nats" in document("kernels")
