@@ -56,7 +56,6 @@ BLOCK_SIZES = ((16, 16), (64, 16), (16, 16), (16, 32))
 """By layer, where blocks have the profile's sizes."""
 ROLES = ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "anchor"]
 CONFIG: dict[str, Any] = {
-    "method": "token_index",
     "keep_ratio": 0.2,
     "min_top_k": 32,
     "num_recent_pages": 1,
@@ -105,7 +104,7 @@ class Server:
             self.caches.append(PagedKV(k_cache, v_cache, *scales))
         self.table = torch.zeros(max_batch + 4, size * WIDTH, dtype=torch.int32, device=device)
         self.free = torch.randperm(size * SLOTS, generator=gen).int()
-        self.config = config_from_dict({**CONFIG, "layer_plan": ROLES, **changes})
+        self.config = config_from_dict({**CONFIG, "method": spec.method, "layer_plan": ROLES, **changes})
         roles = {"layers": changes.get("layer_plan", ROLES)}
         self.plan = LayerPlan.from_dict(roles, num_layers=LAYERS, num_kv_heads=KV_HEADS)
         self.anchors = [i for i, role in enumerate(self.plan.layers) if role.mode is LayerMode.ANCHOR]
@@ -117,7 +116,7 @@ class Server:
         halves = kernels and device.type == "cuda" and dtype is not torch.float32
         specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept)
         of_tokens = spec.method == SPEC.method
-        every = self.config.summed_every if of_tokens else 1
+        every = self.config.summed_every
         selector = RoundedQueries(SPEC, every) if specialized and of_tokens else make_selector(spec, every)
 
         def make_op(sizes: ListSizes) -> SelectOp:

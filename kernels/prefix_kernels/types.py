@@ -14,17 +14,24 @@ import torch
 from torch import Tensor
 
 
-class BlockForm(Enum):
-    """What stands for a candidate's keys, and what a query q is multiplied with."""
+class CandidateForm(Enum):
+    """What a candidate is, and what a query q is multiplied with."""
 
     TOKEN = 0
-    """A candidate is a token: its key."""
-    MEAN = 1
+    """A token of the prefix: its key."""
+    LISTED = 1
+    """A token that a list names: its key."""
+    MEAN = 2
     """A block of tokens: their mean key."""
-    MINMAX = 2
-    """A block: each channel's minimum and maximum (Quest, 3.2); the greatest product that a key within them can have."""
-    BALL = 3
+    MINMAX = 3
+    """A block: each channel's minimum and maximum (Quest, 3.2); the greatest product of a key within them."""
+    BALL = 4
     """A block: the mean key and the radius r around it (ArkVale); q.mean + |q| r."""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it has several tokens."""
+        return self.value >= CandidateForm.MEAN.value
 
 
 @dataclass(frozen=True, eq=False)

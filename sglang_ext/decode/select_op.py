@@ -86,7 +86,7 @@ class SelectOp(ABC):
 
     @abstractmethod
     def run(
-        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, lists: SelectedLists
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
     ) -> None:
         """Select as planned.
 
@@ -94,7 +94,7 @@ class SelectOp(ABC):
             size: of the batch, as captured.
             q: [size or more, num_qo_heads, head_dim].
             sm_scale: attention scale.
-            slot_table: arena in which the groups' tables of slots lie.
+            slot_table: arena in which the groups' tables of slots lie; None: `lists` has positions only.
             layer: whose arrays; None: those of `plan_probe`.
             lists: where the selection goes.
         """
@@ -146,10 +146,11 @@ class ReferenceOp(SelectOp):
         self._planned = list(zip(rows, groups, map(weakref.ref, indexes), strict=True))
 
     def run(
-        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, lists: SelectedLists
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
     ) -> None:
         assert layer is not None
         assert lists.slots is not None
+        assert slot_table is not None
         for number, (rows, group, held) in enumerate(self._planned):
             index = held()
             assert index is not None, "an index that this step uses was let go"
@@ -207,6 +208,26 @@ def graph_refusal(method: str) -> str | None:
     return f"method {method} has no kernels in the decode graph yet; {others} has"
 
 
+def graph_op(
+    shape: AttentionShape,
+    config: SparseAttnConfig,
+    spec: IndexSpec,
+    num_layers: int,
+    sizes: ListSizes,
+    device: torch.device,
+) -> SelectOp:
+    """A method's operation for decode graphs; see `op_maker`.
+
+    Raises:
+        ValueError: it has none, or none for this spec.
+    """
+    refusal, named = graph_refusal(spec.method), METHODS[spec.method].decode_op
+    if named is None:
+        raise ValueError(f"{refusal}; name one of these")
+    op: SelectOp = pkgutil.resolve_name(named)(shape, config, spec, num_layers, sizes, device)
+    return op
+
+
 def op_maker(
     shape: AttentionShape,
     config: SparseAttnConfig,
@@ -228,12 +249,10 @@ def op_maker(
         device: of the KV pool.
         captured: whether decode steps replay graphs.
     """
-    named = METHODS[spec.method].decode_op
 
     def make(sizes: ListSizes) -> SelectOp:
-        if named is None or not captured:
-            return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling))
-        op: SelectOp = pkgutil.resolve_name(named)(shape, config, spec, num_layers, sizes, device)
-        return op
+        if captured and graph_refusal(spec.method) is None:
+            return graph_op(shape, config, spec, num_layers, sizes, device)
+        return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling))
 
     return make

@@ -6,7 +6,6 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,11 +14,21 @@ from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
 from prefix_kernels.launching import send
-from prefix_kernels.pooled_scores import ARRAYS, HEAD_FIELDS, ScoredGroup, ScoreInputs, ScoreShape, array_addresses
+from prefix_kernels.pooled_scores import (
+    ARRAYS,
+    HEAD_FIELDS,
+    LEAST_BLOCK,
+    ScoredGroup,
+    ScoreInputs,
+    ScoreShape,
+    array_addresses,
+)
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import BlockForm, SelectedLists
+from prefix_kernels.types import CandidateForm, SelectedLists
 from sglang_ext.decode.select_op import ListSizes, SelectOp
 from sglang_ext.decode.types import Index
+from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
+from sglang_ext.methods.base import IndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
 _ALIGNED = 4
@@ -30,30 +39,23 @@ _RAW_ROWS, _RAW_BYTES = 8, 256 << 20
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class LayerCodes:
-    """A layer's index as the kernels read it.
+class LayerRows(NamedTuple):
+    """Where a layer's codes lie.
 
     Attributes:
-        arrays: as `ScoredGroup.arrays` names them. Not owned.
         first_rows: per KV head, first of its rows among the codes.
-        block_sizes: per KV head, tokens of a block; none: tokens.
+        block_sizes: per KV head, tokens of a block; none: a row is a token.
     """
 
-    arrays: tuple[Tensor | None, ...]
     first_rows: tuple[int, ...]
     block_sizes: tuple[int, ...] = ()
-
-    def group(self, rows: tuple[int, ...], length: int, begins: tuple[int, ...]) -> ScoredGroup:
-        """Of so many tokens, whose scores begin there."""
-        return ScoredGroup(rows, length, self.first_rows, begins, self.arrays, self.block_sizes)
 
 
 class _Known(NamedTuple):
     """What is known of an index: its number, layer 0, and of all layers the tables that kernels read."""
 
     number: int
-    first: LayerCodes
+    first: LayerRows
     addresses: Tensor
     heads: Tensor
 
@@ -61,17 +63,26 @@ class _Known(NamedTuple):
 class ScoredOp(SelectOp):
     """What anchor layers select with: in two launches on a GPU.
 
-    A method's own operation says what a layer's arrays are (`codes`, `made_up`).
+    A method's own operation says what a layer's arrays are (`arrays`, `rows`).
 
     Args:
+        spec: of the method.
+        head_dim: channels of a key.
         shape: what is scored.
         num_layers, sizes, device: see `decode.select_op.op_maker`.
         specialized: whether Hopper's own kernel may score, which multiplies in halves.
         alike: whether all layers have blocks of the same sizes.
+
+    Attributes:
+        candidates: int32, of listed candidates: where `plan` says that lists are. Not owned.
     """
+
+    candidates: Tensor | None = None
 
     def __init__(
         self,
+        spec: IndexSpec,
+        head_dim: int,
         shape: ScoreShape,
         num_layers: int,
         sizes: ListSizes,
@@ -81,6 +92,7 @@ class ScoredOp(SelectOp):
         alike: bool = True,
     ) -> None:
         self.shape = shape
+        self._spec, self._head_dim = spec, head_dim
         self._sizes, self._device, self._specialized = sizes, device, specialized
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         tables = (num_layers, sizes.max_groups)
@@ -88,30 +100,29 @@ class ScoredOp(SelectOp):
         heads = (0 if alike else num_layers, sizes.max_groups, shape.num_kv_heads, HEAD_FIELDS)
         self._heads = torch.zeros(heads, dtype=torch.int64, device=device)
         self._raw: dict[int, Tensor] = {}
-        self._probed: list[LayerCodes] = []
+        self._probed: list[LayerArrays] = []
         self._found: dict[int, AnchorSelection] = {}
         self._known: WeakKeyDictionary[Index, _Known] = WeakKeyDictionary()
 
     @abstractmethod
-    def codes(self, layer: LayerArrays, prefix_len: int) -> LayerCodes:
-        """A layer's arrays."""
+    def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
+        """A layer's arrays, as `ScoredGroup.arrays` names them."""
 
     @abstractmethod
-    def made_up(self, prefix_len: int) -> LayerCodes:
-        """Arrays of any values, for `plan_probe`."""
+    def rows(self, layer: LayerArrays, prefix_len: int) -> LayerRows:
+        """Where they have what; may wait for the device."""
 
     def number_of(self, index: Index) -> int:
         if index not in self._known:
-            layers = [self.codes(layer, index.prefix_len) for layer in index.layers]
             none = (0,) * self.shape.num_kv_heads
-            heads = [one.group((0,), index.prefix_len, none).heads for one in layers if len(self._heads)]
-            addresses = [array_addresses(self.shape, one.arrays) for one in layers]
-            self._known[index] = _Known(
-                next(_numbers),
-                layers[0],
-                torch.tensor(addresses, dtype=torch.int64),
-                torch.tensor(heads, dtype=torch.int64),
-            )
+            # Arrays themselves are not kept: residency may let them go.
+            addresses = [array_addresses(self.shape, self.arrays(layer)) for layer in index.layers]
+            layers = index.layers if len(self._heads) else index.layers[:1]
+            rows = [self.rows(layer, index.prefix_len) for layer in layers]
+            length = index.prefix_len
+            heads = [ScoredGroup((0,), length, one.first_rows, none, (), one.block_sizes).heads for one in rows]
+            found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
+            self._known[index] = _Known(next(_numbers), rows[0], *found)
         return self._known[index].number
 
     def fits(self, lengths: Sequence[int]) -> bool:
@@ -144,8 +155,19 @@ class ScoredOp(SelectOp):
         return self._found[config.block_m]
 
     def plan(
-        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        indexes: Sequence[Index],
+        listed: Sequence[SelectionGroup] = (),
     ) -> None:
+        """See the base.
+
+        Args:
+            size, rows, groups, indexes: as there.
+            listed: of listed candidates, where each group's lists are.
+        """
         selection = self._of(size)
         self._raw_scores(selection, size)  # made before a capture
         if not groups:
@@ -153,7 +175,8 @@ class ScoredOp(SelectOp):
             selection.plan((), ())
             return
         known = [self._known[index] for index in indexes]
-        scored = self._scored(rows, [group.prefix_len for group in groups], [one.first for one in known])
+        arrays = [self.arrays(index.layers[0]) for index in indexes]
+        scored = self._scored(rows, groups, arrays, [one.first for one in known], listed)
         selection.plan(scored, groups)
         addresses, heads = (torch.zeros(like.shape, dtype=torch.int64) for like in (self._addresses, self._heads))
         for number, (one, group) in enumerate(zip(known, scored, strict=True)):
@@ -165,36 +188,71 @@ class ScoredOp(SelectOp):
         if len(heads):
             send(heads, self._heads)
 
-    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+    def plan_probe(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        listed: Sequence[SelectionGroup] = (),
+    ) -> None:
         lengths = [group.prefix_len for group in groups]
-        self._probed = [self.made_up(length) for length in lengths]
-        self._of(size).plan(self._scored(rows, lengths, self._probed), groups)
+        self._probed = [self._made_up(length) for length in lengths]
+        arrays = [self.arrays(layer) for layer in self._probed]
+        places = [self.rows(layer, length) for layer, length in zip(self._probed, lengths, strict=True)]
+        self._of(size).plan(self._scored(rows, groups, arrays, places, listed), groups)
+
+    def _made_up(self, prefix_len: int) -> LayerArrays:
+        """Arrays of any values; heads that may have blocks of their own sizes have the smallest, which cost most."""
+        heads, rows = self.shape.num_kv_heads, -(-prefix_len // LEAST_BLOCK)
+        found = {ROW_INDPTR: rows * torch.arange(heads + 1, dtype=torch.int32, device=self._device)}
+        for name, form in self._spec.forms(IndexSize(prefix_len, self._head_dim)).items():
+            shape = (heads * rows, *form.shape[1:]) if None in form.shape else (heads, *form.shape)
+            least = max(0, int(form.least or 0))
+            found[name] = torch.full(shape, least, dtype=getattr(torch, form.dtype), device=self._device)
+        return found
 
     def _scored(
-        self, rows: Sequence[tuple[int, ...]], lengths: Sequence[int], layers: Sequence[LayerCodes]
+        self,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        arrays: Sequence[tuple[Tensor | None, ...]],
+        places: Sequence[LayerRows],
+        listed: Sequence[SelectionGroup],
     ) -> list[ScoredGroup]:
-        scored, at, heads = [], 0, self.shape.num_kv_heads
-        for of_group, length, layer in zip(rows, lengths, layers, strict=True):
-            stride = -(-length // _ALIGNED) * _ALIGNED
-            scored.append(layer.group(of_group, length, tuple(at + head * stride for head in range(heads))))
-            at += heads * stride
+        scored, at, heads = [], 0, range(self.shape.num_kv_heads)
+        lists = [tuple(one.list_begin + head * one.head_stride for head in heads) for one in listed]
+        for number, (group, place) in enumerate(zip(groups, places, strict=True)):
+            stride = -(-group.prefix_len // _ALIGNED) * _ALIGNED
+            begins = tuple(at + head * stride for head in heads)
+            of_list = lists[number] if lists else ()
+            one = ScoredGroup(
+                rows[number],
+                group.prefix_len,
+                place.first_rows,
+                begins,
+                arrays[number],
+                place.block_sizes,
+                of_list,
+            )
+            scored.append(one)
+            at += len(heads) * stride
         return scored
 
     def run(
-        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor, layer: int | None, lists: SelectedLists
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
     ) -> None:
         """See the base; how many launches that are, `AnchorSelection.run` says."""
         selection = self._of(size)
         most = selection.max_groups
         arrays = None if layer is None else self._addresses[layer, :most]
         heads = None if layer is None or not len(self._heads) else self._heads[layer, :most]
-        inputs = ScoreInputs(q[:size], sm_scale, self._raw_scores(selection, size), arrays, heads)
+        inputs = ScoreInputs(q[:size], sm_scale, self._raw_scores(selection, size), arrays, heads, self.candidates)
         selection.run(inputs, self._scores, lists, slot_table=slot_table)
 
     def _raw_scores(self, selection: AnchorSelection, size: int) -> Tensor | None:
         """Room for raw scores of so few rows that it pays, where they are kept and fit; made at the first call."""
         rows = size * self.shape.gqa
-        tokens = self.shape.form is BlockForm.TOKEN
+        tokens = self.shape.form is CandidateForm.TOKEN
         if not tokens or rows > _RAW_ROWS or selection.config.specialized or self.shape.sum_every > 1:
             return None
         groups = min(size * self._sizes.groups_of_a_row, self._sizes.max_groups)
@@ -209,4 +267,3 @@ class ScoredOp(SelectOp):
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
         return sum(one.nbytes for one in (self._scores, self._addresses, self._heads, *self._raw.values()))
-

@@ -83,7 +83,7 @@ def test_union_by_hand(first, second, budget):
                     depths[head, p] = min(depths[head, p], len(deeper))
     for head in range(2):
         assert len(got[head]) == budget
-        assert WINDOWS <= got[head]
+        assert got[head] >= WINDOWS
         inside = [float(depths[head, p]) for p in got[head] - WINDOWS]
         outside = [float(depths[head, p]) for p in set(range(300)) - got[head]]
         assert not outside or not inside or max(inside) <= min(outside) * math.exp(STEP)

@@ -25,7 +25,15 @@ from prefix_kernels.kernels import (
     meet,
     wait_for_the_kernel_before,
 )
-from prefix_kernels.pooled_scores.kernels import addresses, num_summed, score_stretch, stretch_of, sum_step
+from prefix_kernels.pooled_scores.kernels import (
+    LISTED,
+    MEAN,
+    addresses,
+    num_summed,
+    score_stretch,
+    stretch_of,
+    sum_step,
+)
 from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, placed, window_keys
 
 
@@ -93,8 +101,9 @@ def score_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, `shift`, first score
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     arrays_ptr,  # int64 [num_groups, 5], see `addresses`
+    candidates_ptr,  # int32, positions of LISTED candidates
     raw_ptr,  # fp32, raw scores, kept for the second phase where REREAD
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
@@ -127,6 +136,8 @@ def score_kernel(
         arrays = addresses(arrays_ptr + group * 5)
         count = tl.load(heads_ptr + row * 4).to(tl.int32)
         shift = tl.load(heads_ptr + row * 4 + 2).to(tl.int32)
+        if FORM == LISTED:
+            arrays = (arrays[0], arrays[1], arrays[2], candidates_ptr + shift, arrays[4])
         first_row = tl.load(heads_ptr + row * 4 + 1)
         scores = scores_ptr + tl.load(heads_ptr + row * 4 + 3) // ALIGNED * ALIGNED
         begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
@@ -159,7 +170,7 @@ def score_kernel(
                 # A barrier ends each tile of scores: all of the program's are there.
                 # Wide rows of codes, and fp32, need most of what shared memory a launch has unless it asks for more.
                 PLAIN: tl.constexpr = COMPUTE == tl.float32 or CHANNELS * BITS > 512
-                BLOCKS: tl.constexpr = FORM > 0
+                BLOCKS: tl.constexpr = FORM >= MEAN
                 begin, end = tokens_of(begin, end, shift, prefix_len, BLOCKS)
                 at_least = count_keys(scores, begin, end, shift, num_sink, recent_begin, TILE, PLAIN, BLOCKS)
                 counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
@@ -170,16 +181,17 @@ def score_kernel(
 
 @triton.jit
 def list_kernel(
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, `shift`, first score
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     scores_ptr,  # fp32 arena, natural log
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS]
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 arena of lists, written
     slots_ptr,  # int32 arena of lists, written with HAS_SLOTS
+    candidates_ptr,  # int32, positions of LISTED candidates
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
     ITEM_FIELDS: tl.constexpr, STRETCH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, BLOCKS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): lists what was selected of the stretches of its items.
 
@@ -196,9 +208,10 @@ def list_kernel(
         list_begin = tl.load(fields + 8) + head * tl.load(fields + 9)
         row = group * num_heads + head
         scores = scores_ptr + tl.load(heads_ptr + row * 4 + 3) // ALIGNED * ALIGNED
+        BLOCKS: tl.constexpr = FORM >= MEAN
         count = prefix_len
         shift = 0
-        if BLOCKS:
+        if FORM:
             count = tl.load(heads_ptr + row * 4).to(tl.int32)
             shift = tl.load(heads_ptr + row * 4 + 2).to(tl.int32)
         begin, end = stretch_of(chunk, num_chunks, count, STRETCH)
@@ -233,6 +246,8 @@ def list_kernel(
             # Of a whole prefix no score was written, and any key will do.
             keys = tl.where(selected < prefix_len, keys, 1)
             listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)
+            if FORM == LISTED:
+                token = tl.load(candidates_ptr + shift + token, mask=chosen, other=0)
             tl.store(positions + listed, token, mask=chosen)
             if HAS_SLOTS:
                 slot = tl.load(slot_table + token, mask=chosen, other=0)

@@ -19,7 +19,7 @@ from prefix_kernels.launching import block_of, check_power_of_2, launch, launch_
 from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import BlockForm, SelectedLists, check_lists, new_lists
+from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_lists
 
 _REGISTERS = 65536
 """Of a multiprocessor, sm_80 and later."""
@@ -129,7 +129,7 @@ class AnchorConfig:
 
 def fits_specialized(shape: ScoreShape) -> bool:
     """Whether sm_90's own kernel has it: tokens in codes of 4 bits, pooled by the maximum."""
-    tokens = shape.form is BlockForm.TOKEN
+    tokens = shape.form is CandidateForm.TOKEN
     return tokens and shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
 
 
@@ -155,7 +155,7 @@ def default_config(
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16
-    if shape.form is not BlockForm.TOKEN:
+    if shape.form.is_block:
         # Few candidates: all programs have some.
         return AnchorConfig(block_m, 64, 4, 3, 2 if block_m < 128 else 1, halves)
     if block_m == 128:

@@ -6,10 +6,11 @@ Parts of `anchor_selection`: device functions (`kernels`), and what is scored, i
 from prefix_kernels.pooled_scores.tables import (
     ARRAYS,
     HEAD_FIELDS,
+    LEAST_BLOCK,
     ScoredGroup,
     ScoreInputs,
     ScoreShape,
     array_addresses,
 )
 
-__all__ = ["ARRAYS", "HEAD_FIELDS", "ScoreInputs", "ScoreShape", "ScoredGroup", "array_addresses"]
+__all__ = ["ARRAYS", "HEAD_FIELDS", "LEAST_BLOCK", "ScoreInputs", "ScoreShape", "ScoredGroup", "array_addresses"]

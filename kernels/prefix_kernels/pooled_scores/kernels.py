@@ -2,8 +2,8 @@
 
 The first pass sums every row's exponentials over a stretch of candidates. The second one computes the scores again,
 turns them into log-probabilities and pools them over the rows: a product is cheaper than a write and a read of scores
-for every row. Candidates are tokens, or blocks of them (`types.BlockForm`). Products have candidates as rows and queries as columns, so that codes of few bits are unpacked in
-registers and go into the tensor cores from there.
+for every row. Candidates are tokens or blocks of them (`types.CandidateForm`). Products have candidates as rows and
+queries as columns, so that codes of few bits are unpacked in registers and go into the tensor cores from there.
 
 A sum over channels that is the same for all candidates of a row (the zero points of quantized channels) leaves the
 softmax as it is, and is left out.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels import pooling
-from prefix_kernels.types import BlockForm
+from prefix_kernels.types import CandidateForm
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -23,7 +23,10 @@ FIRST_SUMMED = tl.constexpr(pooling.FIRST_SUMMED)
 LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
 GOLDEN = tl.constexpr(pooling.GOLDEN)
 HEADROOM = tl.constexpr(pooling.HEADROOM)
-MINMAX, BALL = tl.constexpr(BlockForm.MINMAX.value), tl.constexpr(BlockForm.BALL.value)
+LISTED = tl.constexpr(CandidateForm.LISTED.value)
+MEAN = tl.constexpr(CandidateForm.MEAN.value)
+MINMAX = tl.constexpr(CandidateForm.MINMAX.value)
+BALL = tl.constexpr(CandidateForm.BALL.value)
 
 
 @triton.jit
@@ -277,7 +280,8 @@ def _pool_tiles(first, second, POOL: tl.constexpr):
 @triton.jit
 def _step(
     start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr, first_row,
-    step, factor, raw_stride_row, raw_stride_candidate, GQA: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr,
+    step, factor, raw_stride_row, raw_stride_candidate, GQA: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr,
     SAMPLED: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
     UNIT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
     FORM: tl.constexpr, MASKED: tl.constexpr,
@@ -292,12 +296,12 @@ def _step(
     if LOAD_RAW:
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
     else:
-        place = first_row + entry.to(tl.int64)
+        more_ptr, more_queries, lengths = more
+        place = first_row + (tl.load(more_ptr + entry) if FORM == LISTED else entry).to(tl.int64)
         scores = _product(
             tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, place, queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE,
             PRECISION, ASSEMBLY, TAIL,
         )  # fmt: skip
-        more_ptr, more_queries, lengths = more
         if FORM == MINMAX:
             scores = _product(
                 scores, more_ptr, place, more_queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY, TAIL
@@ -344,7 +348,7 @@ def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
 @triton.jit
 def score_stretch(
     begin, end, q_ptr, rows_ptr, row_begin, num_rows, head,
-    arrays,  # `addresses`
+    arrays,  # `addresses`; LISTED: in the fourth place a pointer to the positions of the head's candidates
     first_row, step, raw_base, out_ptr, peak_ptr, total_ptr,
     stats,  # where the sums of this group and head begin
     chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, raw_stride_row, raw_stride_candidate, max_rows,
@@ -368,7 +372,9 @@ def score_stretch(
     packed_ptr = tl.multiple_of(packed_at.to(tl.pointer_type(UNITS)), 16)
     scale_ptr = scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
     more_scale_ptr = more_scale_at.to(tl.pointer_type(tl.float32)) + head * CHANNELS
-    if FORM == BALL:
+    if FORM == LISTED:
+        more_ptr = more_at
+    elif FORM == BALL:
         more_ptr = more_at.to(tl.pointer_type(tl.float16))
     else:
         more_ptr = tl.multiple_of(more_at.to(tl.pointer_type(UNITS)), 16)
@@ -418,7 +424,8 @@ def score_stretch(
             peak, total = _step(
                 start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
                 first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW,
-                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, False,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM,
+                False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(

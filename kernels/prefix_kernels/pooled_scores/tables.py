@@ -13,11 +13,12 @@ from triton import knobs
 
 from prefix_kernels.launching import send
 from prefix_kernels.pooling import MOST_APART, Pooling
-from prefix_kernels.types import BlockForm
+from prefix_kernels.types import CandidateForm
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_FIELDS = 4
-"""int64 fields of a group's KV head: candidates, first row of codes, log2 of a candidate's tokens, first score."""
+"""int64 fields of a group's KV head: candidates; first row of codes; of blocks the log2 of their tokens, of listed
+candidates where their list begins; first score."""
 LEAST_BLOCK = 16
 """Tokens of a block: lists are made 16 tokens at a time or more."""
 ARRAYS = 5
@@ -45,7 +46,7 @@ class ScoreShape:
     listed_channels: bool = False
     pooling: Pooling = Pooling.MAX
     sum_every: int = 1
-    form: BlockForm = BlockForm.TOKEN
+    form: CandidateForm = CandidateForm.TOKEN
 
     @property
     def gqa(self) -> int:
@@ -64,7 +65,7 @@ class ScoredGroup:
 
     Attributes:
         rows: batch rows.
-        count: tokens of the prefix, all of which are candidates, or in blocks that are.
+        count: tokens that are candidates, or in blocks that are: those of the prefix, or of a list.
         first_rows: per KV head, first of its rows among the codes.
         score_begins: per KV head, where its scores go in the arena of scores.
         arrays: tensors of the index on the device, kept alive by the caller while runs may read them: channels (int16
@@ -72,6 +73,7 @@ class ScoredGroup:
             channels]) or None with 16 bits. Of blocks the codes are of the means, or of the minima; then two more
             follow: the maxima's codes and scale, or the radii (fp16, a row's each) and None.
         block_sizes: per KV head, tokens of a block, a power of 2 from 16 on; none: candidates are tokens.
+        list_begins: per KV head, where its list begins in `ScoreInputs.candidates`; none: they are the prefix's.
     """
 
     rows: tuple[int, ...]
@@ -80,6 +82,7 @@ class ScoredGroup:
     score_begins: tuple[int, ...]
     arrays: tuple[Tensor | None, ...] = ()
     block_sizes: tuple[int, ...] = ()
+    list_begins: tuple[int, ...] = ()
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -90,8 +93,9 @@ class ScoredGroup:
     @property
     def heads(self) -> list[tuple[int, ...]]:
         """[num_kv_heads][HEAD_FIELDS]: the table that kernels read."""
-        shifts = [size.bit_length() - 1 for size in self.block_sizes] or [0] * len(self.first_rows)
-        return list(zip(self.counts, self.first_rows, shifts, self.score_begins, strict=True))
+        shifts = tuple(size.bit_length() - 1 for size in self.block_sizes)
+        own = shifts or self.list_begins or (0,) * len(self.first_rows)
+        return list(zip(self.counts, self.first_rows, own, self.score_begins, strict=True))
 
     @property
     def scores_end(self) -> int:
@@ -110,6 +114,7 @@ class ScoreInputs:
             rows: the second pass then reads them back instead of scoring again.
         arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
         heads: int64 [max_groups, num_kv_heads, HEAD_FIELDS], another layer's `ScoredGroup.heads`; None for the plan's.
+        candidates: int32, positions of listed candidates, ascending in each list; with that form only.
     """
 
     q: Tensor
@@ -117,6 +122,7 @@ class ScoreInputs:
     raw: Tensor | None = None
     arrays: Tensor | None = None
     heads: Tensor | None = None
+    candidates: Tensor | None = None
 
 
 class ScoreTables:
@@ -229,7 +235,7 @@ class ScoreTables:
             "BITS": shape.bits,
             "LISTED_CHANNELS": shape.listed_channels,
             "FORM": shape.form.value,
-            "BLOCKS": shape.form is not BlockForm.TOKEN,
+            "candidates_ptr": self._rows if inputs.candidates is None else inputs.candidates,
             "SUM_EVERY": shape.sum_every,
             # Codes are exact in fp16, and a query's channel keeps 11 bits there.
             "COMPUTE": tl.float16 if half else tl.float32,
@@ -298,9 +304,9 @@ def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[
 def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
     of_codes = "halves" if shape.bits == 16 else "codes"
     kinds = ["channels", of_codes, "scale"]
-    if shape.form is BlockForm.MINMAX:
+    if shape.form is CandidateForm.MINMAX:
         kinds += [of_codes, "scale"]
-    elif shape.form is BlockForm.BALL:
+    elif shape.form is CandidateForm.BALL:
         kinds += ["radii", ""]
     if len(arrays) != len(kinds):
         raise ValueError(f"expected {len(kinds)} arrays ({', '.join(kinds)}), got {len(arrays)}")
@@ -329,13 +335,13 @@ def _check_array(shape: ScoreShape, kind: str, array: Tensor) -> None:
 
 
 def _check_blocks(shape: ScoreShape, group: ScoredGroup) -> None:
-    sizes, tokens = group.block_sizes, shape.form is BlockForm.TOKEN
+    sizes, heads = group.block_sizes, shape.num_kv_heads
     known = all(size >= LEAST_BLOCK and size & (size - 1) == 0 for size in sizes)
-    if len(sizes) != (0 if tokens else shape.num_kv_heads) or not known:
-        raise ValueError(
-            f"expected {'no block sizes for tokens' if tokens else 'powers of 2 from 16 on, one for each KV head'}, "
-            f"got {sizes}"
-        )
-    codes, wanted = group.arrays[1], max(map(sum, zip(group.first_rows, group.counts, strict=True)))
-    if codes is not None and codes[..., 0].numel() < wanted:
-        raise ValueError(f"expected {wanted} rows of codes, got {tuple(codes.shape)}; are they of all KV heads?")
+    if len(sizes) != (heads if shape.form.is_block else 0) or not known:
+        wanted = "powers of 2 from 16 on, one for each KV head" if shape.form.is_block else "no block sizes for tokens"
+        raise ValueError(f"expected {wanted}, got {sizes}")
+    if len(group.list_begins) != (heads if shape.form is CandidateForm.LISTED else 0):
+        raise ValueError(f"expected list_begins of {heads} KV heads for listed candidates alone, got {group}")
+    codes, rows = group.arrays[1], max(map(sum, zip(group.first_rows, group.counts, strict=True)))
+    if codes is not None and codes[..., 0].numel() < rows:
+        raise ValueError(f"expected {rows} rows of codes, got {tuple(codes.shape)}; are they of all KV heads?")

@@ -8,7 +8,16 @@ from torch import Tensor
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import Selection
 
-__all__ = ["LOWEST_LOG", "NUM_KEYS", "SelectionGroup", "keys_of", "log_ranks", "pack_lists", "rank_by_keys", "top_k_selection"]
+__all__ = [
+    "LOWEST_LOG",
+    "NUM_KEYS",
+    "SelectionGroup",
+    "keys_of",
+    "log_ranks",
+    "pack_lists",
+    "rank_by_keys",
+    "top_k_selection",
+]
 
 NUM_KEYS = 2048
 """Keys of scores, each a bin of the kernel's counts: 0 for what has no score, the last one for the windows."""
@@ -17,7 +26,7 @@ LOWEST_LOG = -44.0
 
 
 def keys_of(scores: Tensor) -> Tensor:
-    """Keys of 11 bits: steps of 44 / 2,045 = 0.0215 from -44 to 0; what lies outside ties at the ends, -inf and NaN last.
+    """Keys of 11 bits: steps of 44 / 2,045 = 0.0215 from -44 to 0; what lies outside ties there, -inf and NaN last.
 
     Args:
         scores: fp32, natural logs of shares.
@@ -40,7 +49,9 @@ def rank_by_keys(scores: Tensor) -> Tensor:
     Returns:
         fp64, the same shape: the key, and below 1 the position.
     """
-    return keys_of(scores) + torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64) / scores.shape[-1]
+    return (
+        keys_of(scores) + torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64) / scores.shape[-1]
+    )
 
 
 def log_ranks(scores: Tensor, counted: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidate
 
 
 class ABSparseSelector(Selector[ABSparseSpec]):
-    """Scores blocks and pools after the softmax over blocks. The best blocks' tokens fill the budget; the last is cut."""
+    """Scores blocks, pools after the softmax over blocks. The best blocks' tokens fill the budget; the last is cut."""
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base. Without candidates the softmax is over blocks. No array's values are read on the host."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from prefix_kernels.top_k_selection import rank_by_keys
 from prefix_kernels.types import Selection
 from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, check_share, make_selector
 from sglang_ext.methods.combined import CombinedSpec, part_arrays
@@ -67,7 +68,7 @@ class TwoLevelSelector(Selector[TwoLevelSpec]):
     def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
         """See the base. Sink and recent window are candidates."""
         first = replace(args, budget=self.spec.num_candidates(args.prefix_len, args.budget))
-        return args.top_k(self._ranked(arrays, q, args, self._candidates(arrays, q, first)))
+        return args.top_k(rank_by_keys(self._ranked(arrays, q, args, self._candidates(arrays, q, first))))
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base: the second method's scores, -inf outside the first one's candidates."""

@@ -12,7 +12,19 @@ import torch
 from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods.ab_sparse import ABSparseSpec
-from tests.sparse_server import FIRST, LAST, Server, join_many, searches, walk_groups, walk_own_tokens, walk_surplus
+from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.two_level import TwoLevelSpec
+from tests.sparse_server import (
+    FIRST,
+    LAST,
+    SPEC,
+    Server,
+    join_many,
+    searches,
+    walk_groups,
+    walk_own_tokens,
+    walk_surplus,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +59,17 @@ def test_blocks(
     dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, parameters: dict[str, Any], device: torch.device
 ) -> None:
     walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=ABSparseSpec(**parameters)))
+
+
+@pytest.mark.parametrize(
+    "first", [ABSparseSpec(sizes="profile"), pytest.param(SPEC, marks=pytest.mark.full)], ids=["blocks", "tokens"]
+)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
+def test_two_levels(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, first: IndexSpec, device: torch.device
+) -> None:
+    spec = TwoLevelSpec(first=first, second=SPEC, candidate_factor=2)
+    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
 
 
 @pytest.mark.full
