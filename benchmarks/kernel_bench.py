@@ -232,16 +232,17 @@ def selection(args: argparse.Namespace, run: Run) -> None:
     known(args, SELECTION)
     shape, timer = shape_of(args), timer_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
+    shared = [(batch, 1) for batch in args.batches] + [(groups * rows, groups) for groups, rows in args.groups]
     for context in args.contexts:
-        for batch in args.batches:
+        for batch, groups in shared:
             for name in args.only or SELECTION:
-                key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": 1}
+                key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": groups}
                 key |= conditions(args)
                 if run.has(key):
                     continue
 
-                def row(name: str = name, batch: int = batch, context: int = context) -> Row:
-                    one = SELECTION[name](shape, batch, context, device_of(args), args.keep)
+                def row(name: str = name, batch: int = batch, groups: int = groups, context: int = context) -> Row:
+                    one = SELECTION[name](shape, batch, groups, context, device_of(args), args.keep)
                     return gated(one, one.run, one.check, timer, one.nbytes, 1)
 
                 run.add({**key, **attempt(timer, row)})

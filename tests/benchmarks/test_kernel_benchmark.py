@@ -56,8 +56,10 @@ def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
     assert found >= {(case, batch, 1) for case in ("exact", "sparse", "suffix") for batch in (1, 3)}
     assert found >= {("exact", 4, 2), ("sparse", 4, 2), ("plain", 2, 2)}
     selection = {(row["case"], row["batch"]) for row in rows if row["bench"] == "selection"}
-    names = ("token_index", "token_index_sums16", "token_index_torch")
-    assert selection == {(name, batch) for name in names for batch in (1, 3)}
+    names = {name.removesuffix("_torch") for name, _ in selection}
+    assert names >= {"token_index", "ab_sparse", "ab_sparse_minmax64", "two_level"}
+    both = [*names, *(f"{name}_torch" for name in names)]
+    assert selection == {(name, batch) for name in both for batch in (1, 3, 4)}
     provenance = {"device", "driver", "torch", "triton", "flashinfer", "commit", "date", "config", "null_us"}
     for row in rows:
         assert row["green"]
@@ -123,18 +125,18 @@ def another(self):
     self.positions[1, 16] = min(set(range(16, 128)) - taken)
     self.positions[1] = self.positions[1].sort().values
 
-def scores_moved(self, inputs, scores, lists, **options):
-    select(self, inputs, scores, lists, **options)
-    scores[scores.argmax()] += 0.01
+def lists_moved(self):
+    select(self)
+    self._lists.positions[:8] += 8
 
 out, how = sys.argv[1:3]
 arguments = sys.argv[3:]
 if how in ("unsorted", "another"):
     sound = kernel_selection.Torch.run
     kernel_selection.Torch.run = globals()[how]
-elif how == "scores_moved":
-    select = kernel_selection.AnchorSelection.run
-    kernel_selection.AnchorSelection.run = scores_moved
+elif how == "lists_moved":
+    select = kernel_selection.Ours.run
+    kernel_selection.Ours.run = lists_moved
 elif how == "last_key_lost":
     GroupedAttention.plan = last_key_lost
 else:
@@ -164,7 +166,7 @@ def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "case"),
-    [("unsorted", "token_index_torch"), ("another", "token_index_torch"), ("scores_moved", "token_index")],
+    [("unsorted", "token_index_torch"), ("another", "token_index_torch"), ("lists_moved", "token_index")],
 )
 def test_a_broken_selection_is_red(how, case, tmp_path):
     out = tmp_path / "rows.jsonl"
