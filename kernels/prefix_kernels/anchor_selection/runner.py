@@ -155,12 +155,12 @@ def default_config(
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16
-    if shape.form.is_block:
-        # Few candidates: all programs have some.
-        return AnchorConfig(block_m, 64, 4, 3, 2 if block_m < 128 else 1, halves)
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
         return AnchorConfig(block_m, 128, 8, 3, 1, halves)
+    if shape.form.is_block:
+        # Few candidates: all programs have some.
+        return AnchorConfig(block_m, 64, 4, 3, 2, halves)
     return AnchorConfig(block_m, 128 if hopper else 64, 4, 3, 2, halves)
 
 

@@ -47,7 +47,7 @@ def test_groups_and_single_requests_with_and_without_an_index(
     [
         pytest.param({}, id="mean", marks=pytest.mark.full),
         pytest.param({"sizes": "profile"}, id="sizes of heads"),
-        pytest.param({"representation": "minmax", "block_size": 64, "quantization": "int2"}, id="minmax"),
+        pytest.param({"representation": "minmax", "quantization": "int2"}, id="minmax"),
         pytest.param({"sizes": "profile", "representation": "minmax"}, id="minmax of sizes", marks=pytest.mark.full),
         pytest.param({"sizes": "profile", "representation": "ball", "quantization": "int8"}, id="ball of sizes"),
         pytest.param({"representation": "ball", "quantization": "none"}, id="ball of halves", marks=pytest.mark.full),
