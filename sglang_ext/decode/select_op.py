@@ -203,8 +203,8 @@ def graph_refusal(method: str) -> str | None:
     """Why a method's indexes cannot be used inside decode graphs; None if they can."""
     if METHODS[method].decode_op is not None:
         return None
-    others = ", ".join(name for name, one in METHODS.items() if one.decode_op is not None)
-    return f"method {method} has no kernels in the decode graph yet; {others} has"
+    others = " and ".join(name for name, one in METHODS.items() if one.decode_op is not None)
+    return f"method {method} has no kernels in the decode graph yet, as {others} have"
 
 
 def op_maker(

@@ -18,10 +18,11 @@ from sglang_ext.options import SparseAttnConfig
 __all__ = ["METHODS", "make_builder", "make_selector", "method_specs", "parse_spec"]
 
 _TOKEN_OP = "sglang_ext.methods.token_index.decode_op:TokenIndexOp"
+_CSA_OP = "sglang_ext.methods.csattention.decode_op:CSAttentionOp"
 
 METHODS.update(
     {
-        "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector),
+        "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector, _CSA_OP),
         "ab_sparse": Method(ABSparseSpec, ABSparseBuilder, ABSparseSelector),
         "token_index": Method(TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector, _TOKEN_OP, samples_sums=True),
         "two_level": Method(TwoLevelSpec, CombinedBuilder, TwoLevelSelector),

@@ -39,7 +39,7 @@ def pick_kernel(
     members_ptr,  # int32 [max_members, 2]: group, or -1 where nothing is scored; batch row
     groups_ptr,  # int64 [max_groups, GROUP_FIELDS], see `runner.py`
     arrays_ptr,  # int64 [max_groups, 6], addresses: centroids, places, counts, codes, scale, zero
-    lists_ptr,  # int32 [max_rows, num_kv_heads, SUBSPACES], written: which of the group's lists
+    lists_ptr,  # int32 [max_rows, num_kv_heads, SUBSPACES], written: which of the KV head's lists
     factors_ptr,  # fp32 [max_rows, num_kv_heads, SUBSPACES, 2], written: units = code * first + second
     units_ptr,  # fp32 [max_rows, num_kv_heads], written: score of a unit
     begins_ptr,  # int32 [max_rows, num_kv_heads, max_chunks, SUBSPACES], written: entries before each chunk
@@ -67,7 +67,7 @@ def pick_kernel(
         q = tl.load(q + b[:, None] * DIM + d[None, :], mask=channels, other=0.0).to(tl.float32)
 
         centroids = tl.load(arrays).to(tl.pointer_type(tl.float16))
-        first_list = (head * SUBSPACES + b) * CENTROIDS
+        first_list = head * SUBSPACES * CENTROIDS + b * CENTROIDS
         weight = tl.full([BLOCK_B], float("-inf"), tl.float32)
         nearest = tl.zeros([BLOCK_B], tl.int32)
         for first in range(0, CENTROIDS, BLOCK_C):
@@ -88,7 +88,7 @@ def pick_kernel(
         unit = tl.sum(tl.where(used, tl.abs(weight) * largest, 0.0), axis=0) * (2.0 ** (FLAG - 30))
         per_score = tl.where(unit > 1e-30, 1.0 / tl.where(unit > 1e-30, unit, 1.0), 0.0)
         pick = row.to(tl.int64) * tl.num_programs(1) + head
-        tl.store(lists_ptr + pick * SUBSPACES + b, one.to(tl.int32), mask=used)
+        tl.store(lists_ptr + pick * SUBSPACES + b, b * CENTROIDS + nearest, mask=used)
         factors = factors_ptr + (pick * SUBSPACES + b) * 2
         tl.store(factors, weight * scale * per_score, mask=used)
         tl.store(factors + 1, weight * zero * per_score, mask=used)
@@ -167,27 +167,31 @@ def _score_rows(
     begin, end, chunk, num_chunks, arrays, list_len, num_blocks, first_row, num_rows, head, num_heads, lists_ptr,
     factors_ptr, units_ptr, begins_ptr, sums, out_ptr, peak_ptr, total_ptr,
     stats,  # where the sums of this group and head begin
-    sm_scale, max_rows, max_chunks, SUBSPACES: tl.constexpr, BLOCK_B: tl.constexpr, ENTRIES: tl.constexpr,
-    BITS: tl.constexpr, FLAG: tl.constexpr,
+    sm_scale, max_rows, max_chunks, SUBSPACES: tl.constexpr, BLOCK_B: tl.constexpr, CENTROIDS: tl.constexpr,
+    ENTRIES: tl.constexpr, BITS: tl.constexpr, FLAG: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
     BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Positions `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores."""
     b = tl.arange(0, BLOCK_B)
     used = b < SUBSPACES
-    places_ptr = tl.load(arrays + 1).to(tl.pointer_type(tl.uint8))
-    counts_ptr = tl.load(arrays + 2).to(tl.pointer_type(tl.int16))
-    codes_ptr = tl.load(arrays + 3).to(tl.pointer_type(tl.uint8))
+    code_bytes = (list_len * BITS + 7) // 8
+    first_list = head * SUBSPACES * CENTROIDS
+    places_ptr = tl.load(arrays + 1).to(tl.pointer_type(tl.uint8)) + first_list * list_len
+    counts_ptr = tl.load(arrays + 2).to(tl.pointer_type(tl.int16)) + first_list * num_blocks
+    codes_ptr = tl.load(arrays + 3).to(tl.pointer_type(tl.uint8)) + first_list * code_bytes
+    # A warp has some of the lists, and what is known of each of them; a thread adds entries of a warp's width apart.
+    rounds = tl.arange(0, ENTRIES // 32)[:, None, None] * 32
+    lanes = tl.arange(0, 32)[None, None, :]
     for m in range(num_rows):
         pick = (first_row + m) * num_heads + head
-        one = tl.load(lists_ptr + pick * SUBSPACES + b, mask=used, other=0).to(tl.int64)
+        one = tl.load(lists_ptr + pick * SUBSPACES + b, mask=used, other=0)
         factors = factors_ptr + (pick * SUBSPACES + b) * 2
-        per_code = tl.load(factors, mask=used, other=0.0)[:, None]
-        of_zero = tl.load(factors + 1, mask=used, other=0.0)[:, None]
+        per_code = tl.load(factors, mask=used, other=0.0)[None, :, None]
+        of_zero = tl.load(factors + 1, mask=used, other=0.0)[None, :, None]
         entry = tl.load(begins_ptr + (pick * max_chunks + chunk) * SUBSPACES + b, mask=used, other=0)
         unit = tl.load(units_ptr + pick) * sm_scale * LOG2E
-        places = (places_ptr + one * list_len)[:, None]
-        codes = (codes_ptr + one * ((list_len * BITS + 7) // 8))[:, None]
+        first_place, first_code = (one * list_len)[None, :, None], (one * code_bytes)[None, :, None]
         counts = counts_ptr + one * num_blocks
         lse = tl.zeros([1], tl.float32)
         if POOL:
@@ -199,14 +203,18 @@ def _score_rows(
         end0, end1, end2, end3 = _ends(counts, begin // BLOCK, tl.where(used, num_blocks, 0))
         for start in range(begin, end, TILE):
             for first in range(0, tl.max(end3, axis=0), ENTRIES):
-                e = first + tl.arange(0, ENTRIES)[None, :]
-                listed = e < end3[:, None]
-                at = entry[:, None] + e
-                place = tl.load(places + at, mask=listed, other=0).to(tl.int32)
-                code = tl.load(codes + (at >> (1 if BITS == 4 else 0)), mask=listed, other=0).to(tl.int32)
+                e = first + rounds + lanes
+                listed = e < end3[None, :, None]
+                at = entry[None, :, None] + e
+                place = tl.load(places_ptr + (first_place + at), mask=listed, other=0).to(tl.int32)
+                code = tl.load(codes_ptr + (first_code + (at >> (1 if BITS == 4 else 0))), mask=listed, other=0).to(
+                    tl.int32
+                )
                 if BITS == 4:
                     code = (code >> ((at & 1) * 4)) & 15
-                block = (e >= end0[:, None]).to(tl.int32) + (e >= end1[:, None]) + (e >= end2[:, None])
+                block = (
+                    (e >= end0[None, :, None]).to(tl.int32) + (e >= end1[None, :, None]) + (e >= end2[None, :, None])
+                )
                 units = (code.to(tl.float32) * per_code + of_zero).to(tl.int32)
                 # What is no entry adds 0, each in a place of its own: adds to one place would wait for each other.
                 position = tl.where(listed, block * BLOCK + place, e % TILE)
@@ -254,9 +262,9 @@ def score_kernel(
     arrived_ptr,  # int64 [max_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale, max_rows, max_items, max_chunks,
     GROUP_FIELDS: tl.constexpr, ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, SUBSPACES: tl.constexpr,
-    BLOCK_B: tl.constexpr, ENTRIES: tl.constexpr, BITS: tl.constexpr, FLAG: tl.constexpr, POOL: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr, KEYS_TILE: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    BLOCK_B: tl.constexpr, CENTROIDS: tl.constexpr, ENTRIES: tl.constexpr, BITS: tl.constexpr, FLAG: tl.constexpr,
+    POOL: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
+    KEYS_TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, each alone or with the programs that have the group's others."""
     wait_for_the_kernel_before(OVERLAPPED)
@@ -266,7 +274,9 @@ def score_kernel(
     # There is a row of the table for every program, be there an item or not.
     num_items = tl.load(items_ptr + tl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(tl.int32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(items_ptr + item * ITEM_FIELDS)
+        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(
+            items_ptr + item * ITEM_FIELDS
+        )
         if selected < prefix_len:
             row = group * num_heads + head
             fields = groups_ptr + group * GROUP_FIELDS
@@ -282,7 +292,7 @@ def score_kernel(
                 _score_rows(
                     begin, end, chunk, num_chunks, arrays, list_len, num_blocks, first_row, num_rows, head, num_heads,
                     lists_ptr, factors_ptr, units_ptr, begins_ptr, sums, scores, peak_ptr, total_ptr, stats, sm_scale,
-                    max_rows, max_chunks, SUBSPACES, BLOCK_B, ENTRIES, BITS, FLAG, 0, BLOCK_CHUNKS,
+                    max_rows, max_chunks, SUBSPACES, BLOCK_B, CENTROIDS, ENTRIES, BITS, FLAG, 0, BLOCK_CHUNKS,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE == 2:
                 meet(arrived_ptr + row, chunk, num_chunks)
@@ -290,7 +300,7 @@ def score_kernel(
                 _score_rows(
                     begin, end, chunk, num_chunks, arrays, list_len, num_blocks, first_row, num_rows, head, num_heads,
                     lists_ptr, factors_ptr, units_ptr, begins_ptr, sums, scores, peak_ptr, total_ptr, stats, sm_scale,
-                    max_rows, max_chunks, SUBSPACES, BLOCK_B, ENTRIES, BITS, FLAG, POOL, BLOCK_CHUNKS,
+                    max_rows, max_chunks, SUBSPACES, BLOCK_B, CENTROIDS, ENTRIES, BITS, FLAG, POOL, BLOCK_CHUNKS,
                 )  # fmt: skip
                 # Keys are counted of what other threads of this program wrote.
                 tl.debug_barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ _TOKENS_OF_A_THREAD = 16
 _CHUNKS_AT_ONCE = 32
 _ALIGNED = 4
 _MOST_TOKENS = 2**30
+_MOST_ENTRIES = 2**31
+"""Of a KV head, that it can number."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class CsaConfig:
     """A matter of speed; scores have the same bits, up to the order of a row's sum of exponentials.
 
     Attributes:
-        entries: of each list that are added at a time, a power of 2.
+        entries: of each list that are added at a time, a power of 2 of at least 32.
         num_warps: of a program.
         programs_per_sm: programs that a multiprocessor holds at a time. Registers are bounded so that it does.
 
@@ -130,7 +133,7 @@ class CsaConfig:
     programs_per_sm: int = 4
 
     def __post_init__(self) -> None:
-        check_power_of_2("entries", self.entries, 1)
+        check_power_of_2("entries", self.entries, 32)
         check_power_of_2("num_warps", self.num_warps, 1)
         if self.programs_per_sm < 1 or self.max_registers < 64:
             raise ValueError(
@@ -145,8 +148,10 @@ class CsaConfig:
 
 
 def default_config(shape: CsaShape) -> CsaConfig:
-    """What runs where nothing was tuned."""
-    return CsaConfig(max(_SLOTS // block_of(shape.num_subspaces), 1))
+    """What runs where nothing was tuned: more warps for so many lists that one has too much to know of its own."""
+    lists = block_of(shape.num_subspaces)
+    wide = {"num_warps": 8, "programs_per_sm": 2} if lists > 32 else {}
+    return CsaConfig(max(_SLOTS // lists, 32), **wide)
 
 
 class CsaSelection:
@@ -445,9 +450,11 @@ def array_addresses(shape: CsaShape, arrays: CsaArrays, prefix_len: int) -> list
     """A group's row of the table of addresses that the kernels read: 6 of them.
 
     Raises:
-        ValueError: another dtype or shape than those of such a prefix, or strided arrays.
+        ValueError: another dtype or shape than those of such a prefix, strided arrays, or too many entries.
     """
     lead, entries = shape.lead, arrays.places.shape[-1]
+    if math.prod(lead[1:]) * entries >= _MOST_ENTRIES:
+        raise ValueError(f"expected fewer than 2^31 entries of a KV head's lists, got {lead[1:]} of {entries}")
     dtypes = (torch.float16, torch.uint8, torch.int16, torch.uint8, torch.float16, torch.float16)
     ends: tuple[tuple[int, ...], ...] = (
         (shape.head_dim // shape.num_subspaces,),

@@ -193,9 +193,9 @@ def test_positions_that_no_list_holds_come_last(form: Form, device: torch.device
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_entries_are_added_a_few_at_a_time(form: Form, device: torch.device) -> None:
     made = problem(device, [((0, 1), 1100, 99)], ratio=0.11, clustered=True)
-    check(made, *select(runner(made, form, config=CsaConfig(32, num_warps=1)), made))
-    with pytest.raises(ValueError, match=r"4 lists for each of 128 threads, got 16 of each list; raise entries"):
-        runner(made, form, config=CsaConfig(16))
+    check(made, *select(runner(made, form, config=CsaConfig(32)), made))
+    with pytest.raises(ValueError, match=r"4 lists for each of 256 threads, got 32 of each list; raise entries"):
+        runner(made, form, config=CsaConfig(32, num_warps=8, programs_per_sm=2))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -280,7 +280,7 @@ def test_what_cannot_be_planned_or_run_is_refused(device: torch.device) -> None:
     for sizes in ((5, 2, 32, 4, 5), (4, 2, 30, 4, 5), (4, 2, 32, 4, 5, 2)):
         with pytest.raises(ValueError, match="expected num_qo_heads as a multiple"):
             CsaShape(*sizes)
-    for config, message in (({"entries": 3}, "power of 2"), ({"entries": 4, "programs_per_sm": 16}, "64 registers")):
+    for config, message in (({"entries": 48}, "power of 2"), ({"entries": 32, "programs_per_sm": 16}, "64 registers")):
         with pytest.raises(ValueError, match=message):
             CsaConfig(**config)
     with pytest.raises(ValueError, match="of at least 1"):
