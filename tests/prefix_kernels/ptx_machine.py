@@ -408,8 +408,11 @@ def _compare(machine: Machine, one: Instruction) -> None:
 
 
 def _convert(machine: Machine, one: Instruction) -> None:
-    """`cvt`: of integers, also to fp32, from bf16 to fp32, and of fp32 down to whole numbers or towards 0 to s32."""
+    """`cvt`: of integers, also to fp32, from 16 bits to fp32, and of fp32 down to whole numbers or towards 0 to s32."""
     into, source = one.parts[-2:]
+    if (into, source) == ("f32", "f16"):
+        result = machine.read(one.operands[1], DTYPES["u16"]).view(np.float16).astype(np.float32)
+        return machine.write(one.operands[0], result)
     if (into, source) == ("f32", "bf16"):
         result = machine.read(one.operands[1], DTYPES["u16"]).astype(np.uint32) << np.uint32(16)
         return machine.write(one.operands[0], result)
@@ -435,6 +438,14 @@ def _shuffle(machine: Machine, one: Instruction) -> None:
     if how == "up":
         source = np.where(machine.lanes < other, machine.lanes, machine.lanes - other)
     machine.write(one.operands[0], value[machine.first + source])
+
+
+def _reduce(machine: Machine, one: Instruction) -> None:
+    """`redux.sync` of whole warps, each lane of which gets the result."""
+    value, lanes = machine.read(one.operands[1], one.dtype), machine.read(one.operands[2], U32)
+    machine.expect(bool((lanes == 2**LANES - 1).all()) and machine.active is None)
+    how = {"add": np.add, "min": np.minimum, "max": np.maximum}[one.parts[2]]
+    machine.write(one.operands[0], how.reduce(value.reshape(-1, LANES), axis=1, dtype=one.dtype).repeat(LANES))
 
 
 def _matrices(machine: Machine, one: Instruction) -> None:
@@ -526,6 +537,7 @@ FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
     "setp": _compare,
     "cvt": _convert,
     "shfl": _shuffle,
+    "redux": _reduce,
     "red": _add_to_memory,
     "atom": _add_to_memory,
     "ldmatrix": _matrices,
