@@ -8,7 +8,8 @@ positions, and, once all programs of a group and KV head have met, pooled scores
 A row's scores of a tile of positions are added up in shared memory, list by list, as whole numbers: the order of adds
 then does not matter, and a sum has the same bits in every run. A word holds two sums. Its low `FLAG` bits count the
 lists that hold the position, so that one without a score is told from one whose score is 0; the bits above are the
-score in the row's own unit, of which the largest score that its lists can give is 2^(30 - FLAG).
+score in the row's own unit, of which the largest score that its lists can give is 2^(30 - FLAG). What a step and the
+zero of a list's codes are is rounded to whole units before: an entry costs one product and sum of integers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def pick_kernel(
     groups_ptr,  # int64 [max_groups, GROUP_FIELDS], see `runner.py`
     arrays_ptr,  # int64 [max_groups, 6], addresses: centroids, places, counts, codes, scale, zero
     lists_ptr,  # int32 [max_rows, num_kv_heads, SUBSPACES], written: which of the KV head's lists
-    factors_ptr,  # fp32 [max_rows, num_kv_heads, SUBSPACES, 2], written: units = code * first + second
+    factors_ptr,  # int32 [max_rows, num_kv_heads, SUBSPACES, 2], written: what is added is code * first + second
     units_ptr,  # fp32 [max_rows, num_kv_heads], written: score of a unit
     begins_ptr,  # int32 [max_rows, num_kv_heads, max_chunks, SUBSPACES], written: entries before each chunk
     q_stride_row, q_stride_head, max_chunks,
@@ -90,8 +91,10 @@ def pick_kernel(
         pick = row.to(tl.int64) * tl.num_programs(1) + head
         tl.store(lists_ptr + pick * SUBSPACES + b, b * CENTROIDS + nearest, mask=used)
         factors = factors_ptr + (pick * SUBSPACES + b) * 2
-        tl.store(factors, weight * scale * per_score, mask=used)
-        tl.store(factors + 1, weight * zero * per_score, mask=used)
+        step = tl.floor(weight * scale * per_score + 0.5).to(tl.int32)
+        first = tl.floor(weight * zero * per_score + 0.5).to(tl.int32)
+        tl.store(factors, step << FLAG, mask=used)
+        tl.store(factors + 1, (first << FLAG) + 1, mask=used)
         tl.store(units_ptr + pick, unit)
 
         num_blocks = tl.cdiv(prefix_len, BLOCK)
@@ -181,17 +184,19 @@ def _score_rows(
     counts_ptr = tl.load(arrays + 2).to(tl.pointer_type(tl.int16)) + first_list * num_blocks
     codes_ptr = tl.load(arrays + 3).to(tl.pointer_type(tl.uint8)) + first_list * code_bytes
     # A warp has some of the lists, and what is known of each of them; a thread adds entries of a warp's width apart.
-    rounds = tl.arange(0, ENTRIES // 32)[:, None, None] * 32
+    rounds = tl.arange(0, ENTRIES // 32)[:, None, None]
     lanes = tl.arange(0, 32)[None, None, :]
+    # Entries of a byte of codes.
+    PACKED: tl.constexpr = 8 // BITS
     for m in range(num_rows):
         pick = (first_row + m) * num_heads + head
         one = tl.load(lists_ptr + pick * SUBSPACES + b, mask=used, other=0)
         factors = factors_ptr + (pick * SUBSPACES + b) * 2
-        per_code = tl.load(factors, mask=used, other=0.0)[None, :, None]
-        of_zero = tl.load(factors + 1, mask=used, other=0.0)[None, :, None]
+        per_code = tl.load(factors, mask=used, other=0)[None, :, None]
+        of_zero = tl.load(factors + 1, mask=used, other=0)[None, :, None]
         entry = tl.load(begins_ptr + (pick * max_chunks + chunk) * SUBSPACES + b, mask=used, other=0)
         unit = tl.load(units_ptr + pick) * sm_scale * LOG2E
-        first_place, first_code = (one * list_len)[None, :, None], (one * code_bytes)[None, :, None]
+        first_place, first_code = one * list_len, (one * code_bytes)[None, :, None]
         counts = counts_ptr + one * num_blocks
         lse = tl.zeros([1], tl.float32)
         if POOL:
@@ -202,23 +207,23 @@ def _score_rows(
         total = tl.zeros([TILE], tl.float32)
         end0, end1, end2, end3 = _ends(counts, begin // BLOCK, tl.where(used, num_blocks, 0))
         for start in range(begin, end, TILE):
+            # Rounds differ by what a load adds to an address, and in no code's place in its byte.
+            places = places_ptr + (first_place + entry)[None, :, None] + lanes
+            own = entry[None, :, None] + lanes
+            codes = codes_ptr + first_code + own // PACKED
+            place_of_code = own % PACKED * BITS
             for first in range(0, tl.max(end3, axis=0), ENTRIES):
-                e = first + rounds + lanes
+                e = first + rounds * 32 + lanes
                 listed = e < end3[None, :, None]
-                at = entry[None, :, None] + e
-                place = tl.load(places_ptr + (first_place + at), mask=listed, other=0).to(tl.int32)
-                code = tl.load(codes_ptr + (first_code + (at >> (1 if BITS == 4 else 0))), mask=listed, other=0).to(
-                    tl.int32
-                )
-                if BITS == 4:
-                    code = (code >> ((at & 1) * 4)) & 15
-                block = (
-                    (e >= end0[None, :, None]).to(tl.int32) + (e >= end1[None, :, None]) + (e >= end2[None, :, None])
-                )
-                units = (code.to(tl.float32) * per_code + of_zero).to(tl.int32)
                 # What is no entry adds 0, each in a place of its own: adds to one place would wait for each other.
-                position = tl.where(listed, block * BLOCK + place, e % TILE)
-                _add_sums(sums, position, tl.where(listed, (units << FLAG) + 1, 0))
+                place = tl.load(places + first + rounds * 32, mask=listed, other=lanes).to(tl.int32)
+                code = tl.load(codes + first // PACKED + rounds * (32 // PACKED), mask=listed, other=0).to(tl.int32)
+                if BITS == 4:
+                    code = (code >> place_of_code) & 15
+                # By signs: predicates of so many comparisons would be packed into words, and unpacked again.
+                in_first, in_second = e - end0[None, :, None] >> 31, e - end1[None, :, None] >> 31
+                block = 3 + in_first + in_second + (e - end2[None, :, None] >> 31)
+                _add_sums(sums, block * BLOCK + place, tl.where(listed, code * per_code + of_zero, 0))
             entry += end3
             end0, end1, end2, end3 = _ends(counts, (start + TILE) // BLOCK, tl.where(used, num_blocks, 0))
             found = _take_sums(sums)
@@ -250,7 +255,7 @@ def score_kernel(
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: prefix_len, 0, 0, first score
     arrays_ptr,  # int64 [max_groups, 6], as in `pick_kernel`
     lists_ptr,  # int32 [max_rows, num_kv_heads, SUBSPACES]
-    factors_ptr,  # fp32 [max_rows, num_kv_heads, SUBSPACES, 2]
+    factors_ptr,  # int32 [max_rows, num_kv_heads, SUBSPACES, 2]
     units_ptr,  # fp32 [max_rows, num_kv_heads]
     begins_ptr,  # int32 [max_rows, num_kv_heads, max_chunks, SUBSPACES]
     scratch_ptr,  # int32 [programs, TILE], in the interpreter

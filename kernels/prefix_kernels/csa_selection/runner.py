@@ -157,9 +157,9 @@ def default_config(shape: CsaShape) -> CsaConfig:
 class CsaSelection:
     """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then the best tokens.
 
-    Scores are `csa_scores.csa_scores_compact`, pooled by `pooling.pool_scores`, to within 2^-24 of the largest score
-    that a row's lists can give, with 16 subspaces (a bit more with twice as many). Tokens rank by keys, as in
-    `AnchorSelection`. Source: CSAttention, 3.3.
+    Scores are those of `csa_scores.csa_scores_compact`, pooled by `pooling.pool_scores`. A list's step and zero are
+    rounded by at most 2^-26 of the largest score that a row's lists can give, with 16 subspaces; with twice as many by
+    twice as much. Tokens rank by keys, as in `AnchorSelection`. Source: CSAttention, 3.3.
 
     Runs of one object follow each other on one stream. If a launch dies half-way, make a new object: its programs'
     counters are left behind.
@@ -228,7 +228,7 @@ class CsaSelection:
         self._heads = integers(max_groups, heads, 4, dtype=torch.int64)
         self._arrays = integers(max_groups, len(CsaArrays._fields), dtype=torch.int64)
         self._lists = integers(*picks, shape.num_subspaces)
-        self._factors = numbers(*picks, shape.num_subspaces, 2)
+        self._factors = integers(*picks, shape.num_subspaces, 2)
         self._units = numbers(*picks)
         self._begins = integers(*picks, self.programs_of_a_head, shape.num_subspaces)
         self._scratch = integers(self.programs_of_a_head * heads if interpreted else 1, STEP_POSITIONS)
