@@ -194,7 +194,9 @@ def _score_rows(
         factors = factors_ptr + (pick * SUBSPACES + b) * 2
         per_code = tl.load(factors, mask=used, other=0)[None, :, None]
         of_zero = tl.load(factors + 1, mask=used, other=0)[None, :, None]
-        entry = tl.load(begins_ptr + (pick * max_chunks + chunk) * SUBSPACES + b, mask=used, other=0)
+        # Of a chunk that has no positions any begin will do.
+        begins = begins_ptr + (pick * max_chunks + tl.minimum(chunk, max_chunks - 1)) * SUBSPACES
+        entry = tl.load(begins + b, mask=used, other=0)
         unit = tl.load(units_ptr + pick) * sm_scale * LOG2E
         first_place, first_code = one * list_len, (one * code_bytes)[None, :, None]
         counts = counts_ptr + one * num_blocks

@@ -230,7 +230,8 @@ class CsaSelection:
         self._lists = integers(*picks, shape.num_subspaces)
         self._factors = integers(*picks, shape.num_subspaces, 2)
         self._units = numbers(*picks)
-        self._begins = integers(*picks, self.programs_of_a_head, shape.num_subspaces)
+        self._max_chunks = min(self.programs_of_a_head, -(-max_prefix_len // STEP_POSITIONS))
+        self._begins = integers(*picks, self._max_chunks, shape.num_subspaces)
         self._scratch = integers(self.programs_of_a_head * heads if interpreted else 1, STEP_POSITIONS)
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._at_least = integers(max_items, heads, COARSE.value + NUM_BINS.value)
@@ -374,7 +375,7 @@ class CsaSelection:
             "q_stride_head": q.stride(1),
             "max_rows": self._max_rows,
             "max_items": self._items.shape[0],
-            "max_chunks": self.programs_of_a_head,
+            "max_chunks": self._max_chunks,
             "GROUP_FIELDS": _GROUP_FIELDS,
             "ITEM_FIELDS": ITEM_FIELDS,
             "GQA": shape.gqa,
