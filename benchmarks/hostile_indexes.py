@@ -87,6 +87,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "union": {"method": "union"},
     "exact": {"method": "exact"},
 }
+REFERENCE_ONLY = ({"list_ratio": 0.4}, {"codec": "paper"})
+"""Parameters of lists that kernels do not read."""
 
 
 Selections = dict[int, Selection]
@@ -254,7 +256,8 @@ class Bench:
 
     def paths(self) -> dict[str, Callable[[Sequence[ResidentIndex]], Found]]:
         """The decode paths of the method."""
-        graphs = {} if graph_refusal(self.spec.method) else {"decode graphs": partial(self.step, kernels=True)}
+        refused = graph_refusal(self.spec.method) or any(of.items() <= vars(self.spec).items() for of in REFERENCE_ONLY)
+        graphs = {} if refused else {"decode graphs": partial(self.step, kernels=True)}
         return {"reference": partial(self.step, kernels=False), **graphs}
 
 

@@ -86,6 +86,11 @@ CASES = (
         "triton/test_anchor_selection.py",
         "test_tokens or some_channels or groups_share or windows_that",
     ),
+    Case(
+        ("pick_kernel", "score_kernel", "list_kernel"),
+        "triton/test_csa_selection.py",
+        "test_tokens or test_codes or any_size or groups_share",
+    ),
     Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),
 )
 

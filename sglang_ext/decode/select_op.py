@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.decode.types import Index
 from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.base import IndexSpec, SelectArgs, Selector
+
+if TYPE_CHECKING:
+    from prefix_kernels.anchor_selection.runner import ScoredTokens
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,18 @@ class SelectOp(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Device memory of the buffers of fixed place."""
+
+
+class ScoringOp(SelectOp):
+    """One that can also score alone, for methods made of others."""
+
+    @abstractmethod
+    def stretches(self, size: int) -> dict[int, tuple[int, int]]:
+        """Of each group that is planned, the number of its first item, and of its items."""
+
+    @abstractmethod
+    def score(self, size: int, q: Tensor, sm_scale: float, layer: int | None) -> ScoredTokens:
+        """Score as planned; arguments as of `run`."""
 
 
 class ReferenceOp(SelectOp):
@@ -204,8 +219,8 @@ def graph_refusal(method: str) -> str | None:
     """Why a method's indexes cannot be used inside decode graphs; None if they can."""
     if METHODS[method].decode_op is not None:
         return None
-    others = ", ".join(name for name, one in METHODS.items() if one.decode_op is not None)
-    return f"method {method} has no kernels in the decode graph yet; {others} has"
+    others = " and ".join(name for name, one in METHODS.items() if one.decode_op is not None)
+    return f"method {method} has no kernels in the decode graph yet, as {others} have"
 
 
 def graph_op(

@@ -20,14 +20,16 @@ __all__ = ["METHODS", "make_builder", "make_selector", "method_specs", "parse_sp
 _BLOCK_OP = "sglang_ext.methods.ab_sparse.decode_op:ABSparseOp"
 _TOKEN_OP = "sglang_ext.methods.token_index.decode_op:TokenIndexOp"
 _TWO_LEVEL_OP = "sglang_ext.methods.two_level.decode_op:TwoLevelOp"
+_UNION_OP = "sglang_ext.methods.union.decode_op:UnionOp"
+_CSA_OP = "sglang_ext.methods.csattention.decode_op:CSAttentionOp"
 
 METHODS.update(
     {
-        "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector),
+        "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector, _CSA_OP),
         "ab_sparse": Method(ABSparseSpec, ABSparseBuilder, ABSparseSelector, _BLOCK_OP),
         "token_index": Method(TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector, _TOKEN_OP, samples_sums=True),
         "two_level": Method(TwoLevelSpec, CombinedBuilder, TwoLevelSelector, _TWO_LEVEL_OP),
-        "union": Method(UnionSpec, CombinedBuilder, UnionSelector),
+        "union": Method(UnionSpec, CombinedBuilder, UnionSelector, _UNION_OP),
         "exact": Method(ExactSpec, ExactBuilder, ExactSelector),
     }
 )

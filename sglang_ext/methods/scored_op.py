@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
+from prefix_kernels.anchor_selection.runner import ScoredTokens
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import (
     ARRAYS,
@@ -25,7 +26,7 @@ from prefix_kernels.pooled_scores import (
 )
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import CandidateForm, SelectedLists
-from sglang_ext.decode.select_op import ListSizes, SelectOp
+from sglang_ext.decode.select_op import ListSizes, ScoringOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
 from sglang_ext.methods.base import IndexSpec
@@ -60,7 +61,7 @@ class _Known(NamedTuple):
     heads: Tensor
 
 
-class ScoredOp(SelectOp):
+class ScoredOp(ScoringOp):
     """What anchor layers select with: in two launches on a GPU.
 
     A method's own operation says what a layer's arrays are (`arrays`, `rows`).
@@ -243,11 +244,22 @@ class ScoredOp(SelectOp):
     ) -> None:
         """See the base; how many launches that are, `AnchorSelection.run` says."""
         selection = self._of(size)
+        selection.run(self._inputs(selection, size, q, sm_scale, layer), self._scores, lists, slot_table=slot_table)
+
+    def stretches(self, size: int) -> dict[int, tuple[int, int]]:
+        return self._of(size).stretches
+
+    def score(self, size: int, q: Tensor, sm_scale: float, layer: int | None) -> ScoredTokens:
+        selection = self._of(size)
+        return selection.score(self._inputs(selection, size, q, sm_scale, layer), self._scores)
+
+    def _inputs(
+        self, selection: AnchorSelection, size: int, q: Tensor, sm_scale: float, layer: int | None
+    ) -> ScoreInputs:
         most = selection.max_groups
         arrays = None if layer is None else self._addresses[layer, :most]
         heads = None if layer is None or not len(self._heads) else self._heads[layer, :most]
-        inputs = ScoreInputs(q[:size], sm_scale, self._raw_scores(selection, size), arrays, heads, self.candidates)
-        selection.run(inputs, self._scores, lists, slot_table=slot_table)
+        return ScoreInputs(q[:size], sm_scale, self._raw_scores(selection, size), arrays, heads, self.candidates)
 
     def _raw_scores(self, selection: AnchorSelection, size: int) -> Tensor | None:
         """Room for raw scores of so few rows that it pays, where they are kept and fit; made at the first call."""

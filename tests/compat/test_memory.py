@@ -36,7 +36,8 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"build": "prefill", "decode_path": "stock"}', 0),
         ('{"build": "shared"}', 4 * GIB + BUFFER_BYTES + BUILD_BYTES),
         ('{"share_prefixes": false}', 0),
-        ('{"method": "csattention"}', BUFFER_BYTES),
+        ('{"method": "csattention"}', 4 * GIB + BUFFER_BYTES),
+        ('{"method": "union"}', BUFFER_BYTES),
         ('{"search_period": 4}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
         ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES),
         ('{"trace_folder": "traces"}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
@@ -51,7 +52,7 @@ def test_the_pool_gets_what_is_left(tmp_path: Path, config: str | None, promised
 def test_without_decode_graphs_any_index_may_be_used(tmp_path: Path) -> None:
     promised = {
         '{"share_prefixes": false}': 4 * GIB + BUFFER_BYTES,
-        '{"method": "csattention"}': 4 * GIB + BUFFER_BYTES,
+        '{"method": "union"}': 4 * GIB + BUFFER_BYTES,
         '{"decode_path": "stock"}': 0,
         '{"decode_path": "cascade"}': BUFFER_BYTES,
         '{"layer_plan": ["anchor", "anchor", {"reuse": 0}]}': 4 * GIB + BUFFER_BYTES + KEPT_BYTES,

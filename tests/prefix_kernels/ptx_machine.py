@@ -352,6 +352,7 @@ _PLAIN: dict[str, Callable[..., Array]] = {
     "not": np.invert,
     # Towards 0; fp64 has enough digits for integers of 32 bits.
     "div": lambda x, y: x / y if x.dtype.kind == "f" else np.trunc(x / y).astype(x.dtype),
+    "rem": np.fmod,
     # By any number: like PTX, numpy shifts in zeros, or the sign, without end.
     "shl": lambda x, by: x << by.astype(x.dtype),
     "shr": lambda x, by: x >> by.astype(x.dtype),
@@ -374,15 +375,15 @@ def _plain(machine: Machine, one: Instruction) -> None:
 
 
 def _multiply(machine: Machine, one: Instruction) -> None:
-    """`mul`, `mad` and `fma`: of integers the lower half or, of 32 bits, both."""
+    """`mul`, `mad` and `fma`: of integers the lower half or, of at most 32 bits, both."""
     into, first, second, *added = one.operands
     if one.dtype == np.float32:
         machine.expect(_ROUNDED.issuperset(one.parts[1:-1]))
         result = machine.read(first, one.dtype).astype(np.float64) * machine.read(second, one.dtype)
         result = sum((machine.read(x, one.dtype) for x in added), result).astype(np.float32)
     else:
-        machine.expect(one.parts[1] == "lo" or (one.parts[1] == "wide" and one.dtype.itemsize == 4))
-        wide = one.dtype if one.parts[1] == "lo" else np.dtype(f"{one.dtype.kind}8")
+        machine.expect(one.parts[1] == "lo" or (one.parts[1] == "wide" and one.dtype.itemsize <= 4))
+        wide = one.dtype if one.parts[1] == "lo" else np.dtype(f"{one.dtype.kind}{2 * one.dtype.itemsize}")
         result = machine.read(first, one.dtype).astype(wide) * machine.read(second, one.dtype).astype(wide)
         for x in added:
             result = result + machine.read(x, wide)
@@ -408,8 +409,11 @@ def _compare(machine: Machine, one: Instruction) -> None:
 
 
 def _convert(machine: Machine, one: Instruction) -> None:
-    """`cvt`: of integers, also to fp32, from bf16 to fp32, and of fp32 down to whole numbers or towards 0 to s32."""
+    """`cvt`: of integers, also to fp32, from 16 bits to fp32, and of fp32 down to whole numbers or towards 0 to s32."""
     into, source = one.parts[-2:]
+    if (into, source) == ("f32", "f16"):
+        result = machine.read(one.operands[1], DTYPES["u16"]).view(np.float16).astype(np.float32)
+        return machine.write(one.operands[0], result)
     if (into, source) == ("f32", "bf16"):
         result = machine.read(one.operands[1], DTYPES["u16"]).astype(np.uint32) << np.uint32(16)
         return machine.write(one.operands[0], result)
@@ -435,6 +439,21 @@ def _shuffle(machine: Machine, one: Instruction) -> None:
     if how == "up":
         source = np.where(machine.lanes < other, machine.lanes, machine.lanes - other)
     machine.write(one.operands[0], value[machine.first + source])
+
+
+def _funnel(machine: Machine, one: Instruction) -> None:
+    """`shf`: the upper word of two that are moved to the left."""
+    low, high, by = (machine.read(x, U32).astype(np.uint64) for x in one.operands[1:])
+    machine.expect(one.parts[1:3] == ("l", "wrap"))
+    machine.write(one.operands[0], ((high << np.uint64(32) | low) << by % np.uint64(32) >> np.uint64(32)).astype(U32))
+
+
+def _reduce(machine: Machine, one: Instruction) -> None:
+    """`redux.sync` of whole warps, each lane of which gets the result."""
+    value, lanes = machine.read(one.operands[1], one.dtype), machine.read(one.operands[2], U32)
+    machine.expect(bool((lanes == 2**LANES - 1).all()) and machine.active is None)
+    how = {"add": np.add, "min": np.minimum, "max": np.maximum}[one.parts[2]]
+    machine.write(one.operands[0], how.reduce(value.reshape(-1, LANES), axis=1, dtype=one.dtype).repeat(LANES))
 
 
 def _matrices(machine: Machine, one: Instruction) -> None:
@@ -526,6 +545,8 @@ FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
     "setp": _compare,
     "cvt": _convert,
     "shfl": _shuffle,
+    "redux": _reduce,
+    "shf": _funnel,
     "red": _add_to_memory,
     "atom": _add_to_memory,
     "ldmatrix": _matrices,

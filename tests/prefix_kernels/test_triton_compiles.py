@@ -18,10 +18,13 @@ from triton import knobs
 from prefix_kernels import PagedKV
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.kernels import list_kernel
+from prefix_kernels.csa_selection import CsaSelection, CsaShape
+from prefix_kernels.csa_selection import default_config as default_csa
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
 from prefix_kernels.grouped_attention.tuned import own_config
 from prefix_kernels.launching import Launch, launch, overlapped_launches, recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
+from prefix_kernels.pooling import Pooling
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from tests.prefix_kernels.compiling import compiled
 
@@ -71,6 +74,15 @@ def anchor(
     kept = torch.zeros(1, KV_HEADS, 64, rows * HEADS // KV_HEADS).transpose(2, 3) if raw else None
     inputs, table = ScoreInputs(q(rows), 0.1, raw=kept), torch.arange(64).int()
     select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=table)
+
+
+def tables(rows: int, *, form: Form = Form.FUSED, **sizes: Any) -> None:
+    """A selection on CSAttention's lists, as many and as long as by default."""
+    shape = CsaShape(HEADS, KV_HEADS, DIM, **{"num_subspaces": 16, "num_centroids": 16, **sizes})
+    device = torch.device("cpu")
+    select = CsaSelection(shape, rows, 1, 131072, 600, default_csa(shape), device, form=form, num_programs=528)
+    lists, table = select.new_lists(with_slots=True), torch.arange(64).int()
+    select.run(q(rows), 0.1, torch.zeros(64), lists, slot_table=table)
 
 
 def hopper_selection(rows: int) -> AnchorConfig:
@@ -123,6 +135,9 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized selection by a sample's sums": lambda: anchor(1, hopper_selection(1), sum_every=16),
     "specialized selection by a sample's sums for 8 requests": lambda: anchor(8, hopper_selection(8), sum_every=16),
     "specialized selection by a sample's sums for 32 requests": lambda: anchor(32, hopper_selection(32), sum_every=16),
+    "selection by lists of centroids": lambda: tables(1),
+    "selection by lists of centroids in four launches": lambda: tables(8, form=Form.UNFUSED, pooling=Pooling.MEAN),
+    "selection by lists of many centroids": lambda: tables(8, num_subspaces=64, num_centroids=256, bits=8),
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
     "common_slots": compared_lists,
@@ -147,6 +162,9 @@ SPILLED = {
     "specialized selection by a sample's sums for 32 requests": 200,
     "specialized selection by a sample's sums": 8,
     "selection of tokens by codes of 8 bits": 40,
+    "selection by lists of centroids": 120,
+    "selection by lists of centroids in four launches": 64,
+    "selection by lists of many centroids": 240,
 }
 
 

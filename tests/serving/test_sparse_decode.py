@@ -15,6 +15,8 @@ from sglang_ext.decode.buffers import KEPT_BYTES, LIST_BYTES, ListsTooLargeError
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods import parse_spec
+from sglang_ext.methods.csattention import CSAttentionSpec
+from sglang_ext.methods.csattention.decode_op import CSAttentionOp
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
 from tests.sparse_server import (
@@ -215,4 +217,13 @@ def test_an_index_that_nobody_uses_any_more_is_not_held() -> None:
 
 def test_methods_that_decode_graphs_cannot_hold_are_named() -> None:
     assert graph_refusal("token_index") is None
-    assert graph_refusal("ab_sparse") == "method ab_sparse has no kernels in the decode graph yet; token_index has"
+    assert graph_refusal("csattention") is None
+    refusal = "method union has no kernels in the decode graph yet, as csattention and token_index have"
+    assert graph_refusal("union") == refusal
+
+
+@pytest.mark.parametrize("spec", [CSAttentionSpec(codec="paper"), CSAttentionSpec(list_ratio=0.12)], ids=str)
+def test_lists_that_decode_graphs_cannot_read_are_refused(spec: CSAttentionSpec) -> None:
+    message = r"expected csattention.codec .compact. and .*below 0.117.*got .*build the indexes anew"
+    with pytest.raises(ValueError, match=message):
+        CSAttentionOp(*[None] * 2, spec, *[None] * 3)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, placed,
 
 
 @triton.jit
-def _item_at(fields):
+def item_at(fields):
     """Of an item: group, chunk, the group's chunks, prefix_len, tokens that are selected, num_sink, recent_begin."""
     return (
         tl.load(fields),
@@ -128,7 +128,7 @@ def score_kernel(
     num_items = tl.load(items_ptr + tl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(tl.int32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
-        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(fields)
+        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = item_at(fields)
         row = group * num_heads + head
         # All tables are asked for before what is in them is looked at.
         row_begin = tl.load(groups_ptr + group * 4)
@@ -203,7 +203,7 @@ def list_kernel(
     num_items = tl.load(items_ptr + tl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(tl.int32)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         fields = items_ptr + item * ITEM_FIELDS
-        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(fields)
+        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = item_at(fields)
         slot_table = slot_table_ptr + tl.load(fields + 7)
         list_begin = tl.load(fields + 8) + head * tl.load(fields + 9)
         row = group * num_heads + head

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32. Groups of so few rows in a batch of
 more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90."""
 _FEW_ROWS_BLOCK_N = 128
-_TOKENS_OF_A_THREAD = 16
+TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
 _ALIGNED = 4
@@ -164,7 +164,7 @@ def default_config(
     return AnchorConfig(block_m, 128 if hopper else 64, 4, 3, 2, halves)
 
 
-_LIST_WARPS = 4
+LIST_WARPS = 4
 """Of the launch that lists what was scored."""
 
 
@@ -222,6 +222,27 @@ def make_items(groups: Sequence[SelectionGroup], num_programs: int) -> list[list
         rest += [group.slot_start, group.list_begin, group.head_stride]
         items += [[g, chunk, *rest] for chunk in range(share)]
     return [[*item, len(items)] for item in items]
+
+
+def stretches_of(items: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """Of each group the number of its first item, and of its items."""
+    return {item[0]: (number, item[2]) for number, item in enumerate(items) if item[1] == 0}
+
+
+class ScoredTokens(NamedTuple):
+    """What a selection's scores leave behind, all in device buffers of fixed place.
+
+    Attributes:
+        scores: fp32 arena, natural log.
+        heads: int64 [max_groups, num_kv_heads, 4], as `ScoredGroup.heads`.
+        at_least: int32 [max_items, num_kv_heads, ...], how many tokens of an item have which key or a higher one.
+        form: of the candidates.
+    """
+
+    scores: Tensor
+    heads: Tensor
+    at_least: Tensor
+    form: CandidateForm
 
 
 class AnchorSelection:
@@ -319,6 +340,7 @@ class AnchorSelection:
         self._tables.plan(scored)
         table = torch.zeros(self._items.shape, dtype=torch.int64)
         items = make_items(selected, self.programs_of_a_head)
+        self.stretches = stretches_of(items)
         table[:, -1] = len(items)
         if items:
             table[: len(items)] = torch.tensor(items, dtype=torch.int64)
@@ -351,29 +373,50 @@ class AnchorSelection:
                 Triton's interpreter.
             RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
         """
+        arguments = self._score(inputs, scores)
+        counts = (self.max_groups, self.shape.num_kv_heads)
+        check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
+        arguments |= {
+            "slot_table_ptr": self._items if slot_table is None else slot_table,
+            "positions_ptr": lists.positions,
+            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
+            "counts_ptr": lists.counts,
+            "HAS_SLOTS": lists.slots is not None,
+            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
+            "TILE": 32 * LIST_WARPS * TOKENS_OF_A_THREAD,
+        }
+        # Programs of scores that wait for each other are all on the GPU before they let these come.
+        start = launch_behind if self.form is Form.FUSED and self.config.specialized else launch
+        start(list_kernel, self._grid, arguments_of(list_kernel, arguments), num_warps=LIST_WARPS)
+
+    def score(self, inputs: ScoreInputs, scores: Tensor) -> ScoredTokens:
+        """The launches of `run` up to scores, whose counts and tables are returned."""
+        heads = self._score(inputs, scores)["heads_ptr"]
+        return ScoredTokens(scores, heads, self._at_least, self.shape.form)
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        return self.programs_of_a_head, self.shape.num_kv_heads
+
+    def _score(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
+        """Launch; what kernels were told."""
         if self.form is Form.FUSED and knobs.runtime.interpret:
             raise ValueError("expected Form.UNFUSED in Triton's interpreter, where no program waits for a later one")
-        arguments = self._tables.arguments(inputs, scores)
+        arguments = self._tables.arguments(inputs, scores) | self._own_arguments()
         if scores.dim() != 1 or scores.shape[0] < self._scores_end or scores.data_ptr() % 16:
             raise ValueError(
                 f"expected scores [arena] of {self._scores_end} entries or more, at a multiple of 16 bytes, got "
                 f"{tuple(scores.shape)} at {scores.data_ptr() % 16}; was it planned so?"
             )
-        counts = (self.max_groups, self.shape.num_kv_heads)
-        check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
-        arguments |= self._own_arguments(lists, slot_table)
-        joined, grid = self.form is Form.FUSED, (self.programs_of_a_head, self.shape.num_kv_heads)
+        joined = self.form is Form.FUSED
         if self.config.specialized:
             _check_inputs(inputs)
         kernel, own = self._scoring(inputs)
         for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
             phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
             options = self.config.launch_options(joined=joined)
-            launch(kernel, grid, arguments_of(kernel, arguments | own | phases), **options)
-        # Programs of scores that wait for each other are all on the GPU before they let these come.
-        start = launch_behind if joined and self.config.specialized else launch
-        arguments |= {"BLOCK_CHUNKS": _CHUNKS_AT_ONCE, "TILE": 32 * _LIST_WARPS * _TOKENS_OF_A_THREAD}
-        start(list_kernel, grid, arguments_of(list_kernel, arguments), num_warps=_LIST_WARPS)
+            launch(kernel, self._grid, arguments_of(kernel, arguments | own | phases), **options)
+        return arguments
 
     def _scoring(self, inputs: ScoreInputs) -> tuple[Any, dict[str, Any]]:
         """The kernel of scores, and what it is told beside tables and buffers."""
@@ -397,26 +440,21 @@ class AnchorSelection:
             "REREAD": inputs.raw is not None,
             "RAW_M": raw_m,
             "RAW_N": config.block_n * config.block_m // raw_m,
-            "TILE": 32 * config.num_warps * _TOKENS_OF_A_THREAD,
+            "TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
         }
 
-    def _own_arguments(self, lists: SelectedLists, slot_table: Tensor | None) -> dict[str, Any]:
+    def _own_arguments(self) -> dict[str, Any]:
         return {
             "peak_ptr": self._peak,
             "total_ptr": self._total,
             "items_ptr": self._items,
             "at_least_ptr": self._at_least,
             "arrived_ptr": self._arrived,
-            "slot_table_ptr": self._items if slot_table is None else slot_table,
-            "positions_ptr": lists.positions,
-            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
-            "counts_ptr": lists.counts,
             "max_rows": self._tables.max_rows,
             "max_items": self._items.shape[0],
             "ITEM_FIELDS": ITEM_FIELDS,
             "BLOCK_N": self.config.block_n,
             "STRETCH": self.config.stretch,
-            "HAS_SLOTS": lists.slots is not None,
         }
 
     def _check_group(self, of: ScoredGroup, group: SelectionGroup) -> None:

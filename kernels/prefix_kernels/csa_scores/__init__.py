@@ -19,6 +19,7 @@ from prefix_kernels.csa_scores.compact import (
     check_lists,
     decode_lists,
     encode_lists,
+    encode_offsets,
 )
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "csa_scores_compact",
     "decode_lists",
     "encode_lists",
+    "encode_offsets",
 ]
 
 _Picked = tuple[Tensor, Tensor, Tensor]

@@ -66,14 +66,16 @@ def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) 
         )
     if bits not in (4, 8):
         raise ValueError(f"expected scores of 4 or 8 bits, got {bits}; choose one of them")
-    positions = positions.int()
-    counts = None
+    scored = _encode_scores(scores.float(), bits)
     if bitmap_is_smaller(positions.shape[-1], prefix_len):
-        places = _bitmap(positions, prefix_len)
-    else:
-        places = (positions % BLOCK_POSITIONS).to(torch.uint8)
-        counts = _block_counts(positions, prefix_len)
-    return CompactLists(places, counts, *_encode_scores(scores.float(), bits))
+        return CompactLists(_bitmap(positions, prefix_len), None, *scored)
+    return CompactLists(*encode_offsets(positions, prefix_len), *scored)
+
+
+def encode_offsets(positions: Tensor, prefix_len: int) -> tuple[Tensor, Tensor]:
+    """`places` and `counts` of `CompactLists` with offsets, of positions as `encode_lists` takes them; new tensors."""
+    positions = positions.int()
+    return (positions % BLOCK_POSITIONS).to(torch.uint8), _block_counts(positions, prefix_len)
 
 
 def decode_lists(lists: CompactLists, list_len: int, bits: int) -> tuple[Tensor, Tensor]:

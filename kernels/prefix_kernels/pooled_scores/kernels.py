@@ -234,7 +234,7 @@ def summed_weight(place, step):
 
 
 @triton.jit
-def _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS: tl.constexpr):
+def row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS: tl.constexpr):
     """[BLOCK_M] base 2, from the sums of all chunks; +inf for a row that has no score at all, or is none."""
     highest = tl.full([m.shape[0]], -1e30, tl.float32)
     total = tl.zeros([m.shape[0]], tl.float32)
@@ -267,7 +267,7 @@ def _pool(scores, lse, weight, POOL: tl.constexpr):
 
 
 @triton.jit
-def _pool_tiles(first, second, POOL: tl.constexpr):
+def pool_tiles(first, second, POOL: tl.constexpr):
     """Both natural logs; of the mean's parts the sum."""
     highest = tl.maximum(first, second)
     if POOL == 1:
@@ -326,7 +326,7 @@ def _step(
     else:
         pooled = _pool(scores * factor, lse, 1.0 / (num_rows * GQA), POOL)
         if tile > 0:
-            pooled = _pool_tiles(pooled, tl.load(out_ptr + entry), POOL)
+            pooled = pool_tiles(pooled, tl.load(out_ptr + entry), POOL)
         tl.store(out_ptr + n, pooled, mask=n < end)
     return peak, total
 
@@ -413,7 +413,7 @@ def score_stretch(
 
         lse = tl.zeros([BLOCK_M], tl.float32)
         if POOL:
-            lse = _row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS)
+            lse = row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHUNKS)
             if SUM_EVERY > 1:
                 lse += HEADROOM * LOG2E
         # Below every score, and finite: less -inf than this is -inf, and not NaN.
@@ -435,7 +435,7 @@ def score_stretch(
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)
-            # Rounded before they are added, as in `_row_lse`.
+            # Rounded before they are added, as in `row_lse`.
             mass = tl.where(total == 0.0, 0.0, total * tl.exp2(peak - highest[None, None, :]))
             mass = tl.sum(tl.sum(mass, axis=0), axis=0)
             tl.store(peak_ptr + stats + chunk * max_rows + m, highest, mask=live)

@@ -13,7 +13,9 @@ from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.methods.union import UnionSpec
 from tests.sparse_server import (
     FIRST,
     LAST,
@@ -25,6 +27,8 @@ from tests.sparse_server import (
     walk_own_tokens,
     walk_surplus,
 )
+
+CENTROIDS = CSAttentionSpec(num_subspaces=8, num_centroids=4)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +76,13 @@ def test_two_levels(
     walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
 
 
+@pytest.mark.parametrize("first", [CENTROIDS, pytest.param(SPEC, marks=pytest.mark.full)], ids=["lists", "tokens"])
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
+def test_unions(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, first: IndexSpec, device: torch.device) -> None:
+    spec = UnionSpec(first=first, second=ABSparseSpec(sizes="profile"))
+    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", ["uniform", "profile"])
 def test_blocks_of_a_long_prefix(sizes: str, device: torch.device) -> None:
@@ -81,6 +92,23 @@ def test_blocks_of_a_long_prefix(sizes: str, device: torch.device) -> None:
         server.join(serial, *server.prefix(length), 5)
     for _ in range(3):
         server.step([1, 2, 3])
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
+def test_groups_and_single_requests_with_lists_of_centroids(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
+) -> None:
+    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=CENTROIDS))
+
+
+def test_a_prefix_is_too_short_for_lists_of_offsets(device: torch.device) -> None:
+    server = Server(device, spec=CENTROIDS)
+    serials = join_many(server, [1, 2])
+    (index, *_) = server.index.values()
+    assert index is not None
+    assert "counts" not in index.layers[0]
+    for _ in range(3):
+        server.step(serials)
 
 
 @pytest.mark.full
@@ -244,11 +272,12 @@ def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.de
         server.step([1])
 
 
+@pytest.mark.parametrize("spec", [SPEC, CENTROIDS], ids=lambda spec: spec.method)
 def test_costs_are_measured_on_made_up_indexes_of_many_groups(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    spec: IndexSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a start times: lists of the budget of each group; of short prefixes the half, so that each is searched."""
-    server = Server(device, 5, min_top_k=400)
+    server = Server(device, 5, min_top_k=400, spec=spec)
     sparse, lists = server.sparse, server.sparse._lists.of(0)
     found = []
 

@@ -1,0 +1,159 @@
+"""A selection from two methods' scores: a token comes at the smaller one of its depths in their lists. In Triton.
+
+The depth of a token in a method's list is how many tokens have its key or a higher one (`top_k_selection.log_ranks`).
+The counts that the method's scores left behind say that for every key; keys of depths then rank as scores do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.anchor_selection.kernels import list_kernel
+from prefix_kernels.anchor_selection.runner import (
+    ITEM_FIELDS,
+    LIST_WARPS,
+    TOKENS_OF_A_THREAD,
+    ScoredTokens,
+    arguments_of,
+    make_items,
+)
+from prefix_kernels.kernels import COARSE, NUM_BINS
+from prefix_kernels.launching import launch, programs_at_once, send
+from prefix_kernels.top_k_selection.kernels import ALIGNED
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import CandidateForm, SelectedLists, check_lists
+from prefix_kernels.union_selection.kernels import depth_kernel, merge_kernel
+
+_STRETCH = 128
+"""Tokens that a program's stretch is a multiple of."""
+_CHUNKS_AT_ONCE = 32
+_PROGRAMS = 2
+"""Of a multiprocessor."""
+
+
+class UnionSelection:
+    """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then by depth.
+
+    Runs of one object follow each other on one stream.
+
+    Args:
+        num_kv_heads: KV heads.
+        max_groups: groups of a batch, at most.
+        room: tokens of all prefixes of a batch, at most.
+        device: where the buffers are made.
+    """
+
+    def __init__(self, num_kv_heads: int, max_groups: int, room: int, device: torch.device) -> None:
+        self._heads, self._max_groups = num_kv_heads, max_groups
+        on_gpu = device.type == "cuda"
+        programs = programs_at_once(device, _PROGRAMS) if on_gpu else 2 * num_kv_heads
+        self._programs = max(1, programs // num_kv_heads)
+        max_items = 2 * self._programs + max_groups
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._items = integers(max_items, ITEM_FIELDS)
+        self._stretches = integers(max_groups, 4)
+        self._windows = integers(max_groups, dtype=torch.int32)
+        self._tables = integers(max_groups, num_kv_heads, 4)
+        self._at_least = integers(max_items, num_kv_heads, COARSE.value + NUM_BINS.value, dtype=torch.int32)
+        depths = (2, max_groups, num_kv_heads, NUM_BINS.value)
+        self._depths = torch.zeros(depths, dtype=torch.float32, device=device)
+        self._scores = torch.zeros(num_kv_heads * (room + ALIGNED.value * max_groups), device=device)
+        self._lists_end = self._slots_end = 0
+
+    def plan(
+        self,
+        groups: Sequence[SelectionGroup],
+        first: dict[int, tuple[int, int]],
+        second: dict[int, tuple[int, int]],
+    ) -> None:
+        """Write the tables of the next runs, without a wait.
+
+        Args:
+            groups: as the methods' own selections were planned with.
+            first, second: `stretches` of these selections.
+        """
+        items = torch.zeros(self._items.shape, dtype=torch.int64)
+        found = make_items(groups, self._programs)
+        items[:, -1] = len(found)
+        if found:
+            items[: len(found)] = torch.tensor(found)
+        stretches = torch.zeros(self._stretches.shape, dtype=torch.int64)
+        windows = torch.full(self._windows.shape, -1, dtype=torch.int32)
+        tables = torch.zeros(self._tables.shape, dtype=torch.int64)
+        at, aligned = 0, ALIGNED.value
+        for number, group in enumerate(groups):
+            stretches[number] = torch.tensor([*first[number], *second[number]])
+            windows[number] = group.num_sink + group.num_recent if group.count < group.prefix_len else -1
+            stride = -(-group.prefix_len // aligned) * aligned
+            tables[number, :, 0] = group.prefix_len
+            tables[number, :, 3] = at + stride * torch.arange(self._heads)
+            at += self._heads * stride
+        if at > len(self._scores):
+            raise ValueError(f"expected groups of at most {len(self._scores)} scores, got {at}; leave some out")
+        for table, buffer in (
+            (items, self._items),
+            (stretches, self._stretches),
+            (windows, self._windows),
+            (tables, self._tables),
+        ):
+            send(table, buffer)
+        self._lists_end = max((group.lists_end(self._heads) for group in groups), default=0)
+        self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
+
+    def run(
+        self, first: ScoredTokens, second: ScoredTokens, lists: SelectedLists, *, slot_table: Tensor | None = None
+    ) -> None:
+        """Select as planned, in three launches.
+
+        Args:
+            first, second: what the methods' scores left behind, planned with the same groups.
+            lists: written, up to the counts.
+            slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
+        """
+        check_lists(lists, (self._max_groups, self._heads), self._lists_end, slot_table, self._slots_end)
+        arguments: dict[str, Any] = {
+            "stretches_ptr": self._stretches,
+            "windows_ptr": self._windows,
+            "first_ptr": first.at_least,
+            "second_ptr": second.at_least,
+            "depths_ptr": self._depths,
+            "max_groups": self._max_groups,
+            "BINS": NUM_BINS.value // 8,
+            "heads_ptr": self._tables,
+            "first_heads_ptr": first.heads,
+            "second_heads_ptr": second.heads,
+            "first_scores_ptr": first.scores,
+            "second_scores_ptr": second.scores,
+            "scores_ptr": self._scores,
+            "items_ptr": self._items,
+            "at_least_ptr": self._at_least,
+            "ITEM_FIELDS": ITEM_FIELDS,
+            "FIRST_BLOCKS": first.form.is_block,
+            "SECOND_BLOCKS": second.form.is_block,
+            "STRETCH": _STRETCH,
+            "TILE": 32 * LIST_WARPS * TOKENS_OF_A_THREAD,
+            "slot_table_ptr": self._items if slot_table is None else slot_table,
+            "positions_ptr": lists.positions,
+            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
+            "candidates_ptr": lists.positions,
+            "counts_ptr": lists.counts,
+            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
+            "HAS_SLOTS": lists.slots is not None,
+            "FORM": CandidateForm.TOKEN.value,
+        }
+        grid = (self._programs, self._heads)
+        depths = (8 * self._max_groups, self._heads, 2)
+        for kernel, programs in ((depth_kernel, depths), (merge_kernel, grid), (list_kernel, grid)):
+            launch(kernel, programs, arguments_of(kernel, arguments), num_warps=LIST_WARPS)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of its scores."""
+        return self._scores.nbytes

@@ -1,0 +1,182 @@
+"""`SelectOp` of CSAttention: one kernel for batches of all sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.anchor_selection import Form
+from prefix_kernels.csa_scores import bitmap_is_smaller, decode_lists, encode_offsets
+from prefix_kernels.csa_selection import (
+    CsaArrays,
+    CsaGroup,
+    CsaSelection,
+    CsaShape,
+    array_addresses,
+    default_config,
+)
+from prefix_kernels.grouped_attention import AttentionShape
+from prefix_kernels.launching import send
+from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import SelectedLists
+from sglang_ext.config import SparseAttnConfig
+from sglang_ext.decode.select_op import ListSizes, ScoringOp
+from sglang_ext.decode.types import Index
+from sglang_ext.methods.csattention.lists import compact_lists
+from sglang_ext.methods.csattention.spec import CSAttentionSpec
+from sglang_ext.prefix.residency import LayerArrays
+
+_ALIGNED = 4
+"""Scores of a KV head begin at a multiple of this."""
+_LONG = 1 << 20
+"""Tokens of a prefix, whose lists have the form that long ones have."""
+
+_numbers = itertools.count()
+
+
+class CSAttentionOp(ScoringOp):
+    """What anchor layers select with: in three launches on a GPU.
+
+    Args:
+        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
+
+    Raises:
+        ValueError: lists in the paper's codec, or so long that bitmaps are smaller.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        config: SparseAttnConfig,
+        spec: CSAttentionSpec,
+        num_layers: int,
+        sizes: ListSizes,
+        device: torch.device,
+    ) -> None:
+        if spec.codec != "compact" or bitmap_is_smaller(spec.list_len(_LONG), _LONG):
+            raise ValueError(
+                'expected csattention.codec "compact" and csattention.list_ratio below 0.117 inside decode graphs, '
+                f"whose kernels read no other lists, got {spec.codec!r} and {spec.list_ratio}; change them and build "
+                "the indexes anew, or serve without decode graphs"
+            )
+        self._spec, self._sizes, self._device = spec, sizes, device
+        self.shape = CsaShape(
+            shape.num_qo_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            spec.num_subspaces,
+            spec.num_centroids,
+            spec.score_bits,
+            Pooling(config.pooling),
+        )
+        on_gpu = device.type == "cuda"
+        self._selection = CsaSelection(
+            self.shape,
+            sizes.max_batch,
+            sizes.max_groups,
+            sizes.max_prefix_len,
+            sizes.list_entries,
+            default_config(self.shape),
+            device,
+            groups_of_a_row=sizes.groups_of_a_row,
+            form=Form.FUSED if on_gpu else Form.UNFUSED,
+            num_programs=None if on_gpu else 2 * shape.num_kv_heads,
+        )
+        self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
+        self._addresses = torch.zeros(
+            num_layers, sizes.max_groups, len(CsaArrays._fields), dtype=torch.int64, device=device
+        )
+        self._probed: list[CsaArrays] = []
+        self._known: WeakKeyDictionary[Index, tuple[int, list[CsaArrays], Tensor]] = WeakKeyDictionary()
+
+    def number_of(self, index: Index) -> int:
+        """See the base. Of a prefix so short that its lists are bitmaps, the few bytes of offsets are kept here."""
+        if index not in self._known:
+            arrays = [self._arrays_of(layer, index.prefix_len) for layer in index.layers]
+            found = [array_addresses(self.shape, one, index.prefix_len) for one in arrays]
+            own = arrays if "counts" not in index.layers[0] else []
+            self._known[index] = (next(_numbers), own, torch.tensor(found, dtype=torch.int64))
+        return self._known[index][0]
+
+    def _arrays_of(self, layer: LayerArrays, prefix_len: int) -> CsaArrays:
+        lists = compact_lists(layer)
+        places, counts = lists.places, lists.counts
+        if counts is None:
+            positions, _ = decode_lists(lists, self._spec.list_len(prefix_len), self._spec.score_bits)
+            places, counts = encode_offsets(positions, prefix_len)
+        return CsaArrays(layer["centroids"], places, counts, lists.codes, lists.scale, lists.zero)
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return max(lengths) <= self._sizes.max_prefix_len and sum(n + _ALIGNED for n in lengths) <= self._sizes.room
+
+    def tile(self, size: int) -> Hashable:
+        """See the base: the same serves all."""
+        return None
+
+    def plan(
+        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
+    ) -> None:
+        if not groups:
+            self._probed = []
+        arrays, addresses = [], torch.zeros(self._addresses.shape, dtype=torch.int64)
+        for number, index in enumerate(indexes):
+            _, own, addresses[:, number] = self._known[index]
+            arrays.append(own[0] if own else self._arrays_of(index.layers[0], index.prefix_len))
+        self._plan(rows, groups, arrays)
+        send(addresses, self._addresses)
+
+    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+        self._probed = [self._made_up(group.prefix_len) for group in groups]
+        self._plan(rows, groups, self._probed)
+
+    def _plan(
+        self, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], arrays: Sequence[CsaArrays]
+    ) -> None:
+        scored, at, heads = [], 0, self.shape.num_kv_heads
+        for of_group, group, own in zip(rows, groups, arrays, strict=True):
+            stride = -(-group.prefix_len // _ALIGNED) * _ALIGNED
+            scored.append(CsaGroup(of_group, tuple(at + head * stride for head in range(heads)), own))
+            at += heads * stride
+        self._selection.plan(scored, groups)
+
+    def _made_up(self, prefix_len: int) -> CsaArrays:
+        """Lists whose entries are spread over all of a prefix, each one's otherwise."""
+        device, lead, bits = self._device, self.shape.lead, self.shape.bits
+        entries = self._spec.list_len(prefix_len)
+        first = torch.arange(entries, device=device) * prefix_len // entries
+        # The same for all KV heads: positions take more memory than what is made of them.
+        moved = torch.randint(prefix_len // entries, (*lead[1:], entries), dtype=torch.int32, device=device)
+        places, counts = encode_offsets(moved + first, prefix_len)
+        centroids = torch.randn(*lead, self.shape.head_dim // lead[1], dtype=torch.float32, device=device)
+        return CsaArrays(
+            (centroids / centroids.norm(dim=-1, keepdim=True)).half(),
+            places.repeat(lead[0], 1, 1, 1),
+            counts.repeat(lead[0], 1, 1, 1),
+            torch.randint(256, (*lead, -(-entries * bits // 8)), dtype=torch.uint8, device=device),
+            torch.ones(lead, dtype=torch.float16, device=device),
+            torch.zeros(lead, dtype=torch.float16, device=device),
+        )
+
+    def run(
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
+    ) -> None:
+        """See the base; how many launches that are, `CsaSelection.run` says."""
+        arrays = None if layer is None else self._addresses[layer]
+        self._selection.run(q[:size], sm_scale, self._scores, lists, arrays=arrays, slot_table=slot_table)
+
+    def stretches(self, size: int) -> dict[int, tuple[int, int]]:
+        return self._selection.stretches
+
+    def score(self, size: int, q: Tensor, sm_scale: float, layer: int | None) -> ScoredTokens:
+        arrays = None if layer is None else self._addresses[layer]
+        return self._selection.score(q[:size], sm_scale, self._scores, arrays=arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """See the base; scratch of the kernels apart."""
+        return self._scores.nbytes + self._addresses.nbytes

@@ -1,0 +1,93 @@
+"""`SelectOp` of the union: both methods score, and a token comes at the smaller one of its depths."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.grouped_attention import AttentionShape
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import SelectedLists
+from prefix_kernels.union_selection import UnionSelection
+from sglang_ext.config import SparseAttnConfig
+from sglang_ext.decode.select_op import ListSizes, ScoringOp, SelectOp, graph_op
+from sglang_ext.decode.types import Index
+from sglang_ext.methods.combined_op import PartIndexes
+from sglang_ext.methods.union import UnionSpec
+
+
+class UnionOp(SelectOp):
+    """Selects by two methods whose operations can score.
+
+    Args:
+        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
+
+    Raises:
+        ValueError: a method has no such operation for decode graphs.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        config: SparseAttnConfig,
+        spec: UnionSpec,
+        num_layers: int,
+        sizes: ListSizes,
+        device: torch.device,
+    ) -> None:
+        made = []
+        for name, part in spec.nested.items():
+            op = graph_op(shape, config, part, num_layers, sizes, device)
+            if not isinstance(op, ScoringOp):
+                raise ValueError(
+                    f"expected union.{name} in decode graphs as a method that scores, got {part.method}; name "
+                    "csattention, ab_sparse or token_index"
+                )
+            made.append(cast(ScoringOp, op))
+        self._first, self._second = made
+        self._selection = UnionSelection(shape.num_kv_heads, sizes.max_groups, sizes.room, device)
+        self._parts = PartIndexes()
+
+    def number_of(self, index: Index) -> int:
+        first, second = self._parts.of(index)
+        self._first.number_of(first)
+        return self._second.number_of(second)
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return self._first.fits(lengths) and self._second.fits(lengths)
+
+    def tile(self, size: int) -> Hashable:
+        return self._first.tile(size), self._second.tile(size)
+
+    def plan(
+        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
+    ) -> None:
+        parts = [self._parts.of(index) for index in indexes]
+        self._first.plan(size, rows, groups, [one for one, _ in parts])
+        self._second.plan(size, rows, groups, [one for _, one in parts])
+        self._selection.plan(groups, self._first.stretches(size), self._second.stretches(size))
+
+    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+        self._first.plan_probe(size, rows, groups)
+        self._second.plan_probe(size, rows, groups)
+        self._selection.plan(groups, self._first.stretches(size), self._second.stretches(size))
+
+    def run(
+        self,
+        size: int,
+        q: Tensor,
+        sm_scale: float,
+        slot_table: Tensor | None,
+        layer: int | None,
+        lists: SelectedLists,
+    ) -> None:
+        first = self._first.score(size, q, sm_scale, layer)
+        second = self._second.score(size, q, sm_scale, layer)
+        self._selection.run(first, second, lists, slot_table=slot_table)
+
+    @property
+    def nbytes(self) -> int:
+        return self._first.nbytes + self._second.nbytes + self._selection.nbytes
