@@ -30,8 +30,10 @@ from sglang_ext.decode.select_op import ListSizes, graph_op
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, ABSparseSpec
 from sglang_ext.methods.base import IndexSpec, LayerProfile
+from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.methods.union import UnionSpec
 
 NUM_SINK, NUM_RECENT = 16, 64
 KEY_LIMIT = 5
@@ -46,7 +48,9 @@ SPECS: dict[str, IndexSpec] = {
     "token_index": TokenIndexSpec(),
     "ab_sparse": _BLOCKS,
     "ab_sparse_minmax64": ABSparseSpec(block_size=64, representation="minmax"),
+    "csattention": CSAttentionSpec(),
     "two_level": TwoLevelSpec(first=_BLOCKS),
+    "union": UnionSpec(first=CSAttentionSpec(), second=_BLOCKS),
 }
 
 

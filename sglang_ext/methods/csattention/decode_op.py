@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import Form
+from prefix_kernels.anchor_selection.runner import ScoredTokens
 from prefix_kernels.csa_scores import bitmap_is_smaller, decode_lists, encode_offsets
 from prefix_kernels.csa_selection import (
     CsaArrays,
