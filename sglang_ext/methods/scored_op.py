@@ -207,7 +207,9 @@ class ScoredOp(ScoringOp):
         heads, rows = self.shape.num_kv_heads, -(-prefix_len // LEAST_BLOCK)
         found = {ROW_INDPTR: rows * torch.arange(heads + 1, dtype=torch.int32, device=self._device)}
         for name, form in self._spec.forms(IndexSize(prefix_len, self._head_dim)).items():
-            shape = (heads * rows, *form.shape[1:]) if None in form.shape else (heads, *form.shape)
+            # The length that forms leave open is that of ragged rows.
+            lengths = [length for length in form.shape if length is not None]
+            shape = (heads, *lengths) if len(lengths) == len(form.shape) else (heads * rows, *lengths)
             least = max(0, int(form.least or 0))
             found[name] = torch.full(shape, least, dtype=getattr(torch, form.dtype), device=self._device)
         return found

@@ -322,7 +322,7 @@ class CsaSelection:
                 Triton's interpreter.
             RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
         """
-        check_lists(lists, self._arrived.shape, self._lists_end, slot_table, self._slots_end)
+        check_lists(lists, (self.max_groups, self.shape.num_kv_heads), self._lists_end, slot_table, self._slots_end)
         arguments = self._arguments(q, float(sm_scale), scores, lists, arrays, slot_table)
         self._score(q, arguments)
         launch(list_kernel, self._grid, arguments_of(list_kernel, arguments), num_warps=_WARPS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class UnionOp(SelectOp):
                     f"expected union.{name} in decode graphs as a method that scores, got {part.method}; name "
                     "csattention, ab_sparse or token_index"
                 )
-            made.append(cast(ScoringOp, op))
+            made.append(op)
         self._first, self._second = made
         self._selection = UnionSelection(shape.num_kv_heads, sizes.max_groups, sizes.room, device)
         self._parts = PartIndexes()

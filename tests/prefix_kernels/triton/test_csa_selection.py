@@ -142,7 +142,7 @@ def check(made: Problem, scores: Tensor, lists: SelectedLists) -> None:
             continue
         own = torch.stack([scores[begin : begin + length] for begin in of.score_begins])
         torch.testing.assert_close(own, made.wanted(g), atol=LIMIT, rtol=1e-5)
-        best = top_k_selection(rank_by_keys(own), group.budget, group.num_sink, group.num_recent, 1, length)
+        best = top_k_selection(rank_by_keys(own), group.budget, group.num_sink, group.num_recent)
         assert torch.equal(positions, best.positions), g
         for begin in of.score_begins:
             written[begin : begin + length] = True
