@@ -18,6 +18,7 @@ from triton import knobs
 from prefix_kernels import PagedKV
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.kernels import list_kernel
+from prefix_kernels.anchor_selection.runner import ScoredTokens
 from prefix_kernels.csa_selection import CsaSelection, CsaShape
 from prefix_kernels.csa_selection import default_config as default_csa
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
@@ -26,6 +27,8 @@ from prefix_kernels.launching import Launch, launch, overlapped_launches, record
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
+from prefix_kernels.types import CandidateForm, new_lists
+from prefix_kernels.union_selection import UnionSelection
 from tests.prefix_kernels.compiling import compiled
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
@@ -85,6 +88,27 @@ def tables(rows: int, *, form: Form = Form.FUSED, **sizes: Any) -> None:
     select.run(q(rows), 0.1, torch.zeros(64), lists, slot_table=table)
 
 
+def blocks(rows: int, form: CandidateForm, bits: int = 4, *, dim: int = DIM) -> None:
+    """A selection by blocks, or of listed candidates."""
+    listed = form is CandidateForm.LISTED
+    shape = ScoreShape(HEADS, KV_HEADS, 64 if listed else dim, bits, listed_channels=listed, form=form)
+    config, device = default_config(shape, rows), torch.device("cpu")
+    select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, num_programs=264)
+    inputs = ScoreInputs(q(rows, dim=dim), 0.1, candidates=torch.zeros(64, dtype=torch.int32))
+    lists, table = select.new_lists(with_slots=True), torch.arange(64).int()
+    select.run(inputs, torch.zeros(64), lists, slot_table=table)
+
+
+def union() -> None:
+    select = UnionSelection(KV_HEADS, 16, 4096, torch.device("cpu"))
+    heads, counts = torch.zeros(16, KV_HEADS, 4, dtype=torch.int64), torch.zeros(64, KV_HEADS, 2112, dtype=torch.int32)
+    first, second = (
+        ScoredTokens(torch.zeros(64), heads, counts, form) for form in (CandidateForm.TOKEN, CandidateForm.MEAN)
+    )
+    lists = new_lists(600, (16, KV_HEADS), torch.device("cpu"), with_slots=True)
+    select.run(first, second, lists, slot_table=torch.arange(64).int())
+
+
 def hopper_selection(rows: int) -> AnchorConfig:
     return default_config(ScoreShape(HEADS, KV_HEADS, 96), rows, specialized=True)
 
@@ -138,6 +162,15 @@ CASES: dict[str, Callable[[], None]] = {
     "selection by lists of centroids": lambda: tables(1),
     "selection by lists of centroids in four launches": lambda: tables(8, form=Form.UNFUSED, pooling=Pooling.MEAN),
     "selection by lists of many centroids": lambda: tables(8, num_subspaces=64, num_centroids=256, bits=8),
+    "selection of blocks": lambda: blocks(1, CandidateForm.MEAN),
+    "selection of blocks for 32 requests": lambda: blocks(32, CandidateForm.MEAN),
+    "selection of blocks by minima and maxima": lambda: blocks(8, CandidateForm.MINMAX),
+    "selection of blocks by minima and maxima for 32 requests": lambda: blocks(32, CandidateForm.MINMAX),
+    "selection of blocks by balls": lambda: blocks(8, CandidateForm.BALL, 8),
+    "selection of blocks by halves": lambda: blocks(8, CandidateForm.MEAN, 16),
+    "selection of listed tokens": lambda: blocks(8, CandidateForm.LISTED),
+    "selection of listed tokens for 32 requests": lambda: blocks(32, CandidateForm.LISTED),
+    "selection by two methods": union,
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
     "common_slots": compared_lists,
@@ -149,6 +182,7 @@ SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
 NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
+NOT_FOR |= {(case, 80) for case in CASES if case.startswith(("selection of blocks", "selection of l")) and "32" in case}
 #: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
 SPILLED = {
     "attention with bounded registers": 32,
@@ -162,6 +196,8 @@ SPILLED = {
     "specialized selection by a sample's sums for 32 requests": 200,
     "specialized selection by a sample's sums": 8,
     "selection of tokens by codes of 8 bits": 40,
+    "selection of blocks by minima and maxima": 8,
+    "selection of blocks by minima and maxima for 32 requests": 16,
     "selection by lists of centroids": 120,
     "selection by lists of centroids in four launches": 64,
     "selection by lists of many centroids": 240,
