@@ -10,12 +10,15 @@ from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import Build, DecodePath, SparseAttnConfig
 from sglang_ext.decode.buffers import KEPT_BYTES
 from sglang_ext.methods import METHODS
+from sglang_ext.methods.combined import CombinedSpec
 
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 768 << 20
 """For what shared and sparse steps need at a fixed place and while costs are measured: more than the table in
 docs/operating.md adds up to for 8 KV heads of 128 and contexts of 131,072 tokens."""
+COMBINED_BYTES = 256 << 20
+"""For the scores of a second and a third method, or the lists between two."""
 BUILD_BYTES = 768 << 20
 """For builds beside serving: four samples of queries of an 8B model, and a piece with what its builder makes of it."""
 
@@ -36,6 +39,7 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
     total = BUFFER_BYTES if shares or indexes else 0
     if indexes:
         total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
+        total += COMBINED_BYTES if issubclass(METHODS[config.method].spec, CombinedSpec) else 0
         total += config.suffix_index_bytes if config.suffix_dense_tokens is not None else 0
         total += KEPT_BYTES if config.search_period > 1 or _reuses_earlier(config.layer_plan) else 0
         total += KEPT_BYTES if config.trace_folder is not None else 0  # copies of lists

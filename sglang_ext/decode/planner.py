@@ -13,7 +13,6 @@ import torch
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from sglang_ext.config import DecodePath, SparseAttnConfig
 from sglang_ext.decode.base import DecodeBackend
-from sglang_ext.decode.buffers import ListsTooLargeError
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
@@ -142,7 +141,7 @@ class DecodePlanner:
         costs: dict[int, StepCosts],
         ranks: Ranks,
     ) -> SparseDecode | None:
-        """What attends by indexes; None, and a warning, where the decode graphs cannot hold it."""
+        """What attends by indexes; None, and a warning, where decode graphs cannot hold it or its spec."""
         view, graphs = self._view, self._view.decode_graphs
         longest = view.req_to_token.shape[1]
         if not graphs:  # a ready index is always used: there is room for every request alone
@@ -164,7 +163,7 @@ class DecodePlanner:
                     beside=self.cascade.attentions if self.cascade is not None else None,
                     ranks=ranks,
                 )
-            except ListsTooLargeError as error:
+            except ValueError as error:
                 message = str(error)
         logger.warning("sparse attention: indexes are not used: %s", message)
         return None

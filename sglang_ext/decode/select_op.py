@@ -219,8 +219,8 @@ def graph_refusal(method: str) -> str | None:
     """Why a method's indexes cannot be used inside decode graphs; None if they can."""
     if METHODS[method].decode_op is not None:
         return None
-    others = " and ".join(name for name, one in METHODS.items() if one.decode_op is not None)
-    return f"method {method} has no kernels in the decode graph yet, as {others} have"
+    others = ", ".join(name for name, one in METHODS.items() if one.decode_op is not None)
+    return f"method {method} has no kernels for decode graphs, as {others} have"
 
 
 def graph_op(

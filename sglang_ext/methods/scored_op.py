@@ -110,16 +110,16 @@ class ScoredOp(ScoringOp):
         """A layer's arrays, as `ScoredGroup.arrays` names them."""
 
     @abstractmethod
-    def rows(self, layer: LayerArrays, prefix_len: int) -> LayerRows:
-        """Where they have what; may wait for the device."""
+    def rows(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
+        """Where layers' arrays have what; may wait for the device."""
 
     def number_of(self, index: Index) -> int:
         if index not in self._known:
             none = (0,) * self.shape.num_kv_heads
             # Arrays themselves are not kept: residency may let them go.
             addresses = [array_addresses(self.shape, self.arrays(layer)) for layer in index.layers]
-            layers = index.layers if len(self._heads) else index.layers[:1]
-            rows = [self.rows(layer, index.prefix_len) for layer in layers]
+            layers = list(index.layers) if len(self._heads) else [index.layers[0]]
+            rows = self.rows(layers, index.prefix_len)
             length = index.prefix_len
             heads = [ScoredGroup((0,), length, one.first_rows, none, (), one.block_sizes).heads for one in rows]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
@@ -195,11 +195,18 @@ class ScoredOp(ScoringOp):
         rows: Sequence[tuple[int, ...]],
         groups: Sequence[SelectionGroup],
         listed: Sequence[SelectionGroup] = (),
+        lengths: Sequence[int] = (),
     ) -> None:
-        lengths = [group.prefix_len for group in groups]
+        """See the base.
+
+        Args:
+            size, rows, groups: as there.
+            listed, lengths: of listed candidates, where each group's lists are, and tokens of its prefix.
+        """
+        lengths = lengths or [group.prefix_len for group in groups]
         self._probed = [self._made_up(length) for length in lengths]
         arrays = [self.arrays(layer) for layer in self._probed]
-        places = [self.rows(layer, length) for layer, length in zip(self._probed, lengths, strict=True)]
+        places = [self.rows([layer], length)[0] for layer, length in zip(self._probed, lengths, strict=True)]
         self._of(size).plan(self._scored(rows, groups, arrays, places, listed), groups)
 
     def _made_up(self, prefix_len: int) -> LayerArrays:

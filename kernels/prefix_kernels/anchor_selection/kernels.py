@@ -61,15 +61,19 @@ def tokens_of(begin, end, shift, prefix_len, BLOCKS: tl.constexpr):
 
 @triton.jit
 def count_keys(
-    scores, begin, end, shift, num_sink, recent_begin, TILE: tl.constexpr, PLAIN: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """int32 [NUM_BINS]: how many tokens of a stretch have a key of NUM_BINS - 1 - i or above, at place i."""
+    out_ptr,  # int32 [COARSE + NUM_BINS], written: first every FINE-th of them, then all
+    scores, begin, end, shift, num_sink, recent_begin, TILE: tl.constexpr, PLAIN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """How many tokens of a stretch have a key of NUM_BINS - 1 - i or above, at place i."""
     counts, at = begin_counts(PLAIN)
     for start in range(begin, end, TILE):
         tile = load_scores(scores, start, end, shift, TILE, BLOCKS)
         keys = window_keys(tile, start, num_sink, recent_begin, TILE)
         counts = add_counts(counts, at, keys ^ (NUM_BINS - 1), start + tl.arange(0, TILE) < end, PLAIN)
-    return end_counts(counts, at, end - begin, PLAIN)
+    at_least = end_counts(counts, at, end - begin, PLAIN)
+    place = tl.arange(0, NUM_BINS)
+    tl.store(out_ptr + COARSE + place, at_least)
+    tl.store(out_ptr + place // FINE, at_least, mask=place % FINE == FINE - 1)
 
 
 @triton.jit
@@ -172,11 +176,8 @@ def score_kernel(
                 PLAIN: tl.constexpr = COMPUTE == tl.float32 or CHANNELS * BITS > 512
                 BLOCKS: tl.constexpr = FORM >= MEAN
                 begin, end = tokens_of(begin, end, shift, prefix_len, BLOCKS)
-                at_least = count_keys(scores, begin, end, shift, num_sink, recent_begin, TILE, PLAIN, BLOCKS)
                 counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
-                place = tl.arange(0, NUM_BINS)
-                tl.store(counts + COARSE + place, at_least)
-                tl.store(counts + place // FINE, at_least, mask=place % FINE == FINE - 1)
+                count_keys(counts, scores, begin, end, shift, num_sink, recent_begin, TILE, PLAIN, BLOCKS)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import count_keys, item_at
 from prefix_kernels.csa_scores import compact
-from prefix_kernels.kernels import ADD, COARSE, FINE, NUM_BINS, RESET, meet, wait_for_the_kernel_before
+from prefix_kernels.kernels import ADD, COARSE, NUM_BINS, RESET, meet, wait_for_the_kernel_before
 from prefix_kernels.pooled_scores.kernels import LN2, LOG2E, pool_tiles, row_lse, stretch_of
 from prefix_kernels.top_k_selection.kernels import ALIGNED
 
@@ -309,8 +309,5 @@ def score_kernel(
                 )  # fmt: skip
                 # Keys are counted of what other threads of this program wrote.
                 tl.debug_barrier()
-                at_least = count_keys(scores, begin, end, 0, num_sink, recent_begin, KEYS_TILE, False, False)
                 counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
-                place = tl.arange(0, NUM_BINS)
-                tl.store(counts + COARSE + place, at_least)
-                tl.store(counts + place // FINE, at_least, mask=place % FINE == FINE - 1)
+                count_keys(counts, scores, begin, end, 0, num_sink, recent_begin, KEYS_TILE, False, False)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.anchor_selection.kernels import count_keys, item_at
-from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, wait_for_the_kernel_before
+from prefix_kernels.kernels import COARSE, NUM_BINS, wait_for_the_kernel_before
 from prefix_kernels.pooled_scores.kernels import stretch_of
 from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, ordered_keys
 
@@ -33,7 +33,10 @@ def depth_kernel(
         at_least = tl.where(method == 0, first_ptr.to(tl.int64), second_ptr.to(tl.int64)).to(tl.pointer_type(tl.int32))
         total = tl.zeros([BINS], tl.int32)
         for chunk in range(count):
-            total += tl.load(at_least + ((first + chunk) * num_heads + head) * (COARSE + NUM_BINS) + COARSE + place)
+            total += tl.load(
+                at_least + ((first + chunk) * num_heads + head) * (COARSE + NUM_BINS) + COARSE + place,
+                cache_modifier=".cg",
+            )
         depth = tl.maximum(total - windows, 1).to(tl.float32)
         out = depths_ptr + ((method * max_groups + group) * num_heads + head) * NUM_BINS
         tl.store(out + place, -tl.log(depth))
@@ -43,7 +46,7 @@ def depth_kernel(
 def _depths(scores, start, end, shift, depths, TILE: tl.constexpr, BLOCKS: tl.constexpr):
     """Minus the natural log of the depths of a tile's tokens; -inf without a score."""
     keys = ordered_keys(load_scores(scores, start, end, shift, TILE, BLOCKS))
-    return tl.where(keys == 0, float("-inf"), tl.load(depths + (keys ^ (NUM_BINS - 1))))
+    return tl.where(keys == 0, float("-inf"), tl.load(depths + (keys ^ (NUM_BINS - 1)), cache_modifier=".cg"))
 
 
 @triton.jit
@@ -84,8 +87,5 @@ def merge_kernel(
                 tl.store(scores + token, tl.maximum(one, other), mask=token < end)
             # Keys are counted of what other threads of this program wrote.
             tl.debug_barrier()
-            at_least = count_keys(scores, begin, end, 0, num_sink, recent_begin, TILE, False, False)
             counts = at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS)
-            place = tl.arange(0, NUM_BINS)
-            tl.store(counts + COARSE + place, at_least)
-            tl.store(counts + place // FINE, at_least, mask=place % FINE == FINE - 1)
+            count_keys(counts, scores, begin, end, 0, num_sink, recent_begin, TILE, False, False)

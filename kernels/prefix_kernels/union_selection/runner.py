@@ -30,6 +30,8 @@ from prefix_kernels.union_selection.kernels import depth_kernel, merge_kernel
 
 _STRETCH = 128
 """Tokens that a program's stretch is a multiple of."""
+_PARTS = 8
+"""Programs that look up the depths of a group, KV head and method."""
 _CHUNKS_AT_ONCE = 32
 _PROGRAMS = 2
 """Of a multiprocessor."""
@@ -108,7 +110,13 @@ class UnionSelection:
         self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
 
     def run(
-        self, first: ScoredTokens, second: ScoredTokens, lists: SelectedLists, *, slot_table: Tensor | None = None
+        self,
+        first: ScoredTokens,
+        second: ScoredTokens,
+        lists: SelectedLists,
+        *,
+        slot_table: Tensor | None = None,
+        num_groups: int | None = None,
     ) -> None:
         """Select as planned, in three launches.
 
@@ -116,6 +124,7 @@ class UnionSelection:
             first, second: what the methods' scores left behind, planned with the same groups.
             lists: written, up to the counts.
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
+            num_groups: that a plan of this batch size may have; None: as many as ever.
         """
         check_lists(lists, (self._max_groups, self._heads), self._lists_end, slot_table, self._slots_end)
         arguments: dict[str, Any] = {
@@ -125,7 +134,7 @@ class UnionSelection:
             "second_ptr": second.at_least,
             "depths_ptr": self._depths,
             "max_groups": self._max_groups,
-            "BINS": NUM_BINS.value // 8,
+            "BINS": NUM_BINS.value // _PARTS,
             "heads_ptr": self._tables,
             "first_heads_ptr": first.heads,
             "second_heads_ptr": second.heads,
@@ -149,11 +158,11 @@ class UnionSelection:
             "FORM": CandidateForm.TOKEN.value,
         }
         grid = (self._programs, self._heads)
-        depths = (8 * self._max_groups, self._heads, 2)
+        depths = (_PARTS * min(num_groups or self._max_groups, self._max_groups), self._heads, 2)
         for kernel, programs in ((depth_kernel, depths), (merge_kernel, grid), (list_kernel, grid)):
             launch(kernel, programs, arguments_of(kernel, arguments), num_warps=LIST_WARPS)
 
     @property
     def nbytes(self) -> int:
-        """Device memory of its scores."""
-        return self._scores.nbytes
+        """Device memory of scores and depths."""
+        return self._scores.nbytes + self._depths.nbytes

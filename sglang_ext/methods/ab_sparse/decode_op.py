@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,11 +49,14 @@ class ABSparseOp(ScoredOp):
         alike = spec.sizes == "uniform"
         super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=False, alike=alike)
 
-    def rows(self, layer: LayerArrays, prefix_len: int) -> LayerRows:
+    def rows(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
         if self._ab_sparse.sizes == "profile":
-            return LayerRows(tuple(layer[ROW_INDPTR][:-1].tolist()), tuple(layer["block_sizes"].tolist()))
+            begins, sizes = (
+                torch.stack([layer[name] for layer in layers]).tolist() for name in (ROW_INDPTR, "block_sizes")
+            )
+            return [LayerRows(tuple(of[:-1]), tuple(own)) for of, own in zip(begins, sizes, strict=True)]
         heads, size = self.shape.num_kv_heads, self._ab_sparse.block_size
-        return LayerRows(tuple(head * -(-prefix_len // size) for head in range(heads)), (size,) * heads)
+        return [LayerRows(tuple(head * -(-prefix_len // size) for head in range(heads)), (size,) * heads)] * len(layers)
 
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
         name = str if self._ab_sparse.sizes == "uniform" else ragged_name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefix_kernels.anchor_selection import Form
 from prefix_kernels.anchor_selection.runner import ScoredTokens
-from prefix_kernels.csa_scores import bitmap_is_smaller, decode_lists, encode_offsets
+from prefix_kernels.csa_scores import decode_lists, encode_offsets
 from prefix_kernels.csa_selection import (
     CsaArrays,
     CsaGroup,
@@ -34,8 +34,8 @@ from sglang_ext.prefix.residency import LayerArrays
 
 _ALIGNED = 4
 """Scores of a KV head begin at a multiple of this."""
-_LONG = 1 << 20
-"""Tokens of a prefix, whose lists have the form that long ones have."""
+_MOST_RATIO = 0.115
+"""Of longer lists bitmaps are smaller than offsets; of shorter ones they are behind prefixes of few hundred tokens."""
 
 _numbers = itertools.count()
 
@@ -59,10 +59,11 @@ class CSAttentionOp(ScoringOp):
         sizes: ListSizes,
         device: torch.device,
     ) -> None:
-        if spec.codec != "compact" or bitmap_is_smaller(spec.list_len(_LONG), _LONG):
+        spec.subspace_dim(shape.head_dim)
+        if spec.codec != "compact" or spec.list_ratio > _MOST_RATIO:
             raise ValueError(
-                'expected csattention.codec "compact" and csattention.list_ratio below 0.117 inside decode graphs, '
-                f"whose kernels read no other lists, got {spec.codec!r} and {spec.list_ratio}; change them and build "
+                f'expected csattention.codec "compact" and csattention.list_ratio of at most {_MOST_RATIO} inside decode '
+                f"graphs, whose kernels read no other lists, got {spec.codec!r} and {spec.list_ratio}; change them and build "
                 "the indexes anew, or serve without decode graphs"
             )
         self._spec, self._sizes, self._device = spec, sizes, device

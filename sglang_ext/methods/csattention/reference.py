@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.csa_scores import csa_scores, csa_scores_compact
-from prefix_kernels.top_k_selection import rank_by_keys
-from prefix_kernels.types import Selection
 from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
 from sglang_ext.methods.csattention.lists import compact_lists
 from sglang_ext.methods.csattention.spec import CSAttentionSpec
@@ -15,10 +13,6 @@ from sglang_ext.methods.csattention.spec import CSAttentionSpec
 
 class CSAttentionSelector(Selector[CSAttentionSpec]):
     """Token scores from the tables, pooled after the softmax."""
-
-    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
-        """See the base. Scores rank by keys, as in decode graphs."""
-        return args.top_k(rank_by_keys(self.token_scores(arrays, q, args)))
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base: -inf for a position that no fetched list holds."""

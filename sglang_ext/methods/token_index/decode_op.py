@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -51,5 +53,5 @@ class TokenIndexOp(ScoredOp):
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
         return layer["channels"], layer["keys_packed"], layer["keys_scale"]
 
-    def rows(self, layer: LayerArrays, prefix_len: int) -> LayerRows:
-        return LayerRows(tuple(head * prefix_len for head in range(self.shape.num_kv_heads)))
+    def rows(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
+        return [LayerRows(tuple(head * prefix_len for head in range(self.shape.num_kv_heads)))] * len(layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,15 +12,15 @@ from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, pack_lists
 from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.decode.select_op import ListSizes, SelectOp, graph_op
+from sglang_ext.decode.select_op import ListSizes, graph_op
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.combined_op import PartIndexes
+from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.token_index.decode_op import TokenIndexOp
 from sglang_ext.methods.two_level import TwoLevelSpec
 
 
-class TwoLevelOp(SelectOp):
+class TwoLevelOp(CombinedOp):
     """Selects candidates as the first method does, then among them by a token index.
 
     Args:
@@ -51,31 +51,20 @@ class TwoLevelOp(SelectOp):
         self._second = TokenIndexOp(shape, config, spec.second, num_layers, sizes, device, CandidateForm.LISTED)
         self._lists = new_lists(entries, (sizes.max_groups, self._heads), device, with_slots=False)
         self._second.candidates = self._lists.positions
-        self._parts = PartIndexes()
-
-    def number_of(self, index: Index) -> int:
-        first, second = self._parts.of(index)
-        self._first.number_of(first)
-        return self._second.number_of(second)
-
-    def fits(self, lengths: Sequence[int]) -> bool:
-        return self._first.fits(lengths) and self._second.fits(lengths)
-
-    def tile(self, size: int) -> Hashable:
-        return self._first.tile(size), self._second.tile(size)
+        super().__init__(self._first, self._second)
 
     def plan(
         self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
     ) -> None:
         first, second = self._levels(groups)
-        parts = [self._parts.of(index) for index in indexes]
+        parts = [self.parts(index) for index in indexes]
         self._first.plan(size, rows, first, [one for one, _ in parts])
         self._second.plan(size, rows, second, [one for _, one in parts], listed=first)
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         first, second = self._levels(groups)
         self._first.plan_probe(size, rows, first)
-        self._second.plan_probe(size, rows, second, listed=first)
+        self._second.plan_probe(size, rows, second, listed=first, lengths=[group.prefix_len for group in groups])
 
     def _levels(self, groups: Sequence[SelectionGroup]) -> tuple[list[SelectionGroup], list[SelectionGroup]]:
         """What each level selects. Windows are candidates, and so as many at either end of their list."""

@@ -21,7 +21,7 @@ class UnionSpec(CombinedSpec):
     """Parameters of the union.
 
     Attributes:
-        first, second: the two methods; each hands in half of the budget.
+        first, second: the two methods; each hands in half of the budget or more.
     """
 
     method: ClassVar[str] = "union"

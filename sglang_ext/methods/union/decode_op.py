@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import SelectedLists
 from prefix_kernels.union_selection import UnionSelection
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.decode.select_op import ListSizes, ScoringOp, SelectOp, graph_op
+from sglang_ext.decode.select_op import ListSizes, ScoringOp, graph_op
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.combined_op import PartIndexes
+from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.union import UnionSpec
 
 
-class UnionOp(SelectOp):
+class UnionOp(CombinedOp):
     """Selects by two methods whose operations can score.
 
     Args:
@@ -47,24 +47,14 @@ class UnionOp(SelectOp):
                 )
             made.append(op)
         self._first, self._second = made
+        super().__init__(*made)
+        self._groups_of_a_row = sizes.groups_of_a_row
         self._selection = UnionSelection(shape.num_kv_heads, sizes.max_groups, sizes.room, device)
-        self._parts = PartIndexes()
-
-    def number_of(self, index: Index) -> int:
-        first, second = self._parts.of(index)
-        self._first.number_of(first)
-        return self._second.number_of(second)
-
-    def fits(self, lengths: Sequence[int]) -> bool:
-        return self._first.fits(lengths) and self._second.fits(lengths)
-
-    def tile(self, size: int) -> Hashable:
-        return self._first.tile(size), self._second.tile(size)
 
     def plan(
         self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
     ) -> None:
-        parts = [self._parts.of(index) for index in indexes]
+        parts = [self.parts(index) for index in indexes]
         self._first.plan(size, rows, groups, [one for one, _ in parts])
         self._second.plan(size, rows, groups, [one for _, one in parts])
         self._selection.plan(groups, self._first.stretches(size), self._second.stretches(size))
@@ -85,7 +75,8 @@ class UnionOp(SelectOp):
     ) -> None:
         first = self._first.score(size, q, sm_scale, layer)
         second = self._second.score(size, q, sm_scale, layer)
-        self._selection.run(first, second, lists, slot_table=slot_table)
+        groups = size * self._groups_of_a_row
+        self._selection.run(first, second, lists, slot_table=slot_table, num_groups=groups)
 
     @property
     def nbytes(self) -> int:

@@ -426,8 +426,8 @@ def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> Non
     [
         ((0, 1, 1, 1), {}, "list_entries of at least 1"),
         ((1, 1, 2**30, 1), {}, "max_prefix_len < 2.30, got"),
-        ((1, 1, 1, 1), {"bits": 3}, "bits of 2, 4 or 8"),
-        ((1, 1, 1, 1), {"bits": 16}, "bits of 2, 4 or 8"),
+        ((1, 1, 1, 1), {"bits": 3}, "bits of 2, 4, 8 or 16"),
+        ((1, 1, 1, 1), {"bits": 32}, "bits of 2, 4, 8 or 16"),
         ((1, 1, 1, 1), {"num_kv_heads": 3}, "num_qo_heads as a multiple"),
         ((1, 1, 1, 1), {"channels": 18}, "channels as a multiple of 4"),
     ],
