@@ -81,11 +81,17 @@ def test_the_table_of_the_readme_is_the_rows(bench: SimpleNamespace) -> None:
 
 def test_the_table_of_many_prefixes_is_the_rows(bench: SimpleNamespace) -> None:
     wanted: dict[tuple[str, str], list[str]] = {}
-    for place, name in enumerate(("h200-prefixes", "h100-prefixes-before", "h100-prefixes")):
+    for place, name in enumerate(("h200-prefixes", *(f"h100-prefixes{part}" for part in ("-before", "", "-8x32k")))):
         for _, tokens, batch, *times in printed(bench, RESULTS / f"decode-{name}.jsonl")[2:]:
-            wanted.setdefault((tokens, batch), [""] * 6)[2 * place : 2 * place + 2] = times
+            wanted.setdefault((tokens, batch), [""] * 8)[2 * place : 2 * place + 2] = times
     shown = documented_table("benchmarks", "| prefixes x tokens | requests |")
     assert {(tokens, batch): times for tokens, batch, *times in shown} == wanted
+
+
+def test_the_documented_times_of_the_default_are_the_rows(bench: SimpleNamespace) -> None:
+    ((_, found),) = by_size(bench, RESULTS / "decode-h100-default.jsonl").items()
+    one, few, many = (found["131072", batch] for batch in BATCHES)
+    assert f"takes {one}, {few} and {many} ms at 131,072 tokens" in " ".join(document("benchmarks").split())
 
 
 def _first(cell: str) -> float:

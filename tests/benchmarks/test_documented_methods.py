@@ -1,4 +1,4 @@
-"""docs/selection.md: what methods lost, and what a sample's sums change, are the committed rows."""
+"""docs/selection.md and kernels.md: what methods lost and cost, and a sample's sums, are the committed rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import lzma
 from statistics import fmean
 
-from tests.benchmarks.results import RESULTS, document, documented_table, rows_of
+from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, rows_of
 
 RECIPES = {
     "`token_index`, INT4, 75% of the channels": ("token_index", ["accuracy-h200-token_index"]),
@@ -46,8 +46,27 @@ def test_the_documented_times_of_selection_on_an_h100() -> None:
     rows = [row for name in ("-before", "") for row in rows_of(RESULTS / f"kernels-h100-selection{name}.jsonl")]
     assert all(row["green"] for row in rows)
     us = {(row["commit"], row["context"], row["batch"]): f"{row['us']:.1f}" for row in rows}
-    for label, tokens, *times in documented_table("kernels", "| from queries to lists | tokens |"):
-        commit = "cd0e17a" if label.startswith("before") else "3cc28f9"
-        assert times == [us[commit, int(tokens.replace(",", "")), batch] for batch in (1, 8, 32)], (label, tokens)
+    text = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    now, before = ([us[commit, 131_072, batch] for batch in (1, 8, 32)] for commit in ("3cc28f9", "cd0e17a"))
+    assert "{}, {} and {} us on an H100 (commit 3cc28f9; before, cd0e17a: {}, {} and {})".format(*now, *before) in text
     moved = [row["gate"]["log_prob"] for row in rows]
     assert f"by {min(moved):.3f} to {max(moved):.3f} nats" in document("kernels")
+
+
+def test_the_documented_times_of_the_methods() -> None:
+    rows = rows_of(RESULTS / "kernels-h100-methods.jsonl")
+    assert all(row["green"] for row in rows)
+    found = {(row["case"], f"{row['context']:,}", row["batch"], row["groups"]): row for row in rows}
+    shown = documented_table("kernels", "| method | index, of KV |")
+    sizes = ((1, 1), (8, 1), (32, 1), (16, 16))
+    for name, share, *times, torch in shown:
+        own = [found[(name.strip("`"), tokens, *size)] for tokens in ("131,072", "8,192") for size in sizes]
+        assert times == [f"{row['us']:,.1f}" for row in own]
+        ratio = found[name.strip("`") + "_torch", "131,072", 1, 1]["us"] / own[0]["us"]
+        assert (share, torch) == (f"{own[0]['config']['of_kv_bytes']:.2%}", f"{ratio:.1f}")
+    assert 9 * len(shown) == len(rows)
+    wrong = max(row["gate"]["wrong_share"] for row in rows)
+    assert f"At most {wrong:.2%} of a list" in document("kernels")
+    lists = [(key[1:], row["us"]) for key, row in found.items() if key[0] == "csattention"]
+    slower = [us / found[("token_index", *size)]["us"] for size, us in lists]
+    assert f"by {min(slower):.0f} to {max(slower):.0f} times" in document("kernels")
