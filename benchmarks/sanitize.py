@@ -91,6 +91,7 @@ CASES = (
         "triton/test_csa_selection.py",
         "test_tokens or test_codes or any_size or groups_share",
     ),
+    Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "unions"),
     Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),
 )
 

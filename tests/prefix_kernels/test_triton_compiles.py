@@ -197,7 +197,7 @@ SPILLED = {
     "specialized selection by a sample's sums": 8,
     "selection of tokens by codes of 8 bits": 40,
     "selection of blocks by minima and maxima": 8,
-    "selection of blocks by minima and maxima for 32 requests": 16,
+    "selection of blocks by minima and maxima for 32 requests": 24,
     "selection by lists of centroids": 120,
     "selection by lists of centroids in four launches": 64,
     "selection by lists of many centroids": 240,
@@ -284,6 +284,35 @@ def test_a_selection_of_wide_rows_is_launched(
         kernel = compiled(one, 90)
         used = resources(kernel.asm["cubin"], tmp_path)
         assert not (48 << 10) + 1024 - used["SHARED"] < kernel.metadata.shared <= 48 << 10, (config, used)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+@pytest.mark.parametrize(
+    ("form", "bits", "dim", "dtype"),
+    [
+        (CandidateForm.MINMAX, 16, 128, torch.float16),
+        (CandidateForm.MINMAX, 16, 128, torch.float32),
+        (CandidateForm.MINMAX, 16, 256, torch.float16),
+        (CandidateForm.BALL, 16, 256, torch.float16),
+        (CandidateForm.MEAN, 16, 256, torch.float16),
+        (CandidateForm.MINMAX, 8, 256, torch.float16),
+    ],
+)
+def test_programs_of_blocks_share_a_multiprocessor(
+    form: CandidateForm, bits: int, dim: int, dtype: torch.dtype, rows: int, tmp_path: Path
+) -> None:
+    """As many as the schedule says: they wait for each other."""
+    shape = ScoreShape(HEADS, KV_HEADS, dim, bits, form=form)
+    config = default_config(shape, rows)
+    select = AnchorSelection(shape, rows, 1, 4096, 600, config, torch.device("cpu"), num_programs=64)
+    with recording() as kept:
+        lists = select.new_lists(with_slots=True)
+        select.run(ScoreInputs(q(rows, dtype, dim), 0.1), torch.zeros(64), lists, slot_table=torch.arange(64).int())
+    kernel = compiled(kept.launches[0], 90)
+    used = kernel.metadata.shared + resources(kernel.asm["cubin"], tmp_path)["SHARED"] + 1024
+    assert used <= (228 << 10) // config.programs_per_sm, config
+    assert kernel.metadata.shared <= 227 << 10
 
 
 def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:

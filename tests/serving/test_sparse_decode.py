@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.grouped_attention import AttentionShape
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.buffers import KEPT_BYTES, LIST_BYTES, ListsTooLargeError, list_entries, num_sets
 from sglang_ext.decode.select_op import graph_refusal
@@ -218,12 +219,14 @@ def test_an_index_that_nobody_uses_any_more_is_not_held() -> None:
 def test_methods_that_decode_graphs_cannot_hold_are_named() -> None:
     assert graph_refusal("token_index") is None
     assert graph_refusal("csattention") is None
-    refusal = "method exact has no kernels for decode graphs, as csattention, ab_sparse, token_index, two_level, union have"
-    assert graph_refusal("exact") == refusal
+    refusal = graph_refusal("exact")
+    names = "csattention, ab_sparse, token_index, two_level, union"
+    assert refusal == f"method exact has no kernels for decode graphs, as {names} have"
 
 
 @pytest.mark.parametrize("spec", [CSAttentionSpec(codec="paper"), CSAttentionSpec(list_ratio=0.12)], ids=str)
 def test_lists_that_decode_graphs_cannot_read_are_refused(spec: CSAttentionSpec) -> None:
     message = r"expected csattention.codec .compact. and .*at most 0.115.*got .*build the indexes anew"
+    shape = AttentionShape(4, 2, 64, 64, torch.float32, torch.float32)
     with pytest.raises(ValueError, match=message):
-        CSAttentionOp(SHAPE, None, spec, *[None] * 3)  # type: ignore[arg-type]
+        CSAttentionOp(shape, None, spec, *[None] * 3)  # type: ignore[arg-type]

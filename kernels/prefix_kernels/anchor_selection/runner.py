@@ -24,8 +24,8 @@ from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_
 _REGISTERS = 65536
 """Of a multiprocessor, sm_80 and later."""
 _HOPPER = 9
-_SHARED_BYTES = 160 << 10
-"""Of a multiprocessor that programs share: sm_80's, less what the GPU takes for itself of each."""
+_SHARED_BYTES = {True: 224 << 10, False: 160 << 10}
+"""Of a multiprocessor that programs share, from sm_90 on and before, less what the GPU takes for itself of each."""
 _COUNTS_BYTES = 10 << 10
 """Counts of keys, and what else a program has."""
 _CHANNELS = (32, 64, 96, 128)
@@ -160,24 +160,27 @@ def default_config(
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16
     if shape.form.is_block:
-        return _config_of_blocks(shape, block_m, halves)
+        return _config_of_blocks(shape, block_m, hopper)
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
         return AnchorConfig(block_m, 128, 8, 3, 1, halves)
     return AnchorConfig(block_m, 128 if hopper else 64, 4, 3, 2, halves)
 
 
-def _config_of_blocks(shape: ScoreShape, block_m: int, halves: bool) -> AnchorConfig:
+def _config_of_blocks(shape: ScoreShape, block_m: int, hopper: bool) -> AnchorConfig:
     """What fits the shared memory of a multiprocessor; of few candidates all programs have some."""
     arrays, row_bytes = 2 if shape.form is CandidateForm.MINMAX else 1, shape.channels * shape.bits // 8
     while True:
         wide = block_m == 128
         for stages, programs in ((3, 1 if wide else 2), (2, 1 if wide else 2), (2, 1)):
-            config = AnchorConfig(block_m, 128 if wide else 64, 8 if wide else 4, stages, programs, halves)
+            sizes = (block_m, 128 if wide else 64, 8 if wide else 4)
+            config = AnchorConfig(*sizes, stages, programs, hopper and block_m >= 16)
             # Queries may be fp32.
             needed = arrays * (config.block_n * row_bytes * stages + 4 * shape.channels * block_m)
-            if needed <= _SHARED_BYTES // programs - _COUNTS_BYTES or block_m == 8:
+            if needed <= _SHARED_BYTES[hopper] // programs - _COUNTS_BYTES:
                 return config
+        if block_m == 8:
+            return config
         block_m //= 2
 
 
@@ -343,8 +346,8 @@ class AnchorSelection:
 
         Raises:
             ValueError: as `ScoreTables.plan` says; another number of groups in one than in the other; prefixes or
-                lists that are larger than there is room for; lists of KV heads that overlap; another
-                number of candidates than of tokens to choose from; or scores that begin elsewhere. The plan before stays in force.
+                lists that are larger than there is room for; lists of KV heads that overlap; another number of
+                candidates than of tokens to choose from; or scores that begin elsewhere. The plan before stays.
         """
         if len(scored) != len(selected):
             raise ValueError(

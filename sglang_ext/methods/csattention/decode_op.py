@@ -62,9 +62,9 @@ class CSAttentionOp(ScoringOp):
         spec.subspace_dim(shape.head_dim)
         if spec.codec != "compact" or spec.list_ratio > _MOST_RATIO:
             raise ValueError(
-                f'expected csattention.codec "compact" and csattention.list_ratio of at most {_MOST_RATIO} inside decode '
-                f"graphs, whose kernels read no other lists, got {spec.codec!r} and {spec.list_ratio}; change them and build "
-                "the indexes anew, or serve without decode graphs"
+                f'expected csattention.codec "compact" and csattention.list_ratio of at most {_MOST_RATIO} inside '
+                f"decode graphs, whose kernels read no other lists, got {spec.codec!r} and {spec.list_ratio}; change "
+                "them and build the indexes anew, or serve without decode graphs"
             )
         self._spec, self._sizes, self._device = spec, sizes, device
         self.shape = CsaShape(

@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from sglang_ext.decode.trace import StepTrace, read_trace
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.methods.two_level.decode_op import TwoLevelOp
 from sglang_ext.methods.union import UnionSpec
 from tests.sparse_server import (
     FIRST,
+    GQA,
+    KV_HEADS,
     LAST,
     SPEC,
     Server,
@@ -81,6 +85,25 @@ def test_two_levels(
 def test_unions(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, first: IndexSpec, device: torch.device) -> None:
     spec = UnionSpec(first=first, second=ABSparseSpec(sizes="profile"))
     walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
+
+
+@pytest.mark.parametrize(
+    "spec", [TwoLevelSpec(first=ABSparseSpec(), second=SPEC), UnionSpec(first=CENTROIDS)], ids=["two levels", "union"]
+)
+def test_probes_read_made_up_arrays_alone(spec: IndexSpec, device: torch.device) -> None:
+    """Also a second level, whose candidates are positions of the whole prefix."""
+    server = Server(device, size=5, spec=spec)
+    op, lists = server.sparse.op, server.sparse._lists.of(1)
+    (group,) = pack_lists([SelectionGroup(2048, 64)], KV_HEADS)
+    op.plan_probe(1, [(0,)], [group])
+    op.run(1, torch.zeros(1, KV_HEADS * GQA, server.dim, device=device), 0.1, server.sparse._buffers.arena, None, lists)
+    positions = group.lists_in(lists.positions, KV_HEADS)
+    assert bool((positions.diff(dim=1) > 0).all())
+    assert 0 <= int(positions.min()) <= int(positions.max()) < 2048
+    if isinstance(op, TwoLevelOp):
+        assert positions.tolist() == [list(range(1984, 2048))] * KV_HEADS, "all tie, and the most recent come first"
+        (made,) = op._second._probed
+        assert made["keys_packed"].shape[1] == 2048
 
 
 @pytest.mark.full
