@@ -48,7 +48,6 @@ from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.cli.judging import Judge
 from sglang_ext.config import SparseAttnConfig
-from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean
@@ -210,7 +209,7 @@ class CalibrateJob:
         """Whether candidates are judged: where there are decode graphs, unless told."""
         wanted = self._args.judge
         graphs = self._device != "cpu" and not names_cpu(self._args.sglang_flags)
-        return wanted == "yes" or (wanted == "auto" and graphs and graph_refusal(self._method) is None)
+        return wanted == "yes" or (wanted == "auto" and graphs)
 
     def _judged(self, averages: PromptMeasurement, infos: Sequence[PromptInfo]) -> Verdict:
         """Serve the held-out prompts by each proposal, fitted on the others, and choose."""
@@ -282,9 +281,6 @@ class CalibrateJob:
             print(f"layers with a near-uniform KV head attend everything: {flat}", file=sys.stderr)
         if not fit.plan.with_dense(fit.whole_layers).anchor_layers:
             print("with this profile no layer selects: calibrate on longer prompts", file=sys.stderr)
-        refusal = graph_refusal(self._method)
-        if refusal:
-            print(f"inside decode graphs a server uses no index with this profile: {refusal}", file=sys.stderr)
 
     # -- the state -----------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
     total = BUFFER_BYTES if shares or indexes else 0
     if indexes:
         total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
-        total += COMBINED_BYTES if issubclass(METHODS[config.method].spec, CombinedSpec) else 0
+        total += COMBINED_BYTES if graphs and issubclass(METHODS[config.method].spec, CombinedSpec) else 0
         total += config.suffix_index_bytes if config.suffix_dense_tokens is not None else 0
         total += KEPT_BYTES if config.search_period > 1 or _reuses_earlier(config.layer_plan) else 0
         total += KEPT_BYTES if config.trace_folder is not None else 0  # copies of lists

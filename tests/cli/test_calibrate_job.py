@@ -17,7 +17,6 @@ from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.cli import main
 from sglang_ext.cli.stopping import INTERRUPTED
-from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.methods.profile import load_profile
 from tests.calibration.captures import make_capture
 from tests.prefix_index.samples import sample_model
@@ -110,7 +109,6 @@ def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path
     assert not any(profile.dense_heads)
     recommended = profile.recommended
     assert (recommended.method, recommended.keep_ratio) == ("token_index", 0.05), "not judged: as asked for"
-    assert graph_refusal("token_index") is None
     assert (profile.calibration.prompts, profile.calibration.description) == (4, "made up")
     assert profile.calibration.tokens == 4 * 3
 
@@ -287,13 +285,6 @@ def test_what_cannot_be_is_refused_before_the_model_is_loaded(calibrate: Any, wo
     status, said = calibrate(*words)
     assert (status, Engine.starts) == (2, 0)
     assert message in said
-
-
-def test_a_profile_that_decode_graphs_do_not_hold_says_so(calibrate: Any) -> None:
-    status, said = calibrate("--method", "ab_sparse")
-    assert status == 0, said
-    expected = "inside decode graphs a server uses no index with this profile: method ab_sparse has no kernels"
-    assert [line for line in said.splitlines() if line.startswith(expected)]
 
 
 def test_a_report_without_matplotlib_is_refused_first(calibrate: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, after_profile_available_bytes
+from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, COMBINED_BYTES, after_profile_available_bytes
 from sglang_ext.compat.server_args import ATTRIBUTE
 from sglang_ext.config import make_settings
 from sglang_ext.decode.buffers import KEPT_BYTES
@@ -37,7 +37,8 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
         ('{"build": "shared"}', 4 * GIB + BUFFER_BYTES + BUILD_BYTES),
         ('{"share_prefixes": false}', 0),
         ('{"method": "csattention"}', 4 * GIB + BUFFER_BYTES),
-        ('{"method": "union"}', BUFFER_BYTES),
+        ('{"method": "union"}', 4 * GIB + BUFFER_BYTES + COMBINED_BYTES),
+        ('{"method": "exact"}', BUFFER_BYTES),
         ('{"search_period": 4}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
         ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES),
         ('{"trace_folder": "traces"}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
