@@ -12,7 +12,7 @@ For reads out of bounds, on a GPU, with `--plant` first: that must end with 86, 
 
 Each damage of `hostile_damages.py` is planted in an index of each method, stored, and loaded. What the loader refuses
 must be `index_corrupt` and reported to the store. What it accepts is decoded beside an index that is whole, by every
-path that its method has: the reference of decode and, for the token index, the kernels of the decode graphs. No step
+path that its method has: the reference of decode and, where there are, the kernels of the decode graphs. No step
 may raise, no selection may leave its own prefix, and what the other index selects must be what it selects alone. One
 line per method and path; exit status 1 where any of that was not so.
 """
