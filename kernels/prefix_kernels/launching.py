@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+_REGISTERS = 65536
+"""Of a multiprocessor."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -105,6 +108,21 @@ def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
     if table.shape[0]:
         source = table.pin_memory() if buffer.device.type == "cuda" else table
         buffer[: table.shape[0]].copy_(source, non_blocking=True)
+
+
+def shared_registers(num_warps: int, programs_per_sm: int) -> int:
+    """Registers of a thread that let so many programs share those of a multiprocessor, sm_80 and later.
+
+    Raises:
+        ValueError: fewer than 64, or no programs.
+    """
+    found = min(255, _REGISTERS // (32 * num_warps * programs_per_sm) // 8 * 8) if programs_per_sm > 0 else 0
+    if found < 64:
+        raise ValueError(
+            "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "
+            f"{programs_per_sm} of {num_warps} warps"
+        )
+    return found
 
 
 def block_of(size: int, least: int = 1) -> int:

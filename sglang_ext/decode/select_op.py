@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import SelectedLists, Selection
 from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
 from sglang_ext.decode.types import Index
@@ -45,6 +45,10 @@ class ListSizes:
     max_prefix_len: int
     room: int
     groups_of_a_row: int
+
+    def hold(self, lengths: Sequence[int]) -> bool:
+        """Whether groups of so many tokens can be scored in one step."""
+        return max(lengths) <= self.max_prefix_len and sum(n + ALIGNED for n in lengths) <= self.room
 
 
 class SelectOp(ABC):

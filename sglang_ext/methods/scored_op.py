@@ -24,7 +24,7 @@ from prefix_kernels.pooled_scores import (
     ScoreShape,
     array_addresses,
 )
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup, place_scores
 from prefix_kernels.types import CandidateForm, SelectedLists
 from sglang_ext.decode.select_op import ListSizes, ScoringOp
 from sglang_ext.decode.types import Index
@@ -32,8 +32,6 @@ from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
-_ALIGNED = 4
-"""Scores of a KV head begin at a multiple of this."""
 _RAW_ROWS, _RAW_BYTES = 8, 256 << 20
 """Query rows, and device memory, at most, of raw scores that are kept: beyond, codes are scored twice."""
 
@@ -127,7 +125,7 @@ class ScoredOp(ScoringOp):
         return self._known[index].number
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        return max(lengths) <= self._sizes.max_prefix_len and sum(n + _ALIGNED for n in lengths) <= self._sizes.room
+        return self._sizes.hold(lengths)
 
     def tile(self, size: int) -> Hashable:
         """See the base: one for each height of the tile."""
@@ -229,23 +227,21 @@ class ScoredOp(ScoringOp):
         places: Sequence[LayerRows],
         listed: Sequence[SelectionGroup],
     ) -> list[ScoredGroup]:
-        scored, at, heads = [], 0, range(self.shape.num_kv_heads)
+        scored, heads = [], range(self.shape.num_kv_heads)
+        begins = place_scores([group.prefix_len for group in groups], len(heads))
         lists = [tuple(one.list_begin + head * one.head_stride for head in heads) for one in listed]
         for number, (group, place) in enumerate(zip(groups, places, strict=True)):
-            stride = -(-group.prefix_len // _ALIGNED) * _ALIGNED
-            begins = tuple(at + head * stride for head in heads)
             of_list = lists[number] if lists else ()
             one = ScoredGroup(
                 rows[number],
                 group.prefix_len,
                 place.first_rows,
-                begins,
+                begins[number],
                 arrays[number],
                 place.block_sizes,
                 of_list,
             )
             scored.append(one)
-            at += len(heads) * stride
         return scored
 
     def run(

@@ -13,6 +13,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
+from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
@@ -39,7 +40,7 @@ def blank_index(layers: int, digest: str = "d") -> ResidentIndex:
 
 def planner(
     config: SparseAttnConfig, requests: RequestTable, counters: Counters, plan: LayerPlan, rows: int,
-    documents: int | None = None, ranks: Ranks | None = None,
+    documents: int | None = None, ranks: Ranks | None = None, spec: IndexSpec | None = None,
 ) -> DecodePlanner:  # fmt: skip
     """With a table of `rows` requests: each on slots of its own, or in turns on prefixes of so many documents."""
     table = torch.arange(rows * LONGEST, dtype=torch.int32).reshape(rows, LONGEST)
@@ -52,8 +53,8 @@ def planner(
         kv_dtype=torch.float32, num_slots=rows * LONGEST, max_requests=rows, decode_graphs=True, device=cpu,
         req_to_token=table, kv=lambda layer: kv,
     )  # fmt: skip
-    made = DecodePlanner(config, view, requests, counters, TokenIndexSpec(), plan, ranks or OneRank())
-    assert made.sparse is not None
+    made = DecodePlanner(config, view, requests, counters, spec or TokenIndexSpec(), plan, ranks or OneRank())
+    assert made.sparse is not None or spec is not None
     return made
 
 

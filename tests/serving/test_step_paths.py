@@ -14,7 +14,13 @@ from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, Lines, StepCosts
 from sglang_ext.decode.types import StepPath
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.base import IndexSpec
+from sglang_ext.methods.csattention import CSAttentionSpec
+from sglang_ext.methods.exact import ExactSpec
 from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.methods.union import UnionSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import State
@@ -53,6 +59,27 @@ class Batches:
         path = path_of(self.steps, forward, lambda one, **_: self.index if index else None)
         assert path is None or path in self.steps.paths_of(len(rows)), "a graph that was never captured"
         return path
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (UnionSpec(second=ExactSpec()), "method exact has no kernels for decode graphs"),
+        (TwoLevelSpec(second=ABSparseSpec()), "expected token_index as two_level.second"),
+        (CSAttentionSpec(list_ratio=0.2), "list_ratio of at most 0.115 inside decode graphs"),
+    ],
+    ids=["union", "two levels", "bitmaps"],
+)
+def test_a_spec_that_kernels_do_not_read_is_named_and_steps_go_on(
+    spec: IndexSpec, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_from_dict({"share_prefixes": True, "method": spec.method})
+    plan = LayerPlan.default(LAYERS, 1)
+    steps = planner(config, RequestTable(), Counters(LAYERS), plan, ROWS, 1, spec=spec)
+    assert steps.sparse is None
+    assert steps.cascade is not None
+    assert "indexes are not used" in caplog.text
+    assert message in caplog.text
 
 
 def settled(batches: Batches, *rows: int) -> None:

@@ -15,14 +15,20 @@ from triton import knobs
 from prefix_kernels.anchor_selection.kernels import list_kernel, score_kernel
 from prefix_kernels.grouped_attention.config import has_specialized
 from prefix_kernels.kernels import COARSE, NUM_BINS
-from prefix_kernels.launching import block_of, check_power_of_2, launch, launch_behind, programs_at_once, send
+from prefix_kernels.launching import (
+    block_of,
+    check_power_of_2,
+    launch,
+    launch_behind,
+    programs_at_once,
+    send,
+    shared_registers,
+)
 from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_lists
 
-_REGISTERS = 65536
-"""Of a multiprocessor, sm_80 and later."""
 _HOPPER = 9
 _SHARED_BYTES = {True: 224 << 10, False: 160 << 10}
 """Of a multiprocessor that programs share, from sm_90 on and before, less what the GPU takes for itself of each."""
@@ -47,7 +53,6 @@ _FEW_ROWS_BLOCK_N = 128
 TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
-_ALIGNED = 4
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
 
@@ -95,16 +100,12 @@ class AnchorConfig:
             raise ValueError(
                 f"expected 4 warps and at most 128 rows for sm_90's own kernel, got {self.num_warps} and {self.block_m}"
             )
-        if self.programs_per_sm < 1 or self.max_registers < 64:
-            raise ValueError(
-                "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "
-                f"{self.programs_per_sm} of {self.num_warps} warps"
-            )
+        shared_registers(self.num_warps, self.programs_per_sm)
 
     @property
     def max_registers(self) -> int:
         """Registers of a thread that let `programs_per_sm` programs share those of a multiprocessor."""
-        return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+        return shared_registers(self.num_warps, self.programs_per_sm)
 
     @property
     def stretch(self) -> int:
@@ -367,7 +368,7 @@ class AnchorSelection:
         send(table, self._items)
         # Scores are read four at a time.
         self._scores_end = max((of.scores_end for of in scored), default=0)
-        self._scores_end += -self._scores_end % _ALIGNED
+        self._scores_end += -self._scores_end % ALIGNED
         self._lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
         self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
 
@@ -393,10 +394,9 @@ class AnchorSelection:
                 Triton's interpreter.
             RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
         """
-        arguments = self._score(inputs, scores)
         counts = (self.max_groups, self.shape.num_kv_heads)
         check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
-        arguments |= {
+        arguments = self._score(inputs, scores) | {
             "slot_table_ptr": self._items if slot_table is None else slot_table,
             "positions_ptr": lists.positions,
             "slots_ptr": lists.positions if lists.slots is None else lists.slots,
@@ -489,10 +489,8 @@ class AnchorSelection:
                 f"expected {group.prefix_len} candidates, the tokens of the prefix, got {of.count}; plan the same for "
                 "both"
             )
-        if any(begin % _ALIGNED for begin in of.score_begins):
-            raise ValueError(
-                f"expected scores to begin at multiples of {_ALIGNED}, got {of.score_begins}; pad the rows"
-            )
+        if any(begin % ALIGNED for begin in of.score_begins):
+            raise ValueError(f"expected scores to begin at multiples of {ALIGNED}, got {of.score_begins}; pad the rows")
 
 
 def _in_rounds(programs: int) -> int:

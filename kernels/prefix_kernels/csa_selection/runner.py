@@ -17,14 +17,12 @@ from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, ScoredTokens, ar
 from prefix_kernels.csa_scores import BLOCK_POSITIONS
 from prefix_kernels.csa_selection.kernels import STEP_POSITIONS, pick_kernel, score_kernel
 from prefix_kernels.kernels import COARSE, NUM_BINS
-from prefix_kernels.launching import block_of, check_power_of_2, launch, programs_at_once, send
+from prefix_kernels.launching import block_of, check_power_of_2, launch, programs_at_once, send, shared_registers
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_lists
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_REGISTERS = 65536
-"""Of a multiprocessor, sm_80 and later."""
 _GROUP_FIELDS = 5
 """int64 fields of a group: first of the members, requests, prefix_len, chunks, entries of a list."""
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
@@ -36,7 +34,6 @@ _CHANNELS_AT_ONCE = 4096
 _WARPS = 4
 _TOKENS_OF_A_THREAD = 16
 _CHUNKS_AT_ONCE = 32
-_ALIGNED = 4
 _MOST_TOKENS = 2**30
 _MOST_ENTRIES = 2**31
 """Of a KV head, that it can number."""
@@ -135,16 +132,12 @@ class CsaConfig:
     def __post_init__(self) -> None:
         check_power_of_2("entries", self.entries, 32)
         check_power_of_2("num_warps", self.num_warps, 1)
-        if self.programs_per_sm < 1 or self.max_registers < 64:
-            raise ValueError(
-                "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "
-                f"{self.programs_per_sm} of {self.num_warps} warps"
-            )
+        shared_registers(self.num_warps, self.programs_per_sm)
 
     @property
     def max_registers(self) -> int:
         """Registers of a thread that let `programs_per_sm` programs share those of a multiprocessor."""
-        return min(255, _REGISTERS // (32 * self.num_warps * self.programs_per_sm) // 8 * 8)
+        return shared_registers(self.num_warps, self.programs_per_sm)
 
 
 def default_config(shape: CsaShape) -> CsaConfig:
@@ -292,7 +285,7 @@ class CsaSelection:
         self._num_members = first
         self._most_rows = max((row for of in scored for row in of.rows), default=-1) + 1
         ends = (max(of.score_begins) + group.prefix_len for of, group in zip(scored, selected, strict=True))
-        self._scores_end = -(-max(ends, default=0) // _ALIGNED) * _ALIGNED
+        self._scores_end = -(-max(ends, default=0) // ALIGNED) * ALIGNED
         self._lists_end = max((group.lists_end(heads) for group in selected), default=0)
         self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
 
@@ -434,9 +427,9 @@ class CsaSelection:
                 raise ValueError(
                     f"expected at most {limits} tokens of a prefix and entries of lists, got {found}; raise the limits"
                 )
-            if len(of.score_begins) != heads or any(begin % _ALIGNED for begin in of.score_begins):
+            if len(of.score_begins) != heads or any(begin % ALIGNED for begin in of.score_begins):
                 raise ValueError(
-                    f"expected scores to begin at multiples of {_ALIGNED}, for each of {heads} KV heads, got "
+                    f"expected scores to begin at multiples of {ALIGNED}, for each of {heads} KV heads, got "
                     f"{of.score_begins}; pad the rows"
                 )
 

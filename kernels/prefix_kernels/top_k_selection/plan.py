@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-_LIST_ALIGNED = 4
+ALIGNED = 4
+"""Lists, and rows of scores, begin at multiples of so many entries: 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,17 @@ class SelectionGroup:
 
 def list_stride(budget: int) -> int:
     """Entries from one KV head's list to the next, of lists of so many tokens: lists begin at multiples of 16 bytes."""
-    return -(-budget // _LIST_ALIGNED) * _LIST_ALIGNED
+    return -(-budget // ALIGNED) * ALIGNED
+
+
+def place_scores(lengths: Sequence[int], num_kv_heads: int) -> list[tuple[int, ...]]:
+    """Where the scores of each KV head begin in an arena, of groups of so many candidates, one behind the other."""
+    begins, at = [], 0
+    for length in lengths:
+        stride = list_stride(length)
+        begins.append(tuple(at + head * stride for head in range(num_kv_heads)))
+        at += num_kv_heads * stride
+    return begins
 
 
 def pack_lists(groups: Sequence[SelectionGroup], num_kv_heads: int) -> list[SelectionGroup]:

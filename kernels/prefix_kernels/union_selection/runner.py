@@ -23,8 +23,7 @@ from prefix_kernels.anchor_selection.runner import (
 )
 from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.launching import launch, programs_at_once, send
-from prefix_kernels.top_k_selection.kernels import ALIGNED
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, place_scores
 from prefix_kernels.types import CandidateForm, SelectedLists, check_lists
 from prefix_kernels.union_selection.kernels import depth_kernel, merge_kernel
 
@@ -66,7 +65,7 @@ class UnionSelection:
         self._at_least = integers(max_items, num_kv_heads, COARSE.value + NUM_BINS.value, dtype=torch.int32)
         depths = (2, max_groups, num_kv_heads, NUM_BINS.value)
         self._depths = torch.zeros(depths, dtype=torch.float32, device=device)
-        self._scores = torch.zeros(num_kv_heads * (room + ALIGNED.value * max_groups), device=device)
+        self._scores = torch.zeros(num_kv_heads * (room + ALIGNED * max_groups), device=device)
         self._lists_end = self._slots_end = 0
 
     def plan(
@@ -89,16 +88,15 @@ class UnionSelection:
         stretches = torch.zeros(self._stretches.shape, dtype=torch.int64)
         windows = torch.full(self._windows.shape, -1, dtype=torch.int32)
         tables = torch.zeros(self._tables.shape, dtype=torch.int64)
-        at, aligned = 0, ALIGNED.value
+        begins = place_scores([group.prefix_len for group in groups], self._heads)
         for number, group in enumerate(groups):
             stretches[number] = torch.tensor([*first[number], *second[number]])
             windows[number] = group.num_sink + group.num_recent if group.count < group.prefix_len else -1
-            stride = -(-group.prefix_len // aligned) * aligned
             tables[number, :, 0] = group.prefix_len
-            tables[number, :, 3] = at + stride * torch.arange(self._heads)
-            at += self._heads * stride
-        if at > len(self._scores):
-            raise ValueError(f"expected groups of at most {len(self._scores)} scores, got {at}; leave some out")
+            tables[number, :, 3] = torch.tensor(begins[number])
+        end = begins[-1][-1] + groups[-1].prefix_len if groups else 0
+        if end > len(self._scores):
+            raise ValueError(f"expected groups of at most {len(self._scores)} scores, got {end}; leave some out")
         for table, buffer in (
             (items, self._items),
             (stretches, self._stretches),

@@ -23,7 +23,7 @@ from prefix_kernels.csa_selection import (
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.top_k_selection.plan import SelectionGroup, place_scores
 from prefix_kernels.types import SelectedLists
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, ScoringOp
@@ -32,8 +32,6 @@ from sglang_ext.methods.csattention.lists import compact_lists
 from sglang_ext.methods.csattention.spec import CSAttentionSpec
 from sglang_ext.prefix.residency import LayerArrays
 
-_ALIGNED = 4
-"""Scores of a KV head begin at a multiple of this."""
 _MOST_RATIO = 0.115
 """Of longer lists bitmaps are smaller than offsets; of shorter ones they are behind prefixes of few hundred tokens."""
 
@@ -114,7 +112,7 @@ class CSAttentionOp(ScoringOp):
         return CsaArrays(layer["centroids"], places, counts, lists.codes, lists.scale, lists.zero)
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        return max(lengths) <= self._sizes.max_prefix_len and sum(n + _ALIGNED for n in lengths) <= self._sizes.room
+        return self._sizes.hold(lengths)
 
     def tile(self, size: int) -> Hashable:
         """See the base: the same serves all."""
@@ -139,11 +137,8 @@ class CSAttentionOp(ScoringOp):
     def _plan(
         self, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], arrays: Sequence[CsaArrays]
     ) -> None:
-        scored, at, heads = [], 0, self.shape.num_kv_heads
-        for of_group, group, own in zip(rows, groups, arrays, strict=True):
-            stride = -(-group.prefix_len // _ALIGNED) * _ALIGNED
-            scored.append(CsaGroup(of_group, tuple(at + head * stride for head in range(heads)), own))
-            at += heads * stride
+        begins = place_scores([group.prefix_len for group in groups], self.shape.num_kv_heads)
+        scored = [CsaGroup(*one) for one in zip(rows, begins, arrays, strict=True)]
         self._selection.plan(scored, groups)
 
     def _made_up(self, prefix_len: int) -> CsaArrays:

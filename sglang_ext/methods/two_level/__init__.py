@@ -21,8 +21,7 @@ from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
 
 UNSCORED_CANDIDATE = -1e38
-"""Score of a candidate that the second level says nothing about: below every score, above all that is no candidate
-(`top_k_selection` puts those at -1.7e38 and less)."""
+"""Score of a candidate that the second level says nothing about: its key is the lowest, that of no candidate none."""
 
 
 @dataclass(frozen=True)
