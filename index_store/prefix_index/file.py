@@ -1,4 +1,4 @@
-"""Indexes in a folder, one file each: atomic to write, mapped to read, shared by any number of processes."""
+"""Indexes in a folder, one file each: atomic to write, checked when read, shared by any number of processes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from .background import Cancelled, Check, Promoter, Promotion
-from .copies import checked, digest_in
+from .copies import digest_in
 from .errors import (
     IndexFormatError,
     IndexMismatch,
@@ -348,7 +348,7 @@ class SharedStore(IndexStore):
                 return
             try:
                 still_wanted()
-                self.local.put(checked(source.payload(), still_wanted))
+                self.local.put(source.payload(still_wanted))
             except DAMAGE as err:
                 if isinstance(link.store, FileStore):
                     link.store.report(source, err)
@@ -466,7 +466,7 @@ class SharedStore(IndexStore):
         index: IndexFile | None = None
         try:
             with open_in(self.local.folder, digest) as index:
-                put = link.ask(partial(link.store.put, checked(index.payload(), check)))
+                put = link.ask(partial(link.store.put, index.payload(check)))
         except DAMAGE as err:
             if err.path != str(self.local.path_of(digest)):
                 raise
