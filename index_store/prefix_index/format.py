@@ -417,36 +417,41 @@ def sealed(raw: bytes) -> bytes:
     return raw[:-8] + xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little")
 
 
+def unsealed(raw: bytes, form: struct.Struct, magic: bytes, version: int, what: str) -> tuple[Any, ...]:
+    """What ``sealed`` bytes of this form say between version and checksum. Raises IndexForeign, IndexTooNew or
+    IndexCorrupt.
+    """
+    if raw[:8] != magic[: len(raw)]:
+        raise IndexForeign(f"{what} type", f"a prefix index ({magic!r})", repr(raw[:8]), "move it elsewhere")
+    if len(raw) < form.size:
+        raise corrupt(f"{what} length", f"at least {form.size} bytes", len(raw))
+    _, found, *fields, checksum = form.unpack(raw)
+    if xxhash.xxh3_64_intdigest(raw[:-8]) != checksum:
+        raise corrupt(f"prelude checksum of {what}", f"{checksum:016x}", xxh3_hex(raw[:-8]))
+    if found > version:
+        newer, remedy = f"{found} (written by a newer version)", "upgrade sglang-ext, or build the index again"
+        raise IndexTooNew(f"format version of {what}", f"at most {version}", newer, remedy)
+    if found != version:
+        raise corrupt(f"format version of {what}", version, found)
+    return tuple(fields)
+
+
 # ---- checking a header ----
 
 
 def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
     """Checks the first 64 bytes of ``actual_nbytes``. Raises IndexForeign, IndexTooNew or IndexCorrupt."""
-    if raw[:8] != MAGIC[: len(raw)]:
-        raise IndexForeign("file type", f"a prefix index ({MAGIC!r})", repr(raw[:8]), "move the file elsewhere")
-    if len(raw) < PRELUDE.size:
-        raise corrupt("file length", f"at least {PRELUDE.size} bytes", len(raw))
-    _, version, entry_nbytes, table_nbytes, _, total, entry_xxh3, table_xxh3, _, checksum = PRELUDE.unpack(raw)
-    if xxhash.xxh3_64_intdigest(raw[:-8]) != checksum:
-        raise corrupt("prelude checksum", f"{checksum:016x}", xxhash.xxh3_64_hexdigest(raw[:-8]))
-    if version > FORMAT_VERSION:
-        raise IndexTooNew(
-            "format version",
-            f"at most {FORMAT_VERSION}",
-            f"{version} (written by a newer version)",
-            "upgrade sglang-ext, or build the index again with this version",
-        )
-    if version != FORMAT_VERSION:
-        raise corrupt("format version", FORMAT_VERSION, version)
-    again = PRELUDE.pack(MAGIC, version, entry_nbytes, table_nbytes, 0, total, entry_xxh3, table_xxh3, 0, checksum)
-    if again != raw:
+    entry_nbytes, table_nbytes, zero, total, entry_xxh3, table_xxh3, nil = unsealed(
+        raw, PRELUDE, MAGIC, FORMAT_VERSION, "file"
+    )
+    if zero or nil:
         raise corrupt("reserved prelude fields", "zeros", "other values")
     if entry_nbytes > MAX_ENTRY_NBYTES or table_nbytes > MAX_TABLE_NBYTES:
         limits = f"at most {MAX_ENTRY_NBYTES} and {MAX_TABLE_NBYTES}"
         raise corrupt("header section bytes", limits, f"{entry_nbytes} and {table_nbytes}")
     if total != actual_nbytes:
         raise corrupt("file length", f"{total} bytes", actual_nbytes)
-    prelude = Prelude(entry_nbytes, table_nbytes, total, entry_xxh3, table_xxh3, checksum)
+    prelude = Prelude(entry_nbytes, table_nbytes, total, entry_xxh3, table_xxh3, int.from_bytes(raw[-8:], "little"))
     if total % ALIGN or prelude.data_offset + ALIGN > total:
         raise corrupt("file length", f"a multiple of {ALIGN}, {prelude.data_offset + ALIGN} or more", total)
     return prelude

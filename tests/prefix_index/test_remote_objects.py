@@ -12,7 +12,7 @@ import xxhash
 
 from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew, Retention
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
-from prefix_index.remote.values import CHUNK, HEADER, check_header, value_header
+from prefix_index.remote.values import CHUNK, HEADER, unpack_value, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import (
@@ -105,7 +105,7 @@ def test_chunks_that_belong_elsewhere(store: RemoteStore, blobs: ObjectBlobs) ->
     good = blobs.fetch(mine[1], 1 << 20)
     for other in (mine[0], others[1]):
         blobs.write(mine[1], memoryview(blobs.fetch(other, 1 << 20)))
-        with pytest.raises(IndexCorrupt, match=r"\(version, kind, index, digest, generation\) of chunk 1: expected"):
+        with pytest.raises(IndexCorrupt, match=r"\(kind, index, digest, generation, length, xxh3\) of chunk 1: exp"):
             store.get(DIGEST)
     blobs.write(mine[1], memoryview(good))
     store.get(DIGEST).verify()
@@ -126,7 +126,7 @@ def test_a_newer_version_and_somebody_elses_value(store: RemoteStore, blobs: Obj
         store.get(DIGEST)
     assert not store.put(sample_payload()), "a newer version's stays"
     blobs.write(MANIFEST, memoryview(b"GIF89a and so on, for a good many bytes, more than there are in a header"))
-    with pytest.raises(IndexForeign, match="manifest value: expected ours"):
+    with pytest.raises(IndexForeign, match="manifest type: expected a prefix index"):
         store.get(DIGEST)
     assert store.delete(DIGEST)
     assert MANIFEST not in blobs.names("prefix_index"), "its chunks are for sweep()"
@@ -208,9 +208,13 @@ def test_chunks_are_pages(chunk_nbytes: int) -> None:
 
 def test_headers_tell_all_they_should() -> None:
     body = b"some bytes"
-    raw = value_header(CHUNK, DIGEST, "00000000000000ff", 3, body)
-    assert len(raw) == HEADER.size == 64
-    assert check_header(raw, CHUNK, DIGEST, None, 3)[2] == "00000000000000ff"
+    header = value_header(CHUNK, DIGEST, "00000000000000ff", 3, body)
+    assert len(header) == HEADER.size == 64
+    raw = header + body
+    generation, _, found = unpack_value(raw, CHUNK, DIGEST, index=3)
+    assert (generation, found) == ("00000000000000ff", body)
+    with pytest.raises(IndexCorrupt):
+        unpack_value(raw[:-1], CHUNK, DIGEST, index=3)
     for kind, digest, generation, index in (
         (1, DIGEST, "00000000000000ff", 3),
         (CHUNK, "0" * 64, "00000000000000ff", 3),
@@ -218,4 +222,4 @@ def test_headers_tell_all_they_should() -> None:
         (CHUNK, DIGEST, "00000000000000ff", 2),
     ):
         with pytest.raises(IndexCorrupt):
-            check_header(raw, kind, digest, generation, index)
+            unpack_value(raw, kind, digest, generation=generation, index=index)
