@@ -36,9 +36,6 @@ class Held:
     retention: Retention = DEFAULT
     reported: Signature | None = None
     """The version of the index's file that readers found damaged."""
-    index_unread: bool = False
-    """Whether the system did not give us the bytes of the file: the next scan asks again."""
-    keep_unread: bool = False
 
 
 @dataclass
@@ -286,9 +283,9 @@ class FolderBooks:
         self._shards.setdefault(shard_of(digest), _Shard()).look.settled = False
         self.scan_shard(shard_of(digest))
 
-    def unread(self, digest: str) -> IndexUnreadable | None:
-        """Why the index's header is not known, where the system did not give it when it was asked last."""
-        problem = self.problems.get(self.path_of(digest))
+    def unread(self, digest: str, suffix: str = SUFFIX) -> IndexUnreadable | None:
+        """Why a file of the index is not known, where the system did not give its bytes when asked last."""
+        problem = self.problems.get(self.path_of(digest, suffix))
         return problem if isinstance(problem, IndexUnreadable) else None
 
     def scan_shard(self, name: str, *, full: bool = False) -> None:
@@ -315,8 +312,8 @@ class FolderBooks:
                 self.problems[path] = StoreFolderError(
                     "folder of indexes", "one that can be listed", found_instead, remedy, path
                 )
-        unread = any(held.index_unread or held.keep_unread for held in shard.held.values())
-        shard.look.settled = settled and not unread
+        # What the system did not give is asked for again by the next scan.
+        shard.look.settled = settled and not any(self.unread(d) or self.unread(d, KEEP_SUFFIX) for d in shard.held)
 
     def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
         shard = self._shards[name]
@@ -325,10 +322,9 @@ class FolderBooks:
         self._tell_foreign(folder, f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", found.foreign)
         for digest in shard.held.keys() | found.held.keys():
             held, seen = self._hold(digest), found.held.get(digest, Held())
-            index_is_new = full or held.index_unread or held.index != seen.index
-            keep_is_new = full or held.keep_unread or held.keep != seen.keep
+            index_is_new = full or held.index != seen.index or self.unread(digest) is not None
+            keep_is_new = full or held.keep != seen.keep or self.unread(digest, KEEP_SUFFIX) is not None
             held.index, held.keep, held.used_ns = seen.index, seen.keep, seen.used_ns
-            held.index_unread = held.keep_unread = False
             self.latest_use = max(self.latest_use, seen.used_ns / 1e9)
             if seen.keep is None:
                 self._set_retention(digest, DEFAULT)
@@ -349,7 +345,6 @@ class FolderBooks:
             kept, held = DEFAULT, self._hold(digest)
             if isinstance(err, IndexUnreadable):
                 kept = UNKNOWN if held.retention == DEFAULT else held.retention
-                held.keep_unread = True
             self._set_retention(digest, kept)
             path = self.path_of(digest, KEEP_SUFFIX)
             self.problems[path] = err.at(path)
@@ -367,8 +362,6 @@ class FolderBooks:
         except IndexNotFound:
             self.catalog.remove(digest)
         except IndexStoreError as err:
-            if isinstance(err, IndexUnreadable):
-                self._hold(digest).index_unread = True
             self.catalog.remove(digest)
             self._clear_problem(digest)
             path = self.path_of(digest)

@@ -148,11 +148,7 @@ def come_back(folder: Path) -> bool:
         if owner not in (os.geteuid(), 0):
             remedy = "give another folder, and start the service again"
             raise StoreFolderError("folder's parent", f"one of user {os.geteuid()}", f"user {owner}'s", remedy, parent)
-        try:
-            PRIVATE.make(folder)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise
+    check_folder(folder, create=True)
     return True
 
 

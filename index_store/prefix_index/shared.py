@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from .errors import (
     IndexNotFound,
     IndexStoreError,
     IndexUnreadable,
-    InvalidPayload,
     StoreFolderError,
     StoreFull,
     StoreUnavailable,
@@ -97,9 +95,6 @@ class SharedStore(IndexStore):
         rescan_s: float = 2.0,
     ) -> None:
         super().__init__()
-        for name, seconds in (("timeout_s", timeout_s), ("rescan_s", rescan_s)):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise InvalidPayload(name, "finite seconds, 0 or more", repr(seconds), "correct it")
         check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
         self.remotes = tuple(remotes)
