@@ -149,18 +149,16 @@ class Copies:
             if counter is not None:
                 self.count(counter)
 
-    def collect(self) -> None:
-        """Removes what dead makers of copies left."""
-        if self.keeper is not None:
-            with contextlib.suppress(IndexStoreError):
-                self.keeper.collect()
-
-    def tidy(self, known: Collection[str], *, full: bool) -> None:
-        """Removes damaged copies, and those of indexes that are not ``known`` (digests)."""
+    def tidy(self, known: Collection[str], *, full: bool = False, collect: bool = False) -> None:
+        """Removes damaged copies, and those of indexes that are not ``known`` (digests); ``collect``: also what dead
+        makers of copies left.
+        """
         if self.keeper is None:
             return
         self.problem = None
         try:
+            if collect:
+                self.keeper.collect()
             self.keeper.rescan(full=full)
             for problem in self.keeper.problems():
                 if (digest := digest_in(problem.path)) is not None:

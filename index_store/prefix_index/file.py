@@ -114,7 +114,7 @@ class FileStore(IndexStore):
                     self._clean_partials(self._partial_grace_s)
                 if self.copies is not None:
                     self.copies.open()
-                    self._tidy_copies(full=False)
+                    self._tidy_copies()
             except BaseException:
                 self._books.clear()
                 raise
@@ -263,9 +263,7 @@ class FileStore(IndexStore):
             removed = [entry for entry in expired if self._remove_unchanged(entry)]
             if self.limits.any:
                 removed += self._evict(self._shortage(0, None), set())[0]
-        self._tidy_copies(full=False)
-        if self.copies is not None:
-            self.copies.collect()
+        self._tidy_copies(collect=True)
         return tuple(removed)
 
     def problems(self) -> Sequence[Problem]:
@@ -298,11 +296,11 @@ class FileStore(IndexStore):
                 self._books.rescan(full=full)
         self._tidy_copies(full=full)
 
-    def _tidy_copies(self, *, full: bool) -> None:
+    def _tidy_copies(self, **how: bool) -> None:
         if self.copies is not None:
             with self._lock:
                 known = {digest for digest, _ in self.catalog.all_held()}
-            self.copies.tidy(known, full=full)
+            self.copies.tidy(known, **how)
 
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""

@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ..errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
 from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
@@ -109,12 +109,15 @@ class RemoteStore(IndexSource):
             generation=new_generation(self._clock()),
             chunks=[xxh3_hex(memoryview(container)[at : at + size]) for at in range(0, writer.nbytes, size)],
         )
-        with self._undone(manifest):
+        try:
             self._values.upload(manifest, memoryview(container))
             if not self._values.is_whole(manifest):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
                 raise StoreFull(self._blobs.name, "room for the index", found, remedy)
+        except BaseException:
+            self._drop_chunks(manifest)
+            raise
         if not self._values.create_manifest(manifest):  # somebody else was faster
             self._drop_chunks(manifest)
             return False
@@ -290,11 +293,3 @@ class RemoteStore(IndexSource):
         for generation in old:
             if generation != current:
                 self._values.remove_chunks(digest, generation, names.chunks[generation])
-
-    @contextlib.contextmanager
-    def _undone(self, manifest: Manifest) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._drop_chunks(manifest)
-            raise

@@ -14,8 +14,9 @@ import re
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -146,15 +147,16 @@ def unpack_manifest(digest: str, raw: bytes) -> Manifest:
     return manifest
 
 
-class Found(NamedTuple):
+@dataclass
+class Found:
     """What a listing shows of one digest: the manifest's tag (None: no manifest), chunks by generation, a lease."""
 
-    tag: str | None
-    chunks: dict[str, frozenset[int]]
-    leased: bool
+    tag: str | None = None
+    chunks: dict[str, set[int]] = field(default_factory=dict)
+    leased: bool = False
 
     def is_whole(self, manifest: Manifest) -> bool:
-        return self.chunks.get(manifest.generation, frozenset()).issuperset(range(len(manifest.chunks)))
+        return self.chunks.get(manifest.generation, set()).issuperset(range(len(manifest.chunks)))
 
 
 class Values:
@@ -228,25 +230,20 @@ class Values:
     def listing(self) -> dict[str, Found]:
         """What there is, by digest. Names that are none of ours count for nothing."""
         (names,) = self.ask([partial(self._blobs.names, self._folder)])
-        tags: dict[str, str] = {}
-        leased: set[str] = set()
-        chunks: dict[str, dict[str, set[int]]] = {}
+        there: dict[str, Found] = {}
         for name, tag in names.items():
             match = _NAME.fullmatch(name.removeprefix(self._folder + "/"))
             if match is None:
                 continue
             digest, is_manifest, is_lease, generation, index = match.groups()
-            generations = chunks.setdefault(digest, {})
+            found = there.setdefault(digest, Found())
             if is_manifest:
-                tags[digest] = tag
+                found.tag = tag
             elif is_lease:
-                leased.add(digest)
+                found.leased = True
             else:
-                generations.setdefault(generation, set()).add(int(index))
-        return {
-            digest: Found(tags.get(digest), {g: frozenset(s) for g, s in generations.items()}, digest in leased)
-            for digest, generations in chunks.items()
-        }
+                found.chunks.setdefault(generation, set()).add(int(index))
+        return there
 
     def upload(self, manifest: Manifest, container: memoryview) -> None:
         """Writes all chunks of a container. Raises StoreFull."""
