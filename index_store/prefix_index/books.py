@@ -38,15 +38,6 @@ class Held:
     """The version of the index's file that readers found damaged."""
 
 
-@dataclass
-class Listing:
-    """One reading of a shard folder."""
-
-    held: dict[str, Held] = field(default_factory=dict)
-    partials: dict[str, int] = field(default_factory=dict)
-    foreign: list[str] = field(default_factory=list)
-
-
 class Look:
     """Whether a folder was listed since its last change, by its modification time.
 
@@ -73,9 +64,19 @@ class Look:
         return max(age_s, now - self._since) > _SETTLES_S
 
 
-def list_shard(dir_fd: int, shard: str, known: Container[str]) -> Listing:
+@dataclass
+class _Shard:
+    """A shard folder: ``held`` by digest, bytes of files that are being written, names that mean nothing here."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    partials: dict[str, int] = field(default_factory=dict)
+    foreign: list[str] = field(default_factory=list)
+    look: Look = field(default_factory=Look)
+
+
+def list_shard(dir_fd: int, shard: str, known: Container[str]) -> _Shard:
     """What is in a shard folder. ``known`` are digests of its last listing. Raises OSError."""
-    seen = Listing()
+    seen = _Shard()
     with os.scandir(dir_fd) as items:
         for item in items:
             name = item.name
@@ -98,13 +99,6 @@ def list_shard(dir_fd: int, shard: str, known: Container[str]) -> Listing:
             else:
                 held.index, held.used_ns = Signature.of(status), status.st_atime_ns
     return seen
-
-
-@dataclass
-class _Shard:
-    look: Look = field(default_factory=Look)
-    held: dict[str, Held] = field(default_factory=dict)
-    partials: dict[str, int] = field(default_factory=dict)
 
 
 class FolderBooks:
@@ -261,7 +255,7 @@ class FolderBooks:
         self._tell_foreign(self._root, "a folder named by two hex digits", foreign)
         for gone in self._shards.keys() - names:
             self.problems.pop(f"{self._root}/{gone}", None)
-            self._take_in(gone, -1, Listing(), full=True)
+            self._take_in(gone, -1, _Shard(), full=True)
             del self._shards[gone]
         for name in names - self._shards.keys():
             self._shards[name] = _Shard()
@@ -305,7 +299,7 @@ class FolderBooks:
             settled = False
             if err.errno in GONE:
                 self.problems.pop(path, None)
-                self._take_in(name, -1, Listing(), full=full)
+                self._take_in(name, -1, _Shard(), full=full)
             else:
                 remedy = "check its permissions and the disk; until then it counts as it was"
                 found_instead = err.strerror or str(err)
@@ -315,7 +309,7 @@ class FolderBooks:
         # What the system did not give is asked for again by the next scan.
         shard.look.settled = settled and not any(self.unread(d) or self.unread(d, KEEP_SUFFIX) for d in shard.held)
 
-    def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
+    def _take_in(self, name: str, dir_fd: int, found: _Shard, *, full: bool) -> None:
         shard = self._shards[name]
         shard.partials = found.partials
         folder = f"{self._root}/{name}"

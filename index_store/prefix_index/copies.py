@@ -18,7 +18,6 @@ from .reader import IndexFile, is_damaged
 from .store import IndexEntry, IndexStore, Retention
 
 _AGAIN_S: Final = 30.0
-_MAX_FAILED: Final = 10_000
 
 Tell: TypeAlias = Callable[[str, bool], None]
 """(digest, whether a copy served it): what the process that makes the copies learns of a use."""
@@ -127,8 +126,6 @@ class Copies:
         except Cancelled:
             raise
         except Exception:
-            if len(self.not_before) >= _MAX_FAILED:
-                self.not_before.clear()
             self.not_before[digest] = time.monotonic() + _AGAIN_S
             self.count("promotion_failures")
             raise

@@ -379,13 +379,11 @@ class FileStore(IndexStore):
             remedy = "raise the limit, free disk space, or delete what problems() lists"
             raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self.folder)
 
-    def _clean_partials(self, grace_s: float) -> int:
-        """Removes partial files whose writer is dead and that are older. Returns how many. Always allowed."""
-        removed = 0
+    def _clean_partials(self, grace_s: float) -> None:
+        """Removes partial files whose writer is dead and that are older. Always allowed."""
         for shard in self._books.shards:
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
-                removed += remove_unlocked(fd, PARTIAL, grace_s=grace_s)
-        return removed
+                remove_unlocked(fd, PARTIAL, grace_s=grace_s)
 
     def _shortage(self, nbytes: int, replaced: str | None) -> int:
         """How many bytes must go before ``nbytes`` may come. Raises OSError.
@@ -463,10 +461,9 @@ class FileStore(IndexStore):
         return kept == known
 
     def _clean_leftovers(self, *, alone: bool) -> None:
-        self._clean_partials(self._partial_grace_s)
         for shard in self._books.shards:
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
-                remove_unlocked(fd, LEASE, grace_s=self._partial_grace_s, access=os.O_RDWR)
+                remove_unlocked(fd, PARTIAL, LEASE, grace_s=self._partial_grace_s)
                 with self._lock:
                     orphans = self._books.orphans(shard)
                 # Alone, nobody is between writing a retention and naming its index.

@@ -200,12 +200,6 @@ def test_credentials_show_nowhere() -> None:
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("chunk_nbytes", [0, -4096, 5000])
-def test_chunks_are_pages(chunk_nbytes: int) -> None:
-    with pytest.raises(ValueError, match="chunk_nbytes: expected a positive multiple of 4096"):
-        RemoteStore(ObjectBlobs("memory:///"), chunk_nbytes=chunk_nbytes)
-
-
 def test_headers_tell_all_they_should() -> None:
     body = b"some bytes"
     header = value_header(CHUNK, DIGEST, "00000000000000ff", 3, body)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
-from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
+from ..format import Entry, IndexIdentity, xxh3_hex
 from ..reader import IndexFile, IndexLookup, check_identity
 from ..store import BuildLease, Catalog, IndexSource
 from ..writer import IndexPayload, IndexWriter
@@ -27,7 +27,7 @@ class RemoteStore(IndexSource):
 
     ``timeout_s``     seconds that one request (at most one chunk) may take. A whole get or put of n chunks takes
                       at most n / 4 times as long: four are under way at a time
-    ``chunk_nbytes``  size of the values that a container is cut into; readers take it from the manifest
+    ``chunk_nbytes``  size of the values that a container is cut into, whole pages; readers take it from the manifest
     ``lease_ttl_s``   how long a build lease outlives its holder, where the store can arbitrate (``claims.py``)
     ``grace_s``       age, by the writer's clock, from which ``sweep()`` removes chunks that no manifest names
     ``clock``         gives the seconds since the Unix epoch by which writers date their chunks
@@ -55,8 +55,6 @@ class RemoteStore(IndexSource):
         self.catalog = Catalog()
         self._blobs = blobs
         self._timeout_s, self._grace_s, self._clock = timeout_s, grace_s, clock
-        if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
-            raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
         self._chunk_nbytes = chunk_nbytes
         self._calls = Calls(blobs.name, timeout_s=timeout_s)
         self._values = Values(blobs, self._calls, folder)
