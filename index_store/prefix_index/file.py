@@ -196,14 +196,12 @@ class FileStore(IndexStore):
     def contains(self, key: IndexLookup) -> bool:
         digest = self._digest(key)
         try:
-            fd, status = open_named(self.folder, digest)
+            fd, _ = self._open_offered(digest)
             with closing_fd(fd):
-                with self._lock:
-                    reported = self._books.verdict(digest, Signature.of(status))
-                entry = None if reported is not None else read_entry(fd)[0]
+                entry, _ = read_entry(fd)
         except IndexStoreError:
             return False
-        return entry is not None and entry.identity.digest == digest and not self._has_expired(digest)
+        return entry.identity.digest == digest and not self._has_expired(digest)
 
     def delete(self, key: IndexLookup) -> bool:
         digest = self._digest(key)

@@ -83,6 +83,8 @@ class Access(NamedTuple):
         """That of a folder that is there; the default where none is."""
         try:
             there = os.stat(folder)
+        except ValueError:  # a NUL: no path
+            return cls()
         except OSError as err:
             if err.errno not in GONE:
                 raise

@@ -79,18 +79,21 @@ class FolderLeases:
     def _open(self, dir_fd: int, name: str) -> int:
         # O_RDWR never waits for a pipe's other end, and locks over NFS need it.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = None
+        path = path_in(self._folder, name.removeprefix(LEASE)).with_name(name)
+        planted = StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
         try:
             fd = os.open(name, flags, self._access.file_mode, dir_fd=dir_fd)
         except OSError as err:
-            if err.errno not in _PLANTED:
-                raise
-        if fd is None or not stat.S_ISREG(os.fstat(fd).st_mode):
-            if fd is not None:
-                os.close(fd)
-            path = path_in(self._folder, name.removeprefix(LEASE)).with_name(name)
-            raise StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
-        give_mode(fd, self._access.file_mode)
+            if err.errno in _PLANTED:
+                raise planted from None
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise planted
+            give_mode(fd, self._access.file_mode)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
 

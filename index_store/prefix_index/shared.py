@@ -102,7 +102,8 @@ class SharedStore(IndexStore):
         self._timeout_s, self._rescan_s = timeout_s, rescan_s
         self._counts = dict.fromkeys(SharedCounters._fields, 0)
         self._counting = threading.Lock()
-        self._fetching: dict[str, bool] = {}
+        self._fetching: str | None = None
+        """What is being fetched, until it is outdated."""
         self._no_fetch: dict[str, tuple[float, Link | IndexStoreError]] = {}
         self._locks: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
         self._next_rescan = 0.0
@@ -306,24 +307,20 @@ class SharedStore(IndexStore):
         """
         error: IndexStoreError = IndexNotFound("index", digest, "none", "build it")
         with self._counting:
-            self._fetching[digest] = True  # before the look: what comes after it ends this fetch
+            self._fetching = digest  # before the look: what comes after it ends this fetch
         try:
-            try:
-                self.local.get(digest).close()
-                return None
-            except IndexUnreadable:
-                raise
-            except IndexStoreError:
-                pass  # a remote store's will do
-            for link in self._links:
-                if not link.hides(digest):
-                    try:
-                        return self._fetch_from(link, digest, check)
-                    except IndexStoreError as err:
-                        error = err if isinstance(error, IndexNotFound) else error
-        finally:
-            with self._counting:
-                self._fetching.pop(digest, None)
+            self.local.get(digest).close()
+            return None
+        except IndexUnreadable:
+            raise
+        except IndexStoreError:
+            pass  # a remote store's will do
+        for link in self._links:
+            if not link.hides(digest):
+                try:
+                    return self._fetch_from(link, digest, check)
+                except IndexStoreError as err:
+                    error = err if isinstance(error, IndexNotFound) else error
         self.count("fetch_failures")
         if isinstance(error, DAMAGE):
             self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, error
@@ -332,7 +329,7 @@ class SharedStore(IndexStore):
     def _fetch_from(self, link: Link, digest: str, check: Check) -> None:
         def still_wanted() -> None:
             check()
-            if not self._fetching.get(digest, False):
+            if self._fetching != digest:
                 raise Cancelled
 
         with link.ask(partial(link.store.get, digest)) as source:
@@ -372,8 +369,8 @@ class SharedStore(IndexStore):
     def _end_fetch(self, digest: str) -> None:
         """What is being fetched is outdated."""
         with self._counting:
-            if digest in self._fetching:
-                self._fetching[digest] = False
+            if self._fetching == digest:
+                self._fetching = None
 
     # ---- to remote stores ----
 
