@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import xxhash
 
@@ -140,6 +141,17 @@ def test_a_manifest_with_more_fields_is_read(store: RemoteStore, blobs: ObjectBl
     blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
     store.get(DIGEST).verify()
     assert [entry.retention for entry in store.list()] == [Retention()]
+
+
+def test_a_manifest_that_speaks_of_something_else(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    store.put(sample_payload())
+    body: dict[str, Any] = json.loads(blobs.fetch(MANIFEST, 1 << 20)[HEADER.size :])
+    identity = msgspec.to_builtins(sample_identity(range(64)))
+    for wrong in ({"generation": "0" * 16}, {"entry": {**body["entry"], "identity": identity}}):
+        raw = json.dumps(body | wrong).encode()
+        blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
+        with pytest.raises(IndexCorrupt, match="identity digest and generation: expected"):
+            store.get(DIGEST)
 
 
 def test_a_manifest_too_long_is_not_read(tmp_path: Path) -> None:
