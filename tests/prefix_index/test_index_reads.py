@@ -181,6 +181,15 @@ def test_verify_reads_in_batches(path: Path, threads: int, monkeypatch: pytest.M
         index.verify(threads=threads)
 
 
+def test_who_carries_an_index_may_stop_before_each_array(index: IndexFile) -> None:
+    def stop() -> None:
+        raise InterruptedError("enough")
+
+    for array in index.payload(stop).arrays.values():
+        with pytest.raises(InterruptedError, match="enough"):
+            array.load()  # type: ignore[union-attr]
+
+
 def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
