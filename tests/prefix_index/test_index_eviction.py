@@ -166,7 +166,7 @@ def test_free_space_floor(folder: Path, clock: Clock, max_bytes: int | None, mon
     def free_bytes(_: Path) -> int:
         return disk - sum(p.stat().st_size for p in folder.rglob("*.pfxindex"))
 
-    monkeypatch.setattr("prefix_index.eviction.free_bytes", free_bytes)
+    monkeypatch.setattr("prefix_index.file.free_bytes", free_bytes)
     with opened(folder, max_bytes=max_bytes, min_free_bytes=2 * ONE, clock=clock) as store:
         for identity in IDS[:5]:
             clock.now += 10

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexPayload, LazyArray
+from prefix_index import IndexCorrupt
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.conformance import same_arrays
 from tests.prefix_index.faults.tools import opened
@@ -87,20 +85,4 @@ def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, mon
                 store.put(sample_payload(values_per_array=4096, fill=2))
         nbytes = index_file(folder, sample_identity()).stat().st_size
         assert [e.nbytes for e in store.list()] == [nbytes]
-        balanced(store)
-
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC, errno.EIO])
-def test_an_error_of_the_payload_s_own_files_is_not_the_store_s(folder: Path, number: int) -> None:
-    error = OSError(number, os.strerror(number), "model/kv.bin")
-
-    def load() -> Any:
-        raise error
-
-    with FileStore(folder, create=True) as store:
-        store.put(sample_payload(fill=1))
-        with pytest.raises(OSError, match=r"model/kv\.bin") as caught:
-            store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4,), load)}))
-        assert caught.value is error
-        assert same_arrays(store, sample_payload(fill=1))
         balanced(store)

@@ -15,7 +15,6 @@ from prefix_index import (
     IndexCorrupt,
     IndexNotFound,
     IndexUnreadable,
-    InvalidPayload,
     Retention,
     SharedStore,
     StoreFull,
@@ -300,12 +299,6 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
     assert two._fetcher.settle(SOON)
     assert two.local.contains(DIGEST) == (change == "put")
     assert change == "delete" or fill_of(two) == 2
-
-
-@pytest.mark.parametrize("options", [{"rescan_s": float("nan")}, {"timeout_s": -1.0}], ids=str)
-def test_options_are_checked(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidPayload, match=f"{next(iter(options))}: expected finite seconds"):
-        SharedStore(FileStore(tmp_path / "a"), [FileStore(tmp_path / "b")], **options)
 
 
 def test_a_forgotten_lease_waits_for_no_remote_store(tmp_path: Path) -> None:

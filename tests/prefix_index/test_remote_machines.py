@@ -170,7 +170,7 @@ def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path, m
     )
 
     def expires() -> float:
-        return unpack_record(LEASE, DIGEST, blobs.fetch(f"prefix_index/{DIGEST}.lease", 1 << 20), LEASES).expires
+        return unpack_record(LEASE, DIGEST, blobs.fetch(f"prefix_index/{DIGEST}.lease", 1 << 20), LEASES)[1].expires
 
     with machine(blobs, lease_ttl_s=0.6, grace_s=0) as store:
         with python(code, (tmp_path / "objects").as_uri(), DIGEST) as holder:
