@@ -25,6 +25,7 @@ from tests.serving.admitting import (
     KV_HEADS,
     LAYERS,
     NAMESPACE,
+    OTHER,
     PROMPT,
     Model,
     Request,
@@ -135,6 +136,9 @@ def test_a_damaged_index_is_tried_once_for_a_request_which_is_dense_with_the_rea
     state = runtime.snapshot()
     assert state["fallbacks"] == {"index_corrupt": 1}, "not what the store says of it the second time"
     assert (state["index_users"], len(state["store_problems"])) == (0, 1)
+    runtime.came("b")
+    assert not ours(runtime, ["b"], [66])
+    assert runtime.snapshot()["fallbacks"] == {"index_corrupt": 1, "no_index": 1}, "it is offered no more"
 
 
 def test_a_prefilled_prompt_leaves_an_index_of_its_own_keys(start: Any) -> None:
@@ -226,7 +230,7 @@ def test_a_layer_that_must_stay_dense_ends_the_sharing(start: Any) -> None:
 # -- what the state says ---------------------------------------------------------------------------------------
 
 
-def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any) -> None:
+def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplog: Any) -> None:
     bench = make_bench(layer_plan=["anchor"] * LAYERS)
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
     for tokens, parts in ((PROMPT, {}), (PROMPT[:32], {"model": other}), (PROMPT[:16], {"profile": "other"})):
@@ -235,18 +239,33 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any) -> No
     for model, line in ((bench.model, "1 of 3"), (msgspec.structs.replace(bench.model, kv_dtype="float16"), "0 of 3")):
         runtime = SparseRuntime(settings, Model(model))
         assert f"usable {line} indexes (" in runtime.watch.summary()
+        runtime.admit(Request(), "a", [*PROMPT, 7], NAMESPACE)
         state = runtime.snapshot()
         runtime.close()
         assert (state["indexes_usable"], state["indexes_in_store"]) == (int(line[0]), 3)
         assert state["store_problems"] == []
     assert state["indexes_unusable"] == {"of another model": 3}
+    assert "request a stays dense" in caplog.text
+    assert "model.kv_dtype: expected float16, found" in caplog.text
+    assert "ignored in the store" not in caplog.text
+    (bench.store.folder / "notes.txt").write_text("somebody's")
+    SparseRuntime(settings, Model(bench.model)).close()
+    assert f"ignored in the store: {bench.store.folder}/notes.txt" in caplog.text
 
 
 def test_a_store_folder_that_is_removed_is_a_problem_until_it_is_back(start: Any) -> None:
-    runtime = start()
+    """What is resident is still used; what is not is no index any more."""
+    runtime = start([PROMPT, OTHER])
+    runtime.came("a")
+    assert ours(runtime, ["a"], [66])
     folder = Path(runtime.store.folder)
     away = folder.rename(folder.with_name("away"))
     assert any(str(folder) in problem for problem in runtime.snapshot()["store_problems"])
+    runtime.came("b")
+    runtime.came("c", [*OTHER, 7])
+    assert ours(runtime, ["a", "b", "c"], [67, 66, 66])
+    state = runtime.snapshot()
+    assert (state["sparse_rows"], state["fallbacks"]) == (3, {"no_index": 1})
     away.rename(folder)
     assert runtime.snapshot()["store_problems"] == []
 
