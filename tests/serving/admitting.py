@@ -28,20 +28,22 @@ class Request:
 
 
 class Model:
-    """A model runner in plain tensors: what `ModelView` asks for."""
+    """A model runner in plain tensors: what `ModelView` asks for. It has some of the KV heads, as a rank does."""
 
-    num_layers, num_qo_heads, num_kv_heads, head_dim, v_head_dim = LAYERS, KV_HEADS * GQA, KV_HEADS, DIM, DIM
+    num_layers, head_dim, v_head_dim = LAYERS, DIM, DIM
     dtype = kv_dtype = torch.float32
     num_slots, max_requests, decode_graphs = 1024, 8, False
     tp_rank, tp_size = 0, 1
     has_kv_scales = True
     device = torch.device("cpu")
 
-    def __init__(self, fingerprint: Any) -> None:
+    def __init__(self, fingerprint: Any, heads: slice = slice(KV_HEADS)) -> None:
         self._fingerprint = fingerprint
         gen = torch.Generator().manual_seed(0)
         self.weight = torch.randn(5, 7, generator=gen)
-        pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen) for _ in range(LAYERS)]
+        pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen)[:, :, heads] for _ in range(LAYERS)]
+        self.num_kv_heads = pools[0].shape[2]
+        self.num_qo_heads = GQA * self.num_kv_heads
         self.caches = [PagedKV(*pool, k_scale=0.5, v_scale=4.0) for pool in pools]
         self.req_to_token = torch.randperm(1024, generator=gen)[: 8 * 120].reshape(8, 120).to(torch.int32)
 
