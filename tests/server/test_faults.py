@@ -29,14 +29,6 @@ def test_a_corrupted_array_makes_its_requests_dense_and_the_answer_stays_right(
     assert delta.fallbacks == {"no_index": 1}, "it is offered no more"
 
 
-def test_a_failed_weight_update_leaves_the_indexes_in_use(production: Any, texts: Any) -> None:
-    prompt = texts.ask(texts.second, 3)
-    with pytest.raises(OSError, match="HTTP 400"):
-        post(production.url, "/update_weights_from_disk", {"model_path": "/nowhere/model"}, 300)
-    _, delta = production.compared([prompt], STEPS)
-    assert (delta.sparse_rows in production.rows(STEPS - 1), delta.fallbacks) == (True, {})
-
-
 def test_a_prompt_longer_than_the_context_gets_sglangs_error_and_the_server_lives(production: Any, texts: Any) -> None:
     with pytest.raises(OSError, match=r"(?i)HTTP 400.*(longer|exceed)"):
         production.generate(" ".join([texts.long] * 5), STEPS)

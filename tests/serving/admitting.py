@@ -67,8 +67,8 @@ class Runtime(SparseRuntime):
 
     wait = SparseRuntime.admit
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.held: list[Request] = []
 
     def admit(self, request: Hashable, *args: Any, **kwargs: Any) -> None:

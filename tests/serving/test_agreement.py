@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from sglang_ext.config import Settings
 from sglang_ext.decode.grouping import SlotComparisons
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
@@ -30,7 +32,7 @@ from sglang_ext.ranks import (
     check_alike,
     dense,
 )
-from tests.serving.admitting import Request
+from tests.serving.admitting import LAYERS, PROMPT, Model, Request, Runtime, planned
 from tests.serving.meeting import Meeting
 
 A, B = "a" * 64, "b" * 64
@@ -168,6 +170,41 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
     }.get(case)
     assert one[:3] == (None, case == "ready", {reason: 1} if reason else {})
     assert one[3] == two[3] == (case not in ("ready", "loading")), "nobody keeps an index that it may not use"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_runtimes_of_two_ranks_use_an_index_that_is_late_on_one_from_the_same_step_on(
+    late: int, make_bench: Any
+) -> None:
+    bench = make_bench(layer_plan=["anchor"] * LAYERS, prefetch_policy="best_effort", keep_ratio=1.0)
+    bench.put(PROMPT)
+
+    def work(ranks: Ranks) -> Any:
+        view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
+        view.tp_rank, view.tp_size = ranks.rank, 2
+        runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), view, ranks=ranks)
+        gate, real = threading.Event(), runtime.store.get
+        if ranks.rank == late:
+            runtime.store.get = lambda key: (gate.wait(60), real(key))[1]
+        index = runtime.requests.of(runtime.came("a")).index
+        used = []
+        for step in range(3 * EVERY):
+            if step == (EVERY + 2 if ranks.rank == late else 0):
+                gate.set()
+                index.loaded.result(60)
+            used.append(planned(runtime, ["a"], [66 + step]))
+        state = runtime.snapshot()
+        runtime.close()
+        own = bench.keys(PROMPT, 0).transpose(0, 1)[ranks.rank : ranks.rank + 1]
+        assert torch.equal(index.layers[0]["keys"], own), "of its own KV head"
+        return used, state["fallbacks"], [one["history"] for one in state["ranks"]]
+
+    one, two = Meeting(2).run(work)
+    assert one == two
+    used, fallbacks, (mine, theirs) = one
+    assert used == sorted(used)
+    assert EVERY + 2 < used.count(False) < 3 * EVERY
+    assert (fallbacks, mine) == ({"index_loading": 1}, theirs)
 
 
 # -- the start, and what is compared on the device --------------------------------------------------------------

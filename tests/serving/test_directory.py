@@ -104,13 +104,6 @@ def eventually(watch: StoreWatch, number: int) -> None:
         time.sleep(0.02)
 
 
-def test_what_another_process_stored_is_found(folder: Path, watch: StoreWatch) -> None:
-    with FileStore(folder) as other:
-        other.put(sample_payload(sample_identity(range(64))))
-    watch.rescan()
-    eventually(watch, 2)  # at once, but for a machine that is very busy
-
-
 def test_nobody_waits_for_a_folder_that_takes_long(
     folder: Path, watch: StoreWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

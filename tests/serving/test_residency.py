@@ -63,16 +63,6 @@ def test_what_is_loaded_is_what_was_stored(
     assert index.nbytes == residency.resident_bytes() == heads * ONE // 2
 
 
-def test_one_index_is_loaded_once_for_all_its_users(bench: Any, reside: Any) -> None:
-    residency, entry = reside(bench), bench.put(PROMPT)
-    first, second = residency.acquire(entry), residency.acquire(entry)
-    assert first is second
-    assert (first.users, residency.num_users()) == (2, 2)
-    for index in (first, second):
-        residency.release(index)
-    assert residency.num_users() == 0
-
-
 # -- the budget ------------------------------------------------------------------------------------------------
 
 

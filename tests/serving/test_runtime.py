@@ -49,15 +49,6 @@ def test_an_admitted_request_decodes_sparsely_until_its_slot_is_freed(start: Any
     assert (state["indexes_in_store"], state["store_problems"], state["model"]["num_layers"]) == (1, [], LAYERS)
 
 
-def test_rows_without_index_ride_along_in_a_grouped_step_and_stay_exact(start: Any) -> None:
-    runtime = start([PROMPT])
-    for rid, tokens in (("0", [*PROMPT, 7]), ("1", range(500, 540)), ("2", [*PROMPT, 9])):
-        runtime.came(rid, tokens)
-    assert ours(runtime, ["0", "1", "2"], [66, 41, 70])
-    state = runtime.snapshot()
-    assert (state["sparse_rows"], state["dense_rows"], state["fallbacks"]) == (2, 1, {"no_index": 1})
-
-
 def test_a_batch_without_index_is_left_to_sglang(start: Any) -> None:
     runtime = start()
     runtime.came("a")
@@ -265,7 +256,7 @@ def test_a_store_folder_that_is_removed_is_a_problem_until_it_is_back(start: Any
     runtime.came("c", [*OTHER, 7])
     assert ours(runtime, ["a", "b", "c"], [67, 66, 66])
     state = runtime.snapshot()
-    assert (state["sparse_rows"], state["fallbacks"]) == (3, {"no_index": 1})
+    assert (state["sparse_rows"], state["dense_rows"], state["fallbacks"]) == (3, 1, {"no_index": 1})
     away.rename(folder)
     assert runtime.snapshot()["store_problems"] == []
 

@@ -31,15 +31,6 @@ def test_each_layer_costs_as_its_role_says_and_a_search_is_shared_out() -> None:
     )
 
 
-def test_a_search_may_pay_only_where_several_steps_use_it() -> None:
-    attended = 5_100
-    assert (
-        COSTS.sparse_us([5_000], [500], 100)
-        > COSTS.exact_us(attended, 1)
-        > COSTS.sparse_us([5_000], [500], 100, steps=8)
-    )
-
-
 def test_many_groups_have_lines_of_their_own() -> None:
     assert [numbers_of_groups(size) for size in (1, 2, 4, 32, 128)] == [
         [1],

@@ -1,5 +1,5 @@
 """Which way decode steps go with a search period: by costs, by what the batch was before, and never a graph that is not
-there.
+there. Which steps search: also `test_a_selection_serves_its_steps_until_a_group_changes`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, Lines, StepCosts
+from sglang_ext.decode.sparse import SearchTurns
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
@@ -107,6 +108,15 @@ def test_what_was_found_is_too_old_behind_another_step(other: dict[str, bool]) -
     assert [batches.step(0) for _ in range(2)] == [StepPath.SPARSE, StepPath.KEPT]
     assert batches.step(0, **other) is None
     assert batches.step(0) is StepPath.SPARSE
+
+
+def test_nothing_is_kept_of_before_a_capture() -> None:
+    searches = SearchTurns(4)
+    searches.take("A")
+    searches.begin(searches=False)
+    assert not searches.searches, "a graph without selections is captured"
+    searches.take("A")
+    assert searches.searches
 
 
 def test_groups_that_keep_changing_never_pay_for_a_part_of_a_search_only() -> None:
