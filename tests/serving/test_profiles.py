@@ -28,7 +28,6 @@ from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
 
 PLAN = ["dense", "anchor", {"reuse": 1, "head_map": [1, 1]}]
 SPEC = {"first": {"method": "ab_sparse", "sizes": "profile"}, "second": {"method": "token_index", "num_channels": 4}}
-KEYS_ONLY = '{"method": "exact", "methods": {"exact": {}}}'
 
 
 def _model(**changes: Any) -> ModelFingerprint:

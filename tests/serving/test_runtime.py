@@ -20,9 +20,6 @@ from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.token_index import TokenIndexSelector
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import (
-    DIM,
-    GQA,
-    KV_HEADS,
     LAYERS,
     NAMESPACE,
     OTHER,
@@ -57,19 +54,27 @@ def test_a_batch_without_index_is_left_to_sglang(start: Any) -> None:
     assert runtime.snapshot()["fallbacks"] == {"no_index": 1}, "once for a request, not at every step"
 
 
-def test_a_refused_layer_is_dense_and_counted(start: Any) -> None:
-    runtime = start([PROMPT])
-    runtime.came("a")
-    batch = decode_batch(runtime, ["a"], [66])
-    with runtime.step(batch):
-        assert runtime.planned
-        q = torch.zeros(1, KV_HEADS * GQA * DIM)
-        assert runtime.attend(q, None, None, SimpleNamespace(layer_id=0), batch, True, "a logit cap") is None
-    assert not runtime.planned, "a step ends with its forward"
-    assert runtime.snapshot()["fallbacks"] == {"unsupported_layer": 1}
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_layer_that_must_stay_dense_is_counted_and_ends_what_is_attended_here(start: Any, indexed: bool) -> None:
+    """A captured graph could not hold it."""
+    runtime = start([PROMPT] if indexed else [], share_prefixes=True, min_shared_tokens=32)
+    for rid in ("r0", "r1"):
+        runtime.came(rid)
+    runtime.share_slots(1)
+    for number in range(2):
+        ours(runtime, ["r0", "r1"], [66 + number, 70 + number])
+    layer, batch = SimpleNamespace(layer_id=1, scaling=1.0), decode_batch(runtime, ["r0", "r1"], [68, 72])
     with pytest.raises(RuntimeError, match="out of memory"), runtime.step(batch):
         raise RuntimeError("out of memory")
-    assert not runtime.planned, "also one that fails"
+    assert not runtime.planned, "a step ends with its forward, also one that fails"
+    with runtime.step(batch):
+        assert runtime.planned
+        assert runtime.attend(torch.zeros(2, 64), None, None, layer, batch, True, "a sliding window") is None
+        assert not runtime.planned
+    assert not ours(runtime, ["r0", "r1"], [69, 73])
+    state = runtime.snapshot()
+    assert state["decode"]["refusal"] == "layer 1 has a sliding window"
+    assert state["fallbacks"] == {"unsupported_layer": 1} | ({} if indexed else {"no_index": 2})
 
 
 def test_the_twins_of_one_id_are_dense_and_give_their_index_back(start: Any) -> None:
@@ -198,24 +203,6 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
     state = runtime.snapshot()
     assert (state["cascade_steps"], state["cascade_rows"], state["sparse_rows"]) == (4, 11, 0)
     assert state["decode"]["compared"] == 1
-
-
-def test_a_layer_that_must_stay_dense_ends_the_sharing(start: Any) -> None:
-    """A captured graph could not hold it."""
-    runtime = start(share_prefixes=True, min_shared_tokens=32)
-    for rid in ("r0", "r1"):
-        runtime.came(rid)
-    runtime.share_slots(1)
-    for number in range(2):
-        ours(runtime, ["r0", "r1"], [66 + number, 70 + number])
-    layer, batch = SimpleNamespace(layer_id=1, scaling=1.0), decode_batch(runtime, ["r0", "r1"], [68, 72])
-    with runtime.step(batch):
-        assert runtime.planned
-        assert runtime.attend(torch.zeros(2, 64), None, None, layer, batch, True, "a sliding window") is None
-    assert not ours(runtime, ["r0", "r1"], [69, 73])
-    state = runtime.snapshot()
-    assert state["decode"]["refusal"] == "layer 1 has a sliding window"
-    assert state["fallbacks"] == {"no_index": 2, "unsupported_layer": 1}
 
 
 # -- what the state says ---------------------------------------------------------------------------------------
