@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,21 +39,6 @@ MISMATCH = dense(REASONS.index("index_mismatch"))
 MEMORY = dense(REASONS.index("index_memory"))
 
 
-def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[Word, bool, int]]]:
-    """Per rank and step of one request: what was agreed, whether it may be used, and the votes so far."""
-
-    def work(ranks: Ranks) -> list[tuple[Word, bool, int]]:
-        votes, found = Agreement(ranks, MISMATCH), []
-        for step in range(steps):
-            own = words[ranks.rank]
-            word = own[min(step, len(own) - 1)]
-            votes.settle(["r"], lambda _, word=word: word, refused=False)
-            found.append((votes._agreed["r"], votes.ready("r"), votes.votes))
-        return found
-
-    return Meeting(len(words)).run(work)
-
-
 @pytest.mark.parametrize(
     ("words", "state", "shares"),
     [
@@ -68,17 +52,13 @@ def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[
     ],
 )
 def test_the_least_of_what_ranks_have_counts(words: list[Word], state: int, shares: bool) -> None:
-    for of_rank in _settle([[word] for word in words]):
-        assert [(word.state, word.shares) for word, _, _ in of_rank] == [(state, shares)]
+    def work(ranks: Ranks) -> Word:
+        votes = Agreement(ranks, MISMATCH)
+        votes.settle(["r"], lambda _: words[ranks.rank], refused=False)
+        return votes._agreed["r"]
 
-
-def test_an_index_that_is_late_on_one_rank_is_used_on_all_from_one_step_on() -> None:
-    late = [Word(LOADING, True, A)] * (EVERY + 3) + [Word(READY, True, A)]
-    early, other = _settle([[Word(READY, True, A)], late], steps=3 * EVERY)
-    assert early == other
-    used = [ready for _, ready, _ in early]
-    assert used == [False] * (2 * EVERY - 1) + [True] * (EVERY + 1)
-    assert early[-1][2] == 3, "one vote when it came, then one in so many steps, and none once it is settled"
+    for word in Meeting(len(words)).run(work):
+        assert (word.state, word.shares) == (state, shares)
 
 
 def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
@@ -197,7 +177,7 @@ def test_runtimes_of_two_ranks_use_an_index_that_is_late_on_one_from_the_same_st
         runtime.close()
         own = bench.keys(PROMPT, 0).transpose(0, 1)[ranks.rank : ranks.rank + 1]
         assert torch.equal(index.layers[0]["keys"], own), "of its own KV head"
-        return used, state["fallbacks"], [one["history"] for one in state["ranks"]]
+        return used, state["fallbacks"], [(one["history"], one["votes"]) for one in state["ranks"]]
 
     one, two = Meeting(2).run(work)
     assert one == two
@@ -205,6 +185,7 @@ def test_runtimes_of_two_ranks_use_an_index_that_is_late_on_one_from_the_same_st
     assert used == sorted(used)
     assert EVERY + 2 < used.count(False) < 3 * EVERY
     assert (fallbacks, mine) == ({"index_loading": 1}, theirs)
+    assert mine[1] == 3, "one vote when it came, then one in so many steps, and none once it is settled"
 
 
 # -- the start, and what is compared on the device --------------------------------------------------------------

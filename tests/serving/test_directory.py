@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,21 +48,6 @@ def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any, directory:
     directory = directory(min_prefix_len=100)
     assert directory.lookup({"extra_key": None}, PROMPT[:99]).reason == "short_prefix"
     assert directory.lookup({"extra_key": None}, PROMPT).reason == "short_prefix"
-
-
-def test_a_store_folder_that_goes_away_leaves_what_is_known(
-    bench: Any, directory: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.put(PROMPT[:96])
-    monkeypatch.setattr("sglang_ext.prefix.directory.RESCAN_S", 0.0)
-    directory = directory()
-    assert directory.lookup({"extra_key": None}, PROMPT).entry is not None
-    shutil.rmtree(bench.store.folder)
-    with caplog.at_level(logging.ERROR):
-        for _ in range(3):
-            assert directory.lookup({"extra_key": None}, PROMPT[:96]).entry is not None
-    assert len(caplog.records) == 1, "said once, not at every request"
-    assert "cannot be scanned" in caplog.text
 
 
 def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any, directory: Any) -> None:

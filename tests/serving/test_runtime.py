@@ -231,7 +231,7 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplo
     assert f"ignored in the store: {bench.store.folder}/notes.txt" in caplog.text
 
 
-def test_a_store_folder_that_is_removed_is_a_problem_until_it_is_back(start: Any) -> None:
+def test_a_store_folder_that_is_removed_is_a_problem_until_it_is_back(start: Any, caplog: Any) -> None:
     """What is resident is still used; what is not is no index any more."""
     runtime = start([PROMPT, OTHER])
     runtime.came("a")
@@ -244,6 +244,7 @@ def test_a_store_folder_that_is_removed_is_a_problem_until_it_is_back(start: Any
     assert ours(runtime, ["a", "b", "c"], [67, 66, 66])
     state = runtime.snapshot()
     assert (state["sparse_rows"], state["dense_rows"], state["fallbacks"]) == (3, 1, {"no_index": 1})
+    assert caplog.text.count("cannot be scanned") == 1, "said once, not at every request"
     away.rename(folder)
     assert runtime.snapshot()["store_problems"] == []
 
