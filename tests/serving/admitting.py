@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from prefix_index import PAGE_TOKENS, page_hashes
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.runtime import SparseRuntime
@@ -21,6 +22,10 @@ from sglang_ext.runtime import SparseRuntime
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
 NAMESPACE: dict[str, str | None] = {"extra_key": None}
 PROMPT, OTHER = list(range(64)), list(range(2000, 2064))
+
+
+def hashes(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    return tuple(page_hashes(tokens, PAGE_TOKENS))
 
 
 class Request:

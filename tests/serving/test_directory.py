@@ -17,6 +17,7 @@ from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch
 from tests.prefix_index.conformance import find
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.test_index_refusals import stuck_listing
+from tests.serving.admitting import eventually
 
 PROMPT = list(range(200))
 
@@ -79,14 +80,6 @@ def watch(folder: Path) -> Iterator[StoreWatch]:
     watch.close()
 
 
-def eventually(watch: StoreWatch, number: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(watch.store.list()) != number:
-        assert time.monotonic() < deadline
-        watch.rescan()
-        time.sleep(0.02)
-
-
 def test_nobody_waits_for_a_folder_that_takes_long(
     folder: Path, watch: StoreWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +93,7 @@ def test_nobody_waits_for_a_folder_that_takes_long(
         assert begun.wait(60)
         assert any("found none yet" in text for text in watch.snapshot()["store_problems"])
         assert time.monotonic() - began < 30
-    eventually(watch, 2)
+    assert eventually(lambda: (watch.rescan(), len(watch.store.list()))[1] == 2)
     assert watch.snapshot()["indexes_in_store"] == 2
 
 

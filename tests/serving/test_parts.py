@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefix_index import ArrayKey, page_hashes
+from prefix_index import ArrayKey
 from sglang_ext.prefill import background_build, parts
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.ranks import OneRank
-from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model, hashes
 from tests.serving.meeting import Meeting
 
 ARRAYS = {ArrayKey("m.a", 0, 1): np.arange(6, dtype=np.int16).reshape(2, 3), ArrayKey("m.b", 2, 1): np.ones(0)}
@@ -128,7 +128,7 @@ class Rank:
         self.builds = builds(bench.store, bench.config, self.view, bench.model, None, *of_ranks)
 
     def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
-        self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=tuple(page_hashes(prompt, 16))))
+        self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=hashes(prompt)))
         chunks = self.builds.begin_prefill([rid], [cached], [len(prompt) - cached], torch.device("cpu"))
         for layer in range(LAYERS):
             q = self.queries[layer, cached : len(prompt)].reshape(len(prompt) - cached, -1)
