@@ -61,7 +61,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -
         {"id": "second", "text": texts.second.text},
         {"id": "long", "text": texts.long},
         {"id": "second-named", "text": texts.second.text, "extra_key": "tenant-b"},
-        {"id": "unseen", "text": texts.unindexed.text, "extra_key": "unseen"},
         {"id": "large", "text": texts.large.text},
         {"id": "damaged", "text": texts.damaged.text},
         {"id": "negative", "input_ids": [5] * 1087 + [-1]},
