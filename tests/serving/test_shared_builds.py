@@ -341,6 +341,8 @@ def test_a_failed_build_is_reported_and_the_server_goes_on(start: Any) -> None:
     assert "NaN" in line["detail"]
     assert runtime.store.list() == ()
     assert not traffic.decode("b", 84)
+    (known,) = runtime.builds._hits._known.values()
+    assert eventually(lambda: (runtime.builds.settle(), known.tries)[1] == 1), "it waits for more hits than before"
 
 
 def test_no_queries_are_recorded_where_no_method_needs_them(start: Any) -> None:
