@@ -2,7 +2,6 @@
 """Decode kernels, correctness first: exact and sparse attention of prefix groups, and selection, beside rivals.
 
     python benchmarks/kernel_bench.py attention --out rows.jsonl            # a GPU with FlashInfer; minutes
-    python benchmarks/kernel_bench.py attention --tune H200.json --out tune.jsonl
     python benchmarks/kernel_bench.py selection --out rows.jsonl
     python benchmarks/kernel_bench.py --table rows.jsonl
     python benchmarks/kernel_bench.py attention --smoke --out tiny.jsonl    # a CPU is enough
@@ -31,7 +30,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -44,14 +42,13 @@ if "--smoke" in sys.argv:
 import kernel_rivals
 import kernel_tables
 import torch
-from kernel_cases import ATTENTION, Case, Launching
+from kernel_cases import ATTENTION, Case
 from kernel_problem import Gate, Problem, Sizes, make_problem
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
 from kernel_selection import SELECTION
 from kernel_timing import CpuTimer, GpuTimer
 
-from prefix_kernels.grouped_attention import AttentionShape, TunedConfigs
-from prefix_kernels.grouped_attention.tuned import shipped_file
+from prefix_kernels.grouped_attention import AttentionShape
 
 GROUPED = ("exact", "sparse", "suffix")
 RIVALS = tuple(kernel_rivals.RIVALS)
@@ -87,7 +84,7 @@ _SMOKE: Row = {
 def attention(args: argparse.Namespace, run: Run) -> None:
     """All problems that are asked for."""
     known(args, [*RIVALS, *ATTENTION])
-    shape, timer, configs = shape_of(args), timer_of(args), launching_of(args)
+    shape, timer = shape_of(args), timer_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
     for sizes, names in problems(args):
         keys = {name: attention_key(args, name, sizes) for name in names}
@@ -96,7 +93,7 @@ def attention(args: argparse.Namespace, run: Run) -> None:
             missing = [name for name in names if name in missing or name in RIVALS]
         if not missing or not fits(args, sizes, shape):
             continue
-        measure_problem(args, run, timer, shape, sizes, {name: keys[name] for name in missing}, configs)
+        measure_problem(args, run, timer, shape, sizes, {name: keys[name] for name in missing})
         gc.collect()
         if not args.smoke:
             torch.cuda.empty_cache()
@@ -126,11 +123,6 @@ def attention_key(args: argparse.Namespace, name: str, sizes: Sizes) -> Row:
     return {"bench": "attention", "case": name, **dataclasses.asdict(sizes), **conditions(args)}
 
 
-def launching_of(args: argparse.Namespace) -> Launching:
-    """Launch parameters: of --tuned, else the package's own. `main` sets --tuned to what is shipped for this GPU."""
-    return TunedConfigs.read(args.tuned) if args.tuned else TunedConfigs("none")
-
-
 def conditions(args: argparse.Namespace) -> Row:
     """The part of a key that all rows of a command share."""
     return {
@@ -138,8 +130,6 @@ def conditions(args: argparse.Namespace) -> Row:
         "dtype": args.dtype,
         "keep": args.keep,
         "layers": args.layers,
-        "tuned": args.tuned.name if args.tuned else None,
-        "tuned_sha256": hashlib.sha256(args.tuned.read_bytes()).hexdigest() if args.tuned else None,
     }
 
 
@@ -150,13 +140,12 @@ def measure_problem(
     shape: AttentionShape,
     sizes: Sizes,
     keys: dict[str, Row],
-    configs: Launching,
 ) -> None:
     """One pool, all of its cases."""
     problem = make_problem(shape, sizes, args.keep, device_of(args), args.seed, args.layers)
     rivals: dict[str, float] = {}
     for name, key in keys.items():
-        row = attempt(timer, lambda name=name: measure(problem, build(problem, name, configs), timer))
+        row = attempt(timer, lambda name=name: measure(problem, build(problem, name), timer))
         if row["green"] and name in RIVALS:
             rivals[name] = row["us"]
         elif row["green"] and name != "suffix":
@@ -176,9 +165,9 @@ def attempt(timer: Any, work: Callable[[], Row]) -> Row:
         return {"green": False, "error": text, "meaningful": timer.meaningful}
 
 
-def build(problem: Problem, name: str, configs: Launching) -> Case:
+def build(problem: Problem, name: str) -> Case:
     """A case by its name."""
-    return kernel_rivals.RIVALS[name](problem) if name in RIVALS else ATTENTION[name](problem, configs)
+    return kernel_rivals.RIVALS[name](problem) if name in RIVALS else ATTENTION[name](problem)
 
 
 def measure(problem: Problem, case: Case, timer: Any) -> Row:
@@ -307,8 +296,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", nargs=3, type=int, metavar=("QO", "KV", "DIM"), help="query heads, KV heads, head dim (32 8 128)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of queries and KV (bfloat16)")
     add("--seed", type=int, default=0, help="of queries, KV and selections (%(default)s)")
-    add("--tuned", type=Path, metavar="JSON", help="launch parameters, as --tune writes them (those shipped)")
-    add("--tune", type=Path, metavar="JSON", help="sweep them over the cases of `kernel_tune.TUNED`; write the best")
     add("--commit", help="for the rows, where the tree is no git checkout")
     add("--smoke", action="store_true", help="tiny shapes on the CPU in Triton's interpreter: does all of it run?")
     add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
@@ -321,16 +308,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not (args.part or args.table):
         parser.error("expected attention, selection or --table")
-    if args.tune and args.part != "attention":
-        parser.error("expected --tune with attention")
     for name, value in (_SMOKE if args.smoke else _USUAL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.rivals = [] if args.rivals == ["none"] else args.rivals
     if args.layers < 1:
         parser.error(f"expected --layers of 1 or more, got {args.layers}")
-    if args.layers > 1 and (args.part != "attention" or args.tune):
-        parser.error("expected --layers with attention, without --tune")
+    if args.layers > 1 and args.part != "attention":
+        parser.error("expected --layers with attention")
     if "none" in args.rivals:
         parser.error("expected --rivals none alone")
     return args
@@ -345,15 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
     run = Run(Path(args.out), provenance(args))
-    if not args.tune and not args.tuned:
-        args.tuned = shipped_file(device_of(args))
     try:
         if args.part == "selection":
             selection(args, run)
-        elif args.tune:
-            import kernel_tune
-
-            kernel_tune.tune(args, run)
         else:
             attention(args, run)
     except kernel_rivals.RivalMissingError as error:

@@ -11,13 +11,16 @@ import torch
 from kernel_problem import Problem
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
-from prefix_kernels.grouped_attention.tuned import passes_of
+from prefix_kernels.grouped_attention import (
+    AttentionConfig,
+    GroupedAttention,
+    Segment,
+    default_config,
+    has_specialized,
+    passes_for,
+)
 from prefix_kernels.launching import programs_at_once
 from prefix_kernels.types import PagedKV
-
-#: Launch parameters by shape and requests of a tile: `TunedConfigs`, or a sweep's candidate.
-Launching = Callable[[AttentionShape, int], AttentionConfig]
 
 
 @dataclass(eq=False)
@@ -58,7 +61,7 @@ def each_layer(problem: Problem, attend: Callable[[PagedKV], Any]) -> Callable[[
     return run
 
 
-def exact(problem: Problem, configs: Launching) -> Case:
+def exact(problem: Problem) -> Case:
     """Whole prefixes, suffixes and their merge: one plan of two passes."""
     sizes = problem.sizes
     slots = torch.cat([problem.prefix_slots.flatten(), problem.suffix_slots.flatten()])
@@ -66,10 +69,10 @@ def exact(problem: Problem, configs: Launching) -> Case:
         Segment(problem.members(group), sizes.context, list_begin=group * sizes.context)
         for group in range(sizes.groups)
     ]
-    return _grouped(problem, configs, slots, groups, sizes.groups * sizes.context, "all")
+    return _grouped(problem, slots, groups, sizes.groups * sizes.context, "all")
 
 
-def sparse(problem: Problem, configs: Launching) -> Case:
+def sparse(problem: Problem) -> Case:
     """Selected positions per KV head, as lists of slots with counts on the device, and suffixes."""
     lists = problem.selected_slots
     num_groups, num_heads, count = lists.shape
@@ -79,26 +82,26 @@ def sparse(problem: Problem, configs: Launching) -> Case:
         for group in range(num_groups)
     ]
     counts = torch.full((num_groups, num_heads), count, dtype=torch.int32, device=slots.device)
-    return _grouped(problem, configs, slots, groups, lists.numel(), "sparse", counts)
+    return _grouped(problem, slots, groups, lists.numel(), "sparse", counts)
 
 
-def suffix(problem: Problem, configs: Launching) -> Case:
+def suffix(problem: Problem) -> Case:
     """Private suffixes and the merge kernel, apart."""
     slots = problem.suffix_slots.flatten()
-    return _alone(problem, configs(problem.shape, 1), slots, _suffixes(problem, 0), "suffix")
+    return _alone(problem, slots, _suffixes(problem, 0), "suffix")
 
 
-def plain(problem: Problem, configs: Launching) -> Case:
+def plain(problem: Problem) -> Case:
     """The suffix pass from position 0: every request reads the whole of its own sequence."""
     context = problem.sizes.context
     if problem.sizes.rows != 1 or problem.sizes.suffix:
         raise ValueError(f"expected one prefix a request and no suffix, got {problem.sizes}")
     segments = [Segment((row,), context, list_begin=row * context) for row in range(problem.sizes.batch)]
-    return _alone(problem, configs(problem.shape, 1), problem.prefix_slots.flatten(), segments, "all")
+    return _alone(problem, problem.prefix_slots.flatten(), segments, "all")
 
 
 #: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
-ATTENTION: dict[str, Callable[[Problem, Launching], Case]] = {
+ATTENTION: dict[str, Callable[[Problem], Case]] = {
     "exact": exact,
     "sparse": sparse,
     "suffix": suffix,
@@ -113,7 +116,6 @@ def _suffixes(problem: Problem, begin: int) -> list[Segment]:
 
 def _grouped(
     problem: Problem,
-    configs: Launching,
     slots: Tensor,
     groups: Sequence[Segment],
     suffix_begin: int,
@@ -121,14 +123,15 @@ def _grouped(
     counts: Tensor | None = None,
 ) -> Case:
     shape = problem.shape
-    passes = passes_of(configs, shape, problem.sizes.rows)
+    passes = passes_for(shape, problem.sizes.rows, specialized=has_specialized(slots.device))
     plan = (list(groups), _suffixes(problem, suffix_begin))
     if not problem.sizes.suffix:
         passes, plan = passes[:1], plan[:1]
     return _case(problem, passes, slots, plan, reads, counts)
 
 
-def _alone(problem: Problem, config: AttentionConfig, slots: Tensor, segments: list[Segment], reads: str) -> Case:
+def _alone(problem: Problem, slots: Tensor, segments: list[Segment], reads: str) -> Case:
+    config = default_config(problem.shape, 1, specialized=has_specialized(slots.device))
     return _case(problem, [config], slots, (segments,), reads, None)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from kernel_rows import MEMORY_RATE, Row
 
 _KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
-_KEY += ("layers", "tuned", "launch")
+_KEY += ("layers", "tuned")
 
 
 def read(paths: Iterable[str | Path]) -> list[Row]:
@@ -25,11 +25,10 @@ def read(paths: Iterable[str | Path]) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Markdown: a table per device, conditions and part, one per height of the tile of a sweep."""
+    """Markdown: a table per device, conditions and part."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        what = f"sweep, {row['block_m']} rows" if row["bench"] == "tune" else row["bench"]
-        groups.setdefault((_title(row), what), []).append(row)
+        groups.setdefault((_title(row), row["bench"]), []).append(row)
     return "\n\n".join(f"{title}; {what}\n\n{_table(own)}" for (title, what), own in groups.items())
 
 
@@ -39,7 +38,7 @@ def _title(row: Row) -> str:
     parts.append(f"{qo} query heads, {kv} KV heads of {dim}, {row['dtype']}")
     if row.get("layers", 1) > 1:
         parts.append(f"{row['layers']} layers a graph, times of one")
-    if row["tuned"]:
+    if row.get("tuned"):
         parts.append(f"tuned by {row['tuned']}")
     if not row["meaningful"]:
         parts.append("**smoke run on a CPU: these times mean nothing**")
@@ -58,7 +57,7 @@ def _table(rows: Sequence[Row]) -> str:
             if row["case"] == "exact":
                 floor = f"{row['bytes'] / MEMORY_RATE * 1e6:.1f}"
                 cells.setdefault(("K and V once, at 4.3 TB/s", row["context"]), {})[_column(row)] = floor
-        elif row["bench"] != "tune":  # there a red row is an answer
+        else:
             why = row.get("error") or f"gate {row['gate']}"
             failed.append(f"**FAILED**: {name}, {row['context']} tokens, {_column(row)}: {why}; no time.\n")
     names = sorted(columns, key=lambda column: ("groups" in column, columns[column]))
@@ -70,9 +69,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _name(row: Row) -> str:
-    """The case, of a rival whether it attends what `plain` does, and of a sweep the launch parameters."""
-    if row["bench"] == "tune":
-        return ", ".join([row["case"], *(f"{name} {value}" for name, value in row["launch"].items() if value)])
+    """The case, and of a rival whether it attends what `plain` does."""
     return row["case"] if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
 
 

@@ -9,6 +9,6 @@ import os
 
 
 def cache_folder() -> str:
-    """The folder, which need not exist yet: `store` in it is the default store, `tuned` the launch parameters."""
+    """The folder, which need not exist yet: `store` in it is the default store."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "sglang-ext")

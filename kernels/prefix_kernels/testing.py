@@ -13,6 +13,10 @@ from torch import Tensor
 
 from prefix_kernels.types import AttnState, Selection
 
+ERROR_BUDGET = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest absolute error of an output against fp64 on unit-variance values, by the inputs' dtype, when the operation
+computes in fp32 and its output is cast to that dtype."""
+
 
 @dataclass(frozen=True, eq=False)
 class PlantedPrefix:

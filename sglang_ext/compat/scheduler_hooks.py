@@ -80,12 +80,10 @@ def around_capture_one_shape(
     *more: Any,
 ) -> Any:
     """SGLang captures a decode graph of a size: capture ours first, as a backend may keep what it made for the last
-    capture of a size. Before the first one, launch parameters may be measured.
+    capture of a size.
     """
     ours = _runtime is not None and _runtime.view.runner is runner.model_runner and runner.captured_req_width == 1
     paths = _runtime.planner.paths_of(size) if ours else ()
-    if paths:
-        _runtime.planner.tune(runner.capture_bs)
     for path in paths:
         with _runtime.capturing(size, path):
             original(runner, size, forward, stream_idx, _label_of(path.value, variant_label), *more)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape, Segment, TunedConfigs, block_m_for
+from prefix_kernels.grouped_attention import AttentionShape, Segment, block_m_for, has_specialized, passes_for
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.types import PagedKV
-from sglang_ext.decode import tuning
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +38,6 @@ class Attends(Protocol):
         """Attend as planned."""
 
 
-def _known(device: torch.device) -> TunedConfigs | None:
-    """Launch parameters of a GPU; None for a CPU."""
-    return TunedConfigs.for_device(device, tuning.tuned_folder()) if device.type == "cuda" else None
-
-
 class Attentions:
     """What attends batches of each size, made when it is first asked for.
 
@@ -53,8 +47,7 @@ class Attentions:
         device: of the KV pool. On a CPU the reference attends.
         captured: whether decode steps replay graphs: then only batches that a graph was captured for are attended.
         num_passes: segments that a row may stand in: of its group, of what else is its own, and its own list.
-        beside: others whose launch parameters and kernels' scratch serve here, too: their runs and these follow each
-            other on one stream.
+        beside: others whose kernels' scratch serves here, too: their runs and these follow each other on one stream.
     """
 
     def __init__(
@@ -73,8 +66,6 @@ class Attentions:
         self._num_passes = num_passes
         self._max_batch = max_batch
         self._device = device
-        self._configs: TunedConfigs | None = _known(device) if beside is None else beside._configs
-        self._tuned = False
         self._found: dict[int, Attends] = {}
         self._sizes: list[int] = []
 
@@ -83,19 +74,6 @@ class Attentions:
         if self._sizes or self._captured:
             return bool(self._sizes) and size <= self._sizes[-1]
         return size <= self._max_batch
-
-    def tune(self, sizes: Iterable[int]) -> None:
-        """Measure what these sizes need and is not known of this GPU, at the first call; nothing on a CPU.
-
-        Args:
-            sizes: of all batches that graphs are captured for. Call it before the first `of`.
-        """
-        if self._configs is None or self._tuned:
-            return
-        self._tuned = True
-        cache = tuning.tuned_folder()
-        # A pass of single requests has the tile of one.
-        tuning.tune_at_start(self._configs, self._shape, [1, *sizes], self._device, cache)
 
     def will_capture(self, size: int) -> None:
         """Graphs of that size are captured; SGLang begins with the largest."""
@@ -108,7 +86,7 @@ class Attentions:
 
     def of(self, size: int) -> Attends:
         """For batches of that size, padded: one pass of groups, the others of single requests."""
-        if self._configs is None:
+        if self._device.type == "cpu":
             return self._found.setdefault(0, ReferenceAttention(self._max_batch))
         from prefix_kernels.grouped_attention import GroupedAttention
 
@@ -117,7 +95,7 @@ class Attentions:
         if block_m not in self._found:
             sizes = self._sizes or range(size, self._max_batch + 1)
             most = max(n for n in (*sizes, size) if block_m_for(n, self._shape.gqa) == block_m)
-            groups, alone = self._configs.passes(self._shape, size)
+            groups, alone = passes_for(self._shape, size, specialized=has_specialized(self._device))
             passes = [groups, *[alone] * (self._num_passes - 1)]
             logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)
             beside = self._beside._found.get(block_m) if self._beside is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -325,12 +325,6 @@ class DecodePlanner:
     @property
     def _backends(self) -> list[CascadeDecode | SparseDecode]:
         return [one for one in (self.cascade, self.sparse) if one is not None]
-
-    def tune(self, sizes: Iterable[int]) -> None:
-        """Before the first capture: measure, once, what kernels of these sizes need and is not known of this GPU."""
-        ours = [size for size in sizes if self.paths_of(size)]
-        if self.cascade is not None and ours:
-            self.cascade.attentions.tune(ours)
 
     @contextmanager
     def capturing(self, size: int, path: StepPath) -> Iterator[PlannedStep]:

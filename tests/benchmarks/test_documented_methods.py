@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, rows_of
 
@@ -70,3 +70,21 @@ def test_the_documented_times_of_the_methods() -> None:
     lists = [(key[1:], row["us"]) for key, row in found.items() if key[0] == "csattention"]
     slower = [us / found[("token_index", *size)]["us"] for size, us in lists]
     assert f"by {min(slower):.0f} to {max(slower):.0f} times" in document("kernels")
+
+
+def test_the_documented_search_of_launch_parameters() -> None:
+    rows = rows_of(RESULTS / "kernels-h100-launch.jsonl")
+    us: dict[tuple[int, ...], dict[str, float]] = {}
+    for row in rows:
+        key = (row["shape"][2], row["case"], row["context"], row["batch"], row["groups"])
+        us.setdefault(key, {})[row["tuned"]] = row["us"]
+    ratios = {
+        dim: [one["hopper.json"] / one["tuned.json"] for key, one in us.items() if key[0] == dim] for dim in (128, 64)
+    }
+    assert all(row["green"] for row in rows)
+    assert {len(own) for own in ratios.values()} == {25}
+    wide, narrow = (geometric_mean(own) for own in ratios.values())
+    found = [one for own in ratios.values() for one in own]
+    text = " ".join(document("kernels").split())
+    assert f"take {wide:.3f} of the time of what a search there finds, with heads of 64 {narrow:.3f}" in text
+    assert f"from {min(found):.2f} to {max(found):.2f}" in text

@@ -10,9 +10,10 @@ from prefix_kernels.grouped_attention.config import (
     block_m_for,
     check_dtypes,
     default_config,
+    has_specialized,
+    passes_for,
 )
 from prefix_kernels.grouped_attention.items import Items, Segment, cut
-from prefix_kernels.grouped_attention.tuned import TunedConfigs
 
 if TYPE_CHECKING:
     from prefix_kernels.grouped_attention.runner import GroupedAttention
@@ -23,11 +24,12 @@ __all__ = [
     "GroupedAttention",
     "Items",
     "Segment",
-    "TunedConfigs",
     "block_m_for",
     "check_dtypes",
     "cut",
     "default_config",
+    "has_specialized",
+    "passes_for",
 ]
 
 

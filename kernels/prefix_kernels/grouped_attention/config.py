@@ -74,21 +74,35 @@ def block_m_for(rows: int, gqa: int) -> int:
     return 1 << math.ceil(math.log2(rows))
 
 
-def default_config(block_m: int, head_dim: int, dtype: torch.dtype, least: int = MIN_BLOCK_M) -> AttentionConfig:
-    """What runs where nothing was tuned: fits the registers and the shared memory (163 KB) of sm_80.
+def default_config(shape: AttentionShape, rows: int, *, specialized: bool = False) -> AttentionConfig:
+    """For tiles of `rows` requests, at most as many as fit one tile.
+
+    Specialized ones were searched on an H200 (heads of 128, bf16). On an H100 a search finds nothing that is faster
+    over all cases, with heads of 64 as with 128 (docs/kernels.md). Others fit the registers and the shared memory
+    (163 KB) of sm_80. In fp32, which is there to be exact, and in wide heads tiles are lower than asked for: more of
+    them, and each in registers.
 
     Args:
-        block_m: rows of a tile.
-        head_dim: channels of a key.
-        dtype: of the queries; fp32 is there to be exact, not fast.
-        least: rows that one request needs, rounded up to a power of 2.
+        shape: of the layers.
+        rows: requests of a group.
+        specialized: whether the device has sm_90's own kernel (`has_specialized`), which runs where it has the shape.
     """
-    if dtype is torch.float32 or head_dim > 128:
-        # Lower tiles than asked for: more of them, and each in registers.
-        exact = dtype is torch.float32
-        block_m = max(min(block_m, 16 if exact else 32), least)
+    block_m = block_m_for(rows, shape.gqa)
+    if specialized and shape.fits_specialized(tile := max(block_m, SPECIALIZED_ROWS)):
+        # A tile of one request or a few: two programs on a multiprocessor hide each other's chains.
+        programs, registers = (2, 128) if block_m <= MIN_BLOCK_M else (1, None)
+        return AttentionConfig(tile, 64, 4, 3, programs, registers, specialized=True)
+    exact = shape.dtype is torch.float32
+    if exact or shape.head_dim > 128:
+        block_m = max(min(block_m, 16 if exact else 32), block_m_for(1, shape.gqa))
         return AttentionConfig(block_m, 16 if exact else 32, 8 if exact or block_m >= 32 else 4, 3, 1)
     return AttentionConfig(block_m, 64, 8 if block_m >= 128 else 4, 3, 2)
+
+
+def passes_for(shape: AttentionShape, rows: int, *, specialized: bool = False) -> list[AttentionConfig]:
+    """For a group of `rows` requests and for single ones: a specialized one does for both, in one launch."""
+    group = default_config(shape, rows, specialized=specialized)
+    return [group, group if group.specialized else default_config(shape, 1)]
 
 
 def fits_specialized(
