@@ -12,12 +12,10 @@ import torch
 
 pytest.importorskip("sglang")
 
-from prefix_kernels.grouped_attention import TunedConfigs
 from prefix_kernels.launching import block_of, recording
 from prefix_kernels.types import PagedKV
 from sglang_ext.compat import scheduler_hooks
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode import attention, tuning
 from sglang_ext.decode.costs import Line, Lines, StepCosts
 from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
@@ -32,11 +30,7 @@ class Runtime:
 
     def __init__(self, runner: Any, largest: int) -> None:
         self.view = SimpleNamespace(runner=runner)
-        self.tuned: list[tuple[list[int], int]] = []
-        self.planner = SimpleNamespace(
-            paths_of=lambda size: tuple(StepPath) if size <= largest else (),
-            tune=lambda sizes: self.tuned.append((sizes, len(self.events))),
-        )
+        self.planner = SimpleNamespace(paths_of=lambda size: tuple(StepPath) if size <= largest else ())
         self.path: StepPath | None = None
         self.events: list[Any] = []
 
@@ -72,7 +66,6 @@ def test_our_graphs_are_captured_first_and_under_their_own_labels(hooked: Any) -
     runtime = Runtime(model, largest=32)
     capture = hooked(runtime).around_capture_one_shape
     capture(runtime.original, _graph_runner(model), 32, None)
-    assert runtime.tuned == [([8, 16, 32], 0)], "for all sizes, before the first capture"
     capture(runtime.original, _graph_runner(model), 8, None, None, "nolora", "dense")
     assert runtime.events == [
         ("begin", 32, "cascade"), (32, None, "cascade"), ("end", 32),
@@ -94,7 +87,6 @@ def test_other_captures_are_left_as_they_are(case: str, hooked: Any) -> None:
     if case == "several tokens a request":
         assert capture(runtime.original, graph_runner, 4, None) == "captured"
     assert {event[0] for event in runtime.events} <= {16, 4}
-    assert runtime.tuned == []
 
 
 #: Nothing is measured on a CPU.
@@ -136,36 +128,6 @@ def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_select
             step.backend.run(torch.zeros(2, 4, 64), kv, 1, 1.0)
         searches = path is StepPath.SPARSE
         assert bool(launched.launches) == searches, "the reference attends; only selections are launched"
-
-
-def test_captured_sizes_are_tuned_once_for_all_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sizes that we attend, and of single requests; exact and sparse steps then run with one set of parameters."""
-    pytest.importorskip("triton")
-    known = TunedConfigs("cpu")
-    calls: list[tuple[TunedConfigs, Any, list[int]]] = []
-    monkeypatch.setattr(attention, "_known", lambda device: known)
-    monkeypatch.setattr(tuning, "tune_at_start", lambda configs, shape, rows, *_: calls.append((configs, shape, rows)))
-    steps = _steps()
-    steps.tune([1, 2, 4, 200])
-    steps.tune([2])
-    (call,) = calls
-    assert call[0] is known
-    assert (call[1].gqa, call[1].head_dim, call[1].kv_dtype) == (2, 64, torch.float32)
-    assert call[2] == [1, 1, 2, 4]
-    assert steps.sparse is not None
-    assert steps.sparse._whole._configs is steps.sparse._selected._configs is known
-
-
-def test_nothing_is_tuned_on_a_cpu_or_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    calls: list[object] = []
-    monkeypatch.setattr(tuning, "tune_at_start", lambda *given: calls.append(given))
-    _steps().tune([1, 2])
-    monkeypatch.setattr(attention, "_known", lambda device: TunedConfigs("cpu"))
-    refused = _steps()
-    refused.refuse("a layer has a logit cap")
-    refused.tune([1, 2])
-    assert calls == []
 
 
 def test_a_step_replays_the_graph_of_its_path(hooked: Any) -> None:
