@@ -113,22 +113,17 @@ KEPT = 4096
 """Requests that are remembered, at most, beside the batch's: of some SGLang never gives a slot back (sessions)."""
 
 READY, LOADING = 2, 1
-"""States of an index. Lesser ones are reasons: see `dense`."""
+"""States of an index. Lesser ones are reasons for which a request decodes dense, by their numbers, negative."""
 _HEADER = 3
 _DIGEST_DIGITS = 15
 """Of a digest in hex: 60 bits, so that its negative is a 64-bit integer, too."""
-
-
-def dense(reason: int) -> int:
-    """The state of a request that decodes dense for a reason, by the reason's number."""
-    return -reason
 
 
 class Word(NamedTuple):
     """What a rank, or all of them, say of one request.
 
     Attributes:
-        state: READY, LOADING, or `dense(reason)`.
+        state: READY, LOADING, or 0 and less: a reason.
         shares: whether it may be attended in a group.
         digest: hex digest of the index that the rank holds for it; empty without one.
     """

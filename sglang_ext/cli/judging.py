@@ -19,8 +19,8 @@ from sglang_ext.calibration.agreement import agreement, check_generated, load_st
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, sglang_option
-from sglang_ext.config import Build, DecodePath, PrefetchPolicy
 from sglang_ext.methods.profile import load_profile
+from sglang_ext.options import Build, DecodePath, PrefetchPolicy
 from sglang_ext.prefill.prompt_tokens import TokenSource
 
 STEPS = 48

@@ -116,7 +116,7 @@ def _build(
 
 
 def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:
-    from sglang_ext.config import Build, DecodePath
+    from sglang_ext.options import Build, DecodePath
 
     # Nothing decodes here: no memory has to be kept for indexes.
     building = msgspec.structs.replace(

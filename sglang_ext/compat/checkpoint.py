@@ -11,7 +11,7 @@ import msgspec
 
 from prefix_index import ModelFingerprint
 from sglang_ext.config import Settings
-from sglang_ext.fingerprint import model_fingerprint, resolve_folder
+from sglang_ext.fingerprint import config_digests, resolve_folder
 from sglang_ext.methods.profile import ProfileError
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
 
@@ -32,10 +32,12 @@ def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str,
     # The checkpoint's own config: SGLang releases differ in what they add to the parsed one.
     raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     raw.update(json.loads(args.json_model_override_args or "{}"))
-    return model_fingerprint(
-        {**raw, "torchao_config": getattr(args, "torchao_config", "") or ""},
-        weights,
-        quantization=getattr(config, "quantization", None),
+    raw["torchao_config"] = getattr(args, "torchao_config", "") or ""
+    config_digest, rope_digest = config_digests(raw, getattr(config, "quantization", None))
+    return ModelFingerprint(
+        config_digest=config_digest,
+        weights_digest=weights,
+        rope_digest=rope_digest,
         kv_dtype=kv_dtype,
         num_layers=int(config.num_hidden_layers),
         num_kv_heads=int(config.num_key_value_heads),

@@ -12,7 +12,7 @@ from prefix_index import printable_values
 from sglang_ext.compat import tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
-from sglang_ext.config import Build
+from sglang_ext.options import Build
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_ext.config import Build, SparseAttnConfig
+from sglang_ext.options import Build, SparseAttnConfig
 from sglang_ext.ranks import OneRank, ProcessRanks, Ranks
 
 #: (field of ServerArgs, value that is fine, name the user knows it by)

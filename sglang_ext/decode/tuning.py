@@ -18,7 +18,7 @@ import torch
 from prefix_kernels.grouped_attention import TunedConfigs
 from prefix_kernels.grouped_attention.tuned import TileKey
 from prefix_kernels.grouped_attention.tuning import Space, Timer, memory_needed, tune_missing
-from sglang_ext.cache_folder import cache_folder
+from sglang_ext.storage import cache_folder
 
 if TYPE_CHECKING:
     from prefix_kernels.grouped_attention import AttentionShape

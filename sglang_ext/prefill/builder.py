@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from prefix_index import (
     IndexStore,
     canonical_digest,
 )
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.arrays import (
     ContentError,
@@ -32,6 +31,7 @@ from sglang_ext.methods.arrays import (
 )
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
 from sglang_ext.methods.profile import Profile, layer_profile, stacked_profile, used_by_builders
+from sglang_ext.options import SparseAttnConfig
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
 _BUILDERS_VERSION = 3
@@ -73,9 +73,10 @@ class IndexFactory:
         """Whether one of the methods is built from sampled queries."""
         return _need_queries(self.specs, self._profile)
 
-    def builder(self, name: str, layers: range, heads: range | None = None) -> IndexBuilder[IndexSpec]:
-        """Of one method, for the given KV heads (None: all) of the given layers as if they were one layer's."""
-        return make_builder(self.specs[name], stacked_profile(self._profile, layers, heads))
+    def builders(self, layers: range, heads: range) -> Iterator[tuple[str, IndexBuilder[IndexSpec]]]:
+        """Of each method, for the given KV heads of the given layers as if they were one layer's."""
+        profile = stacked_profile(self._profile, layers, heads)
+        return ((name, make_builder(spec, profile)) for name, spec in self.specs.items())
 
     def assemble(
         self,
@@ -106,7 +107,9 @@ class IndexFactory:
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
-            keys = _side_by_side([keys_of(layer) for layer in layers])
+            parts = [keys_of(layer) for layer in layers]
+            keys = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            del parts  # before anything is built
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
             built = assembly.add(layers, heads, keys, own)
             if own is not None:
@@ -199,8 +202,7 @@ class IndexAssembly:
         model = self.identity.model
         heads = heads or range(model.num_kv_heads)
         built = {}
-        for name in self._factory.specs:
-            builder = self._factory.builder(name, layers, heads)
+        for name, builder in self._factory.builders(layers, heads):
             begun = time.perf_counter()
             built[name] = builder.build_layer(keys, queries)
             if keys.is_cuda:
@@ -211,8 +213,9 @@ class IndexAssembly:
                 layer, head = layers[place // len(heads)], heads[place % len(heads)]
                 for array, piece in pieces.items():
                     self.arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
+        dtype: torch.dtype = getattr(torch, model.kv_dtype)
         width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
-        self.kv_bytes = model.num_layers * self.identity.num_tokens * width * _itemsize(model.kv_dtype)
+        self.kv_bytes = model.num_layers * self.identity.num_tokens * width * dtype.itemsize
         return built
 
     def check(self) -> None:
@@ -243,21 +246,9 @@ class IndexAssembly:
         return methods
 
 
-def _itemsize(dtype: str) -> int:
-    """Bytes of a number of a dtype of torch, by its name."""
-    found = getattr(torch, dtype)
-    assert isinstance(found, torch.dtype)
-    return found.itemsize
-
-
 def covered_tokens(prompt_len: int, align: int) -> int:
     """Tokens of a prompt that an index covers: the largest multiple of `align` (a multiple of a page)."""
     return prompt_len // align * align
-
-
-def _side_by_side(keys: list[Tensor]) -> Tensor:
-    """Keys of some layers as one layer's; the parts are let go of before anything is built."""
-    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
 
 
 def take_lease(store: IndexStore, identity: IndexIdentity) -> BuildLease | dict[str, Any]:

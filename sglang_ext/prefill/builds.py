@@ -22,10 +22,11 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.model_view import ModelView
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, profile_digest, take_lease
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recorder import Admission, Capture, Recording
@@ -40,7 +41,7 @@ class PrefillBuilds(Recording):
     """All builds of one process. Used by the scheduler thread only.
 
     Waits for the store, a remote one until its time limits: for leases, and while an index is written. Arguments are
-    those of `make_recording`; making it is a collective.
+    those of `SparseRuntime`; making it is a collective.
     """
 
     def __init__(

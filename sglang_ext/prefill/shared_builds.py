@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.model_view import ModelView
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.prefill.parts import Parts
@@ -53,7 +54,7 @@ class _Request:
 
 
 class SharedBuilds(Recording):
-    """Builds indexes of prefixes that were hit often enough. Scheduler thread only; arguments as of `make_recording`.
+    """Builds indexes of prefixes that were hit often enough. Scheduler thread only; arguments as of `SparseRuntime`.
 
     A prefill that computes `min_sparse_prompt_len` tokens or more, and an eighth of its prompt, leaves a sample of its
     queries in host memory, where the methods need one and fewer than `MAX_CAPTURES` others are on their way. What a
@@ -104,9 +105,7 @@ class SharedBuilds(Recording):
             seen = (request.at, request.again)
             self._requests[request.rid] = _Request(namespace, pages, prompt_len, request.indexed, *seen)
 
-    def begin_prefill(
-        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
-    ) -> list[Chunk]:
+    def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
         """As in `Recording`. A request's first step tells what the prefix cache had of it: that is counted as a hit."""
         if self._off:
             return []
@@ -122,7 +121,7 @@ class SharedBuilds(Recording):
                     request.counted = True
                     self._count(request, first)
                     self._record(rid, request, first)
-            chunks = self.recorder.begin_step(rids, firsts, counts, device)
+            chunks = super().begin_prefill(rids, firsts, counts)
             self.recorder.discard_broken()
             return chunks
         return []

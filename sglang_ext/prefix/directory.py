@@ -25,7 +25,8 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.config import PAGE_TOKENS, Build, Settings
+from sglang_ext.config import PAGE_TOKENS, Settings
+from sglang_ext.options import Build
 from sglang_ext.storage import configured_store
 
 logger = logging.getLogger(__name__)

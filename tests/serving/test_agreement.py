@@ -28,14 +28,13 @@ from sglang_ext.ranks import (
     Ranks,
     Word,
     check_alike,
-    dense,
 )
 from tests.serving.admitting import Request
 from tests.serving.meeting import Meeting
 
 A, B = "a" * 64, "b" * 64
-MISMATCH = dense(REASONS.index("index_mismatch"))
-MEMORY = dense(REASONS.index("index_memory"))
+MISMATCH = -REASONS.index("index_mismatch")
+MEMORY = -REASONS.index("index_memory")
 
 
 def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[Word, bool, int]]]:
@@ -60,7 +59,7 @@ def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[
         ([Word(READY, True, A), Word(LOADING, True, A)], LOADING, True),
         ([Word(READY, True, A), Word(READY, True, B)], MISMATCH, True),
         ([Word(LOADING, True, A), Word(READY, True, B)], MISMATCH, True),
-        ([Word(READY, True, A), Word(dense(0), True)], dense(0), True),
+        ([Word(READY, True, A), Word(0, True)], 0, True),
         ([Word(READY, True, A), Word(LOADING, True, A), Word(MEMORY, True, A)], MEMORY, True),
         ([Word(READY, True, A), Word(READY, False, A)], READY, False),
     ],

@@ -143,7 +143,7 @@ class Rank:
 
     def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
         self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=tuple(page_hashes(prompt, 16))))
-        chunks = self.builds.begin_prefill([rid], [cached], [len(prompt) - cached], torch.device("cpu"))
+        chunks = self.builds.begin_prefill([rid], [cached], [len(prompt) - cached])
         for layer in range(LAYERS):
             q = self.queries[layer, cached : len(prompt)].reshape(len(prompt) - cached, -1)
             self.builds.recorder.record(chunks, layer, q, DIM**-0.5)
