@@ -282,15 +282,12 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
     from sglang_ext.compat.adoption import is_adopted
 
     assert_in_place()
-    if _runtime is None or not is_adopted(scheduler.tp_worker.model_runner.attn_backend):
+    adopted = _runtime is not None and is_adopted(scheduler.tp_worker.model_runner.attn_backend)
+    if not adopted or not _cache_observed:
+        what = "prefix cache to be observed" if adopted else "attention backend to be adopted"
         raise RuntimeError(
-            "--sparse-attn: expected SGLang's attention backend to be adopted, found it untouched; "
-            "start without --sparse-attn and report the SGLang version and flags"
-        )
-    if not _cache_observed:
-        raise RuntimeError(
-            "--sparse-attn: expected SGLang's prefix cache to be observed, found it untouched; "
-            "start without --sparse-attn and report the SGLang version and flags"
+            f"--sparse-attn: expected SGLang's {what}, found it untouched; start without --sparse-attn and report the "
+            "SGLang version and flags"
         )
     _runtime.weights.note()
 
