@@ -9,7 +9,6 @@ import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,11 +31,11 @@ from sglang_ext.prefill.captures import PrefillCaptures
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recorder import Admission, Chunk, Recording
 from sglang_ext.prefill.shared_builds import SharedBuilds
-from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch, misfit
+from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import Residency
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
-from sglang_ext.ranks import OneRank, Ranks, check_alike
+from sglang_ext.ranks import Ranks, check_alike
 from sglang_ext.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class SparseRuntime:
         config, profile = settings.config, settings.profile
         self.config = config
         self.view = view
-        self.ranks = ranks or OneRank()
+        self.ranks = ranks or Ranks()
         self.counters = Counters(view.num_layers, prometheus)
         self.requests = RequestTable()
         self.model = view.fingerprint()
@@ -85,9 +84,9 @@ class SparseRuntime:
             check_profile(profile, self.model)
             logger.info("sparse attention: profile %s of this model", config.profile)
         self.profile = profile_digest(config, profile)
-        why_not = partial(misfit, model=self.model, profile_digest=self.profile)
-        self.watch = StoreWatch(settings, why_not, self.counters.set_store if prometheus else None)
-        self.store = self.watch.store
+        publish = self.counters.set_store if prometheus else None
+        self.directory = PrefixDirectory(settings, self.model, self.profile, publish)
+        self.store = self.directory.store
         plan = layer_plan_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
         first, limit = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start, config.index_gpu_bytes
         spec = method_specs(config)[config.method]
@@ -96,10 +95,7 @@ class SparseRuntime:
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
-        least = config.min_sparse_prompt_len
-        self.directory: PrefixDirectory | None = None  # nothing is looked up that no step could use
-        if self.planner.uses_indexes:
-            self.directory = PrefixDirectory(self.store, self.model, self.profile, least, self.watch.rescan)
+        self._looks_up = self.planner.uses_indexes  # nothing that no step could use
         self.builds = self._recording(profile)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
@@ -161,7 +157,7 @@ class SparseRuntime:
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
-        if refusal or self.directory is None:
+        if refusal or not self._looks_up:
             attachment = Attachment(rid, refusal[0] if refusal else None)
         else:
             found = self.directory.lookup(namespace, prompt)
@@ -281,7 +277,7 @@ class SparseRuntime:
     def _refuse(self, why: str) -> None:
         """No step is attended here any more."""
         self.planner.refuse(why)
-        self.directory = None
+        self._looks_up = False
 
     def _planned(self, forward_batch: Any) -> PlannedStep | None:
         try:
@@ -391,7 +387,7 @@ class SparseRuntime:
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
             "decode": self.planner.snapshot(),
-            **self.watch.snapshot(),
+            **self.directory.snapshot(),
             **held,
             "requests": len(self.requests),
         }
@@ -401,4 +397,4 @@ class SparseRuntime:
         if self.builds is not None:
             self.builds.close()
         self.residency.close()
-        self.watch.close()
+        self.directory.close()

@@ -141,7 +141,6 @@ def _run(args: argparse.Namespace) -> int:
     from sglang_ext.cli.calibrate_job import CalibrateJob
     from sglang_ext.cli.capturing import CaptureSession
     from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of
-    from sglang_ext.compat.engine import EngineStartError
 
     # Without a model, too, a profile can be fitted to measurements that are complete.
     refusal = engine_refusal(args.model_path, args.sglang_flags) or measuring_refusal(args.device)
@@ -167,8 +166,6 @@ def _run(args: argparse.Namespace) -> int:
             with CaptureSession(args.model_path, args.sglang_flags, **sizes, decode_steps=args.decode_steps) as session:
                 job.measure(session)
         return job.finish()
-    except EngineStartError as error:
-        return refuse("calibrate", error)
     except ValueError as error:
         return refuse("calibrate", error, 1)
 

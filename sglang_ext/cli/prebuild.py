@@ -100,7 +100,7 @@ def _build(
     args: argparse.Namespace, settings: Settings, store: IndexStore, prompts: Sequence[Prompt], report: TextIO
 ) -> int:
     from sglang_ext.cli.prebuild_job import PrebuildJob
-    from sglang_ext.compat.engine import EngineStartError, OfflineEngine
+    from sglang_ext.compat.engine import OfflineEngine
 
     with tempfile.TemporaryDirectory() as folder:
         events = os.path.join(folder, "events.jsonl")
@@ -109,8 +109,6 @@ def _build(
         try:
             engine.open()
             return PrebuildJob(engine, store, settings, events, report, args).run(prompts)
-        except EngineStartError as error:
-            return refuse("prebuild", error)
         finally:
             engine.close()
 

@@ -65,7 +65,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         type(wrapped).__name__,
         settings.config.method,
         settings.store,
-        _runtime.watch.summary(),
+        _runtime.directory.summary(),
     )
     return adopt(wrapped, _runtime, view.layer_refusal)
 

@@ -26,7 +26,7 @@ from sglang_ext.options import DecodePath, SparseAttnConfig
 from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixRules
-from sglang_ext.ranks import OneRank, Ranks
+from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class DecodePlanner:
         layer_plan: LayerPlan,
         ranks: Ranks | None = None,
     ) -> None:
-        ranks = ranks or OneRank()
+        ranks = ranks or Ranks()
         self._forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
         self._min_saved = config.min_shared_tokens
         self._suffix_rules = SuffixRules.of(config)

@@ -40,7 +40,7 @@ from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, 
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import ResidentIndex
-from sglang_ext.ranks import OneRank, Ranks
+from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         beside: Attentions | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks or OneRank()
+        self._ranks = ranks or Ranks()
         self._config, self._layer_plan, self._device = config, layer_plan, device
         self._shape = shape
         self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)

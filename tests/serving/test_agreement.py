@@ -17,18 +17,7 @@ from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import State
-from sglang_ext.ranks import (
-    EVERY,
-    KEPT,
-    LOADING,
-    READY,
-    Agreement,
-    OneRank,
-    ProcessRanks,
-    Ranks,
-    Word,
-    check_alike,
-)
+from sglang_ext.ranks import EVERY, KEPT, LOADING, READY, Agreement, ProcessRanks, Ranks, Word, check_alike
 from tests.serving.admitting import Request
 from tests.serving.meeting import Meeting
 
@@ -95,7 +84,7 @@ def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    votes = Agreement(OneRank(), MISMATCH)
+    votes = Agreement(Ranks(), MISMATCH)
     for number in range(KEPT + 50):
         votes.settle(["stays", f"r{number}"], lambda _: Word(READY, True, A), refused=False)
         assert votes.ready("stays")

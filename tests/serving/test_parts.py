@@ -22,7 +22,7 @@ from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
-from sglang_ext.ranks import OneRank
+from sglang_ext.ranks import Ranks
 from tests.serving.meeting import Meeting
 
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
@@ -286,7 +286,7 @@ def test_ranks_that_build_while_a_request_ends_store_what_one_builds_or_nothing(
         rank.builds.finish("a", 0)
         rank.builds.close()
 
-    built(one, OneRank())
+    built(one, Ranks())
     Meeting(2).run(lambda ranks: built(two, ranks))
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     assert [line["status"] for line in lines] == ["built", "failed" if lacks else "built"]
