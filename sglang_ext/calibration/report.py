@@ -17,7 +17,7 @@ from sglang_ext.calibration.fit import Fit, FitSetting
 from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
-from sglang_ext.calibration.plans import anchor_total, layer_similarity
+from sglang_ext.calibration.plans import layer_similarity
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.profile import Profile, Recommendation
 
@@ -80,8 +80,7 @@ def write_report(shown: Result, folder: str | Path) -> None:
 
 def report_values(shown: Result) -> dict[str, Any]:
     """Every figure of the report, plain values."""
-    means, anchors, recommended = shown.averages, shown.fit.anchors, shown.recommended
-    recovery = layer_similarity(means.recovery)
+    means, recommended = shown.averages, shown.recommended
     return {
         "profile": shown.profile,
         "profile_digest": shown.profile.digest(),
@@ -94,9 +93,9 @@ def report_values(shown: Result) -> dict[str, Any]:
         "sparsity": means.sparsity.tolist(),
         "oracle_recall": means.oracle.tolist(),
         "block_recall": means.recall.tolist(),
-        "recovery": recovery.tolist(),
+        "recovery": layer_similarity(means.recovery).tolist(),
         "importance": means.importance.tolist(),
-        "anchors": {"layers": anchors, "objective": anchor_total(recovery, means.importance, anchors)},
+        "anchors": shown.fit.anchors,
         "held_out": shown.held_out,
         "recommended": {
             "name": recommended.method,
