@@ -144,19 +144,6 @@ def _check_suffix_part(config: SparseAttnConfig) -> None:
         raise _fail("suffix_dense_tokens null with a trace_folder", config.suffix_dense_tokens, todo)
 
 
-def _check_layer_plan(config: SparseAttnConfig) -> None:
-    """Layer modes and shapes; how many layers and heads the model has is known only when it is loaded."""
-    for layer, entry in enumerate(config.layer_plan):
-        named = isinstance(entry, str) and entry in ("dense", "anchor")
-        reused = isinstance(entry, dict) and "reuse" in entry and set(entry) <= {"reuse", "head_map"}
-        if not named and not reused:
-            raise _fail(
-                'each entry of layer_plan to be "dense", "anchor" or {"reuse": layer, "head_map": [...]}',
-                entry,
-                f"Correct layer {layer}.",
-            )
-
-
 def _check_access(config: SparseAttnConfig) -> None:
     try:
         Access.of(config.store_mode, config.store_group)
@@ -197,12 +184,15 @@ def _decoded(text: str | None) -> Any:
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
-    """Check a decoded configuration, without a profile. Raises ConfigError: an unknown key, a wrong type or value."""
+    """Check a decoded configuration, without a profile; a layer plan is checked with the model.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or value.
+    """
     config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
     _check_suffix_part(config)
-    _check_layer_plan(config)
     _check_access(config)
     _check_remote(config)
     return config

@@ -13,7 +13,7 @@ from prefix_index import ModelFingerprint
 from sglang_ext.config import Settings
 from sglang_ext.fingerprint import config_digests, resolve_folder
 from sglang_ext.methods.profile import ProfileError
-from sglang_ext.profiles import check_profile, layer_plan_of_rank
+from sglang_ext.profiles import check_profile, layer_plan_of_rank, local_folder
 
 #: In place of what is known only when the model is loaded; a profile is not compared by it.
 _UNREAD = "unread"
@@ -76,9 +76,8 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
     if settings.profile is None and not plan:
         return None
     config = _model_config(record)
-    try:
-        folder = resolve_folder(config.model_path, record.revision, record.download_dir)
-    except FileNotFoundError:  # not on this machine yet
+    folder = local_folder(config.model_path, record.revision, record.download_dir)
+    if folder is None:  # not on this machine yet
         return None
     model = checkpoint_fingerprint(record, config, folder, weights=_UNREAD, kv_dtype=_UNREAD)
     try:
@@ -89,7 +88,7 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
         layer_plan_of_rank(plan, settings.profile, model, 0, int(record.tp_size))
     except ProfileError as error:
         return str(error)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return f"--sparse-attn-config: layer_plan: {error}"
     return None
 

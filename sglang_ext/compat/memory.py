@@ -52,7 +52,7 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
     for layer, role in enumerate(layers):
         if role == "anchor":
             latest = layer
-        if isinstance(role, Mapping) and role["reuse"] != latest:
+        if isinstance(role, Mapping) and role.get("reuse") != latest:
             return True
     return False
 
