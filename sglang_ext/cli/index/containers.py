@@ -220,7 +220,7 @@ def _import_one(store: IndexStore, path: Path, *, replace_it: bool) -> Verdict:
             if kept is not None and has_expired(kept, time.time()):
                 why = f"remove the {KEEP_SUFFIX} file beside it to take it all the same"
                 return verdict._replace(status="expired", detail=why)
-            index.verify()
+            index.verify()  # first: no index leaves a full store for a damaged one
             return verdict._replace(status="imported", nbytes=store.put(index.payload(), retention=kept).nbytes)
     except IndexNotFound as error:
         return verdict._replace(detail=str(error))
