@@ -18,29 +18,9 @@ from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
-from sglang_ext.options import Build, DecodePath, Eviction, PrefetchPolicy, SparseAttnConfig
+from sglang_ext.options import Build, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
-
-__all__ = [
-    "ENV_CONFIG",
-    "ENV_ENABLE",
-    "ENV_STORE",
-    "PAGE_TOKENS",
-    "Build",
-    "ConfigError",
-    "DecodePath",
-    "Eviction",
-    "PrefetchPolicy",
-    "Settings",
-    "SparseAttnConfig",
-    "config_from_dict",
-    "default_store",
-    "enabled_by_env",
-    "make_settings",
-    "parse_profiled",
-    "settings_from_env",
-]
 
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
@@ -76,56 +56,53 @@ def _fail(expected: str, came: object, todo: str) -> ConfigError:
     return ConfigError(f"--sparse-attn-config: expected {expected}; got {came!r}. {todo}")
 
 
+_FRACTION = "a fraction above 0 and at most 1"
+
+#: The least values of options that count something, and of what.
+_LEAST = {
+    "top_k": (1, "tokens"),
+    "min_top_k": (0, "tokens"),
+    "min_shared_tokens": (1, "tokens"),
+    "search_period": (1, "decode steps"),
+    "suffix_index_bytes": (1, "bytes"),
+    "suffix_dense_tokens": (2 * PAGE_TOKENS, "tokens"),
+    "num_sink_tokens": (0, "tokens"),
+    "num_recent_pages": (0, "pages"),
+    "min_sparse_prompt_len": (1, "tokens"),
+    "query_samples": (1, "query rows"),
+    "build_align": (PAGE_TOKENS, "tokens"),
+    "build_after_hits": (1, "requests"),
+    "sample_host_bytes": (1, "bytes"),
+    "capture_tail": (0, "tokens"),
+    "capture_steps": (0, "steps"),
+    "index_gpu_bytes": (1, "bytes"),
+    "store_max_bytes": (1, "bytes"),
+    "store_min_free_bytes": (0, "bytes"),
+}
+
+
 def _check_ranges(config: SparseAttnConfig) -> None:
+    for name, (least, what) in _LEAST.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            null = "" if getattr(SparseAttnConfig(), name) is not None else ", or null"
+            raise _fail(f"{name} to be {least} or more {what}{null}", value, f"Change {name!r}.")
     rules: tuple[tuple[str, bool, str], ...] = (
-        (
-            "keep_ratio",
-            config.keep_ratio is None or 0.0 < config.keep_ratio <= 1.0,
-            "a fraction above 0 and at most 1, or null",
-        ),
-        ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, "a fraction above 0 and at most 1"),
-        ("top_k", config.top_k is None or config.top_k >= 1, "a number of tokens of at least 1, or null"),
-        ("min_top_k", config.min_top_k >= 0, "0 or more tokens"),
-        ("min_shared_tokens", config.min_shared_tokens >= 1, "1 or more tokens"),
-        ("search_period", config.search_period >= 1, "1 or more decode steps"),
-        ("suffix_index_bytes", config.suffix_index_bytes > 0, "a positive number of bytes"),
-        (
-            "suffix_dense_tokens",
-            config.suffix_dense_tokens is None or config.suffix_dense_tokens >= 2 * PAGE_TOKENS,
-            f"{2 * PAGE_TOKENS} or more tokens, or null",
-        ),
+        ("keep_ratio", config.keep_ratio is None or 0.0 < config.keep_ratio <= 1.0, f"{_FRACTION}, or null"),
+        ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, _FRACTION),
+        ("build_share", 0.0 < config.build_share <= 1.0, _FRACTION),
         (
             "sum_every",
             config.sum_every is None or 1 <= config.sum_every <= MOST_APART,
             f"1 to {MOST_APART} tokens, or null",
         ),
         ("profile", config.profile != "", 'a path, "none" or null'),
-        ("num_sink_tokens", config.num_sink_tokens >= 0, "0 or more tokens"),
-        ("num_recent_pages", config.num_recent_pages >= 0, "0 or more pages"),
-        ("min_sparse_prompt_len", config.min_sparse_prompt_len >= 1, "1 or more tokens"),
-        ("query_samples", config.query_samples >= 1, "1 or more query rows"),
-        (
-            "build_align",
-            config.build_align >= PAGE_TOKENS and config.build_align % PAGE_TOKENS == 0,
-            f"a multiple of {PAGE_TOKENS} tokens",
-        ),
-        ("build_after_hits", config.build_after_hits >= 1, "1 or more requests"),
-        ("build_share", 0.0 < config.build_share <= 1.0, "a fraction above 0 and at most 1"),
-        ("sample_host_bytes", config.sample_host_bytes > 0, "a positive number of bytes"),
-        ("capture_tail", config.capture_tail >= 0, "0 or more tokens"),
-        ("capture_steps", config.capture_steps >= 0, "0 or more steps"),
+        ("build_align", config.build_align % PAGE_TOKENS == 0, f"a multiple of {PAGE_TOKENS} tokens"),
         (
             "capture_folder",
             config.build is not Build.CAPTURE or bool(config.capture_folder),
             "a folder when build is 'capture'",
         ),
-        ("index_gpu_bytes", config.index_gpu_bytes > 0, "a positive number of bytes"),
-        (
-            "store_max_bytes",
-            config.store_max_bytes is None or config.store_max_bytes > 0,
-            "a positive number of bytes, or null",
-        ),
-        ("store_min_free_bytes", config.store_min_free_bytes >= 0, "0 or more bytes"),
         ("store_timeout_s", 0.0 < config.store_timeout_s < float("inf"), "a finite time above 0 seconds"),
     )
     for name, good, expected in rules:
@@ -165,19 +142,6 @@ def _check_suffix_part(config: SparseAttnConfig) -> None:
     if config.trace_folder is not None:
         todo = "Remove one of them: a trace has selections from prefixes only."
         raise _fail("suffix_dense_tokens null with a trace_folder", config.suffix_dense_tokens, todo)
-
-
-def _check_layer_plan(config: SparseAttnConfig) -> None:
-    """Layer modes and shapes; how many layers and heads the model has is known only when it is loaded."""
-    for layer, entry in enumerate(config.layer_plan):
-        named = isinstance(entry, str) and entry in ("dense", "anchor")
-        reused = isinstance(entry, dict) and "reuse" in entry and set(entry) <= {"reuse", "head_map"}
-        if not named and not reused:
-            raise _fail(
-                'each entry of layer_plan to be "dense", "anchor" or {"reuse": layer, "head_map": [...]}',
-                entry,
-                f"Correct layer {layer}.",
-            )
 
 
 def _check_access(config: SparseAttnConfig) -> None:
@@ -220,12 +184,15 @@ def _decoded(text: str | None) -> Any:
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
-    """Check a decoded configuration, without a profile. Raises ConfigError: an unknown key, a wrong type or value."""
+    """Check a decoded configuration, without a profile; a layer plan is checked with the model.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or value.
+    """
     config = _converted(raw)
     _check_ranges(config)
     _check_methods(config)
     _check_suffix_part(config)
-    _check_layer_plan(config)
     _check_access(config)
     _check_remote(config)
     return config

@@ -1,4 +1,4 @@
-"""The fingerprint of a served model: everything that makes its KV what it is."""
+"""What of a served model goes into its fingerprint: everything that makes its KV what it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefix_index import ModelFingerprint, canonical_digest
+from prefix_index import canonical_digest
 
 logger = logging.getLogger(__name__)
 
@@ -25,49 +25,16 @@ _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 
 
-def model_fingerprint(
-    hf_config: Mapping[str, Any],
-    weights: str,
-    *,
-    quantization: str | None,
-    kv_dtype: str,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-) -> ModelFingerprint:
-    """Put the parts together.
+def config_digests(hf_config: Mapping[str, Any], quantization: str | None) -> tuple[str, str]:
+    """Digests of what a model computes, and of its rotary embedding: of a fingerprint `config_digest`, `rope_digest`.
 
     Args:
-        hf_config: the model's config as a dict; volatile keys are left out.
-        weights: digest of the weights, see `weights_digest`.
+        hf_config: the model's config, as JSON gives it; volatile keys are left out.
         quantization: SGLang's quantization method, None for none.
-        kv_dtype: dtype of the KV pool, for instance `bfloat16`.
-        num_layers, num_kv_heads, head_dim, v_head_dim: of the whole model.
     """
-    config = {key: value for key, value in _plain(hf_config).items() if key not in _VOLATILE}
+    config = {key: value for key, value in hf_config.items() if key not in _VOLATILE}
     rope = {key: config.pop(key) for key in _ROPE if key in config}
-    config["quantization"] = quantization
-    return ModelFingerprint(
-        config_digest=canonical_digest(config),
-        weights_digest=weights,
-        rope_digest=canonical_digest(rope),
-        kv_dtype=kv_dtype,
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return str(value)
+    return canonical_digest({**config, "quantization": quantization}), canonical_digest(rope)
 
 
 def weights_digest(folder: str) -> str:

@@ -9,52 +9,36 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Ranks(Protocol):
-    """The group, as one of its processes sees it.
+class Ranks:
+    """The group, as one of its processes sees it. By itself that of a process without others, which agrees with itself.
 
     Attributes:
         rank, size: its place, and how many there are.
     """
 
-    rank: int
-    size: int
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        """Per place the least that any rank gives; as many values on all of them, within 64 bits."""
-
-    def most(self, values: Sequence[float]) -> list[float]:
-        """Per place the most that any rank gives; as many values on all of them."""
-
-    def gathered(self, value: Any) -> list[Any]:
-        """What each rank gives, by rank; small plain values."""
-
-
-class OneRank:
-    """A process without others: agrees with itself."""
-
     rank, size = 0, 1
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """As given."""
+        """Per place the least that any rank gives; as many values on all of them, within 64 bits."""
         return list(values)
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """As given."""
+        """Per place the most that any rank gives; as many values on all of them."""
         return list(values)
 
     def gathered(self, value: Any) -> list[Any]:
-        """Of the one."""
+        """What each rank gives, by rank; small plain values."""
         return [value]
 
 
-class ProcessRanks:
+class ProcessRanks(Ranks):
     """Ranks that talk through a process group on the host.
 
     Args:
@@ -113,22 +97,17 @@ KEPT = 4096
 """Requests that are remembered, at most, beside the batch's: of some SGLang never gives a slot back (sessions)."""
 
 READY, LOADING = 2, 1
-"""States of an index. Lesser ones are reasons: see `dense`."""
+"""States of an index. Lesser ones are reasons for which a request decodes dense, by their numbers, negative."""
 _HEADER = 3
 _DIGEST_DIGITS = 15
 """Of a digest in hex: 60 bits, so that its negative is a 64-bit integer, too."""
-
-
-def dense(reason: int) -> int:
-    """The state of a request that decodes dense for a reason, by the reason's number."""
-    return -reason
 
 
 class Word(NamedTuple):
     """What a rank, or all of them, say of one request.
 
     Attributes:
-        state: READY, LOADING, or `dense(reason)`.
+        state: READY, LOADING, or 0 and less: a reason.
         shares: whether it may be attended in a group.
         digest: hex digest of the index that the rank holds for it; empty without one.
     """

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,17 +21,21 @@ from sglang_ext.decode.trace import StepTrace
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods import method_specs
 from sglang_ext.methods.layer_plan import heads_of_rank
+from sglang_ext.methods.profile import Profile
 from sglang_ext.metrics import Counters
 from sglang_ext.model_view import ModelView
+from sglang_ext.options import Build
 from sglang_ext.prefill.builder import profile_digest
+from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
-from sglang_ext.prefill.recorder import Admission, Chunk, decode_chunks, prefill_chunks
-from sglang_ext.prefill.recordings import make_recording
-from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch, misfit
+from sglang_ext.prefill.parts import Parts
+from sglang_ext.prefill.recorder import Admission, Chunk, Recording
+from sglang_ext.prefill.shared_builds import SharedBuilds
+from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import Residency
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
-from sglang_ext.ranks import OneRank, Ranks, check_alike
+from sglang_ext.ranks import Ranks, check_alike
 from sglang_ext.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -62,8 +65,9 @@ class SparseRuntime:
 
     Raises:
         IndexStoreError: the store cannot be used, or its service does not answer.
-        ValueError: the profile is of another model, or the layer plan does not fit this one.
-        RuntimeError: ranks differ in what decode steps are chosen by.
+        ValueError: the profile is of another model, the layer plan does not fit this one, or more ranks build than
+            there are KV heads.
+        RuntimeError: ranks differ in what decode steps are chosen by, or have no folder in common to build in.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class SparseRuntime:
         config, profile = settings.config, settings.profile
         self.config = config
         self.view = view
-        self.ranks = ranks or OneRank()
+        self.ranks = ranks or Ranks()
         self.counters = Counters(view.num_layers, prometheus)
         self.requests = RequestTable()
         self.model = view.fingerprint()
@@ -80,9 +84,9 @@ class SparseRuntime:
             check_profile(profile, self.model)
             logger.info("sparse attention: profile %s of this model", config.profile)
         self.profile = profile_digest(config, profile)
-        why_not = partial(misfit, model=self.model, profile_digest=self.profile)
-        self.watch = StoreWatch(settings, why_not, self.counters.set_store if prometheus else None)
-        self.store = self.watch.store
+        publish = self.counters.set_store if prometheus else None
+        self.directory = PrefixDirectory(settings, self.model, self.profile, publish)
+        self.store = self.directory.store
         plan = layer_plan_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
         first, limit = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start, config.index_gpu_bytes
         spec = method_specs(config)[config.method]
@@ -91,15 +95,28 @@ class SparseRuntime:
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
-        usable, least = self.planner.uses_indexes, config.min_sparse_prompt_len
-        self.directory: PrefixDirectory | None = None  # nothing is looked up that no step could use
-        if usable:
-            self.directory = PrefixDirectory(self.store, self.model, self.profile, least, self.watch.rescan)
-        self.builds = make_recording(self.store, config, view, self.model, profile, self.ranks, usable=usable)
+        self._looks_up = self.planner.uses_indexes  # nothing that no step could use
+        self.builds = self._recording(profile)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self.weights = ServedWeights(view.weights, self.ranks)
         self._step = Step()
+
+    def _recording(self, profile: Profile | None) -> Recording | None:
+        """What this process makes of the prompts that it prefills; None for nothing. May be a collective."""
+        build, config, ranks, heads = self.config.build, self.config, self.ranks, self.model.num_kv_heads
+        if build is not Build.OFF and ranks.size > heads:
+            raise ValueError(
+                f"--sparse-attn: expected at most {heads} tensor-parallel ranks (KV heads) to build indexes; got "
+                f"{ranks.size}. Build with a smaller --tp-size: any reads the indexes"
+            )
+        if build is Build.PREFILL:
+            return PrefillBuilds(self.store, config, self.view, self.model, profile, ranks)
+        if build is Build.SHARED and self.planner.uses_indexes:
+            return SharedBuilds(self.store, config, self.view, self.model, profile, Parts.of_server(ranks))
+        if build is Build.SHARED:
+            logger.warning("sparse attention: no index is built: none could be used (see above)")
+        return PrefillCaptures(config, self.view) if build is Build.CAPTURE else None
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have in common, so that equal batches take equal paths."""
@@ -140,7 +157,7 @@ class SparseRuntime:
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
-        if refusal or self.directory is None:
+        if refusal or not self._looks_up:
             attachment = Attachment(rid, refusal[0] if refusal else None)
         else:
             found = self.directory.lookup(namespace, prompt)
@@ -239,9 +256,9 @@ class SparseRuntime:
             self._settle(forward_batch.rids)
             planned = self._planned(forward_batch)
             self.ready.took("stock" if planned is None else planned.path.value, forward_batch.batch_size)
-            self._step = Step(planned, decode_chunks(self.builds, forward_batch, self.view.device))
+            self._step = Step(planned, () if self.builds is None else self.builds.decode(forward_batch))
         elif self.builds is not None and mode.is_extend():
-            self._step = Step(None, prefill_chunks(self.builds, forward_batch, self.view.device))
+            self._step = Step(None, self.builds.prefill(forward_batch))
         try:
             yield
             if self._trace is not None:
@@ -260,7 +277,7 @@ class SparseRuntime:
     def _refuse(self, why: str) -> None:
         """No step is attended here any more."""
         self.planner.refuse(why)
-        self.directory = None
+        self._looks_up = False
 
     def _planned(self, forward_batch: Any) -> PlannedStep | None:
         try:
@@ -370,7 +387,7 @@ class SparseRuntime:
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
             "decode": self.planner.snapshot(),
-            **self.watch.snapshot(),
+            **self.directory.snapshot(),
             **held,
             "requests": len(self.requests),
         }
@@ -380,4 +397,4 @@ class SparseRuntime:
         if self.builds is not None:
             self.builds.close()
         self.residency.close()
-        self.watch.close()
+        self.directory.close()

@@ -7,33 +7,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prefix_index import IndexStore
 from prefix_index.connect import locate, open_store
 from prefix_index.folder import Access, check_folder
-from sglang_ext.cache_folder import cache_folder
+
+if TYPE_CHECKING:  # imports torch
+    from sglang_ext.options import SparseAttnConfig
 
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
 
-class StoreConfig(Protocol):
-    """The store's part of `SparseAttnConfig`."""
-
-    @property
-    def store_max_bytes(self) -> int | None: ...
-    @property
-    def store_min_free_bytes(self) -> int: ...
-    @property
-    def store_eviction(self) -> str: ...
-    @property
-    def store_mode(self) -> str: ...
-    @property
-    def store_group(self) -> str | None: ...
-    @property
-    def store_remote(self) -> str | list[str] | None: ...
-    @property
-    def store_timeout_s(self) -> float: ...
+def cache_folder() -> str:
+    """Where this package keeps what it may make again: `$XDG_CACHE_HOME/sglang-ext`, or `~/.cache/sglang-ext`, which
+    need not exist yet. `store` in it is the default store, `tuned` the launch parameters.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "sglang-ext")
 
 
 def default_store() -> str:
@@ -41,19 +32,19 @@ def default_store() -> str:
     return os.path.join(cache_folder(), "store")
 
 
-def remote_addresses(config: StoreConfig) -> list[str]:
+def remote_addresses(config: SparseAttnConfig) -> list[str]:
     """The remote stores that the folder shares indexes with, fastest first."""
     remote = config.store_remote
     return [] if not remote else [remote] if isinstance(remote, str) else list(remote)
 
 
-def make_folder(folder: str, config: StoreConfig) -> None:
+def make_folder(folder: str, config: SparseAttnConfig) -> None:
     """Makes a store's folder where it is missing. Raises IndexStoreError."""
     access = Access.of(config.store_mode, config.store_group)
     check_folder(Path(folder), create=True, write=False, access=access)
 
 
-def configured_store(address: str, config: StoreConfig, *, write: bool = True) -> IndexStore:
+def configured_store(address: str, config: SparseAttnConfig, *, write: bool = True) -> IndexStore:
     """The store of a server or a job, open. The caller closes it.
 
     Who does not `write` may use a folder that cannot be written to: another user's, or on a disk mounted read-only.
@@ -65,7 +56,7 @@ def configured_store(address: str, config: StoreConfig, *, write: bool = True) -
         [address, *(remote_addresses(config) if folder else [])],
         max_bytes=config.store_max_bytes,
         min_free_bytes=config.store_min_free_bytes,
-        eviction=_word(config.store_eviction),
+        eviction=config.store_eviction.value,
         write=write,
         mode=config.store_mode,
         group=config.store_group,
@@ -73,8 +64,3 @@ def configured_store(address: str, config: StoreConfig, *, write: bool = True) -
     )
     store.open()
     return store
-
-
-def _word(choice: object) -> str:
-    """Of an enum's member, or of a plain string."""
-    return str(getattr(choice, "value", choice))

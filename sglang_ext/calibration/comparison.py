@@ -24,77 +24,47 @@ UNIFORM_SIZE = 32
 """Tokens: of the sizes the one at whose bytes heads can have others."""
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """A paired difference over held-out prompts.
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """A calibrated choice and its rival.
 
     Attributes:
-        mean: calibrated less rival.
-        low, high: 95% interval by bootstrap over groups of prompts; None with fewer than two groups.
+        choice, against: what they are.
+        calibrated, rival: share of the attention that they hold, mean over held-out prompts.
+        gain: calibrated less rival, paired by prompt.
+        low, high: 95% interval of it by bootstrap over groups of prompts; None with fewer than two groups.
         reason: why it does not win, where it does not.
     """
 
-    mean: float
+    choice: str
+    against: str
+    calibrated: float
+    rival: float
+    gain: float
     low: float | None
     high: float | None
-    reason: str = ""
-
-    @property
-    def wins(self) -> bool:
-        return self.mean > 0
-
-
-class BlockComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out recall of block sizes per head (adaptive) against one size (uniform), at equal budgets and bytes.
-
-    Attributes:
-        adaptive_average: of the adaptive sizes, at least `uniform_size`.
-        sizes: [num_layers][num_kv_heads] adaptive sizes of the layers that take part, tokens per block.
-    """
-
-    uniform_size: int
-    adaptive_average: float
-    uniform: float
-    adaptive: float
-    difference: Difference
-    sizes: list[list[int]]
-
-
-class AnchorComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Anchors of the programme, which maximizes the attention mass kept, against evenly spaced ones, held out.
-
-    Attributes:
-        recovery_programme, recovery_even: attention mass kept at the budget, with head maps; `difference` is theirs.
-    """
-
-    num_anchors: int
-    programme: tuple[int, ...]
-    even: tuple[int, ...]
-    recovery_programme: float
-    recovery_even: float
-    difference: Difference
-
-
-class HeadMapComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Head maps against the identity with the programme's anchors: attention mass kept at the budget, held out, over
-    all layers that take part."""
-
-    anchors: tuple[int, ...]
-    remapped: float
-    identity: float
-    difference: Difference
+    reason: str
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The held-out comparison; `fitted` and `held_out` are numbers of prompts, `num_heads` KV heads that take part.
-    Layers before `first_layer` are dense and take none."""
+    """The held-out comparison.
+
+    Attributes:
+        fitted, held_out: numbers of prompts.
+        first_layer: layers before it are dense and take no part.
+        num_heads: KV heads that take part.
+        blocks: recall of block sizes per head against one size, at equal budgets and bytes.
+        anchors: attention kept at the budget, with head maps, by anchors of the programme, which maximizes it, against
+            evenly spaced ones: of 1, 2, ... anchors.
+        head_maps: the same with the programme's anchors, by head maps against the identity: of 1, 2, ... anchors.
+    """
 
     fitted: int
     held_out: int
     first_layer: int
     num_heads: int
-    blocks: BlockComparison
-    anchors: list[AnchorComparison]
-    head_maps: list[HeadMapComparison]
+    blocks: Comparison
+    anchors: list[Comparison]
+    head_maps: list[Comparison]
 
 
 def compare(
@@ -119,30 +89,36 @@ def compare(
     fit = average(fitted)
     num_layers, num_kv_heads = fit.oracle.shape
     first = setting.first_layer(num_layers)
-    recalls = torch.stack([one.recall for one in held])[:, first:]
     recovery = torch.stack([one.recovery for one in held])
     anchors, maps = [], []
     for count in range(1, num_layers - first + 1):
-        anchors.append(_anchors(count, fit, recovery, setting, numbers))
+        chosen, even = best_anchors(fit, setting, count), evenly_spaced_anchors(num_layers, count, first)
+        kept, kept_even = (plan_recovery(recovery, plan, fit.recovery) for plan in (chosen, even))
+        reason = _anchor_reason(count, num_layers - first - 1, chosen == even)
+        anchors.append(paired(_listed(chosen), _listed(even), kept, kept_even, reason, numbers))
         if count < num_layers - first:
-            maps.append(_head_maps(anchors[-1].programme, fit, recovery, numbers))
+            own = plan_recovery(recovery, chosen, fit.recovery, remap=False)
+            reason = "the maps chosen on the fitted prompts do not carry over to the held-out ones"
+            if bool((kept == own).all()):
+                reason = f"the best map of each of the {num_kv_heads} KV heads is the identity"
+            maps.append(paired(f"maps of anchors {_listed(chosen)}", "identity", kept, own, reason, numbers))
     return HeldOut(
         fitted=len(fitted),
         held_out=len(held),
         first_layer=first,
         num_heads=(num_layers - first) * num_kv_heads,
-        blocks=_blocks(fit.recall[first:], recalls, numbers),
+        blocks=_blocks(fit.recall[first:], torch.stack([one.recall for one in held])[:, first:], numbers),
         anchors=anchors,
         head_maps=maps,
     )
 
 
-def paired(differences: Tensor, reason: str, groups: Tensor) -> Difference:
-    """Mean and 95% bootstrap interval of [num_prompts] differences; the reason is kept where they do not win.
-
-    Prompts of one group ([num_prompts] int64: 0, 1, ...) are drawn together.
+def paired(choice: str, against: str, calibrated: Tensor, rival: Tensor, reason: str, groups: Tensor) -> Comparison:
+    """Compare by what each of them holds of each prompt, [num_prompts]; the reason is kept where the choice does not
+    win. Prompts of one group ([num_prompts] int64: 0, 1, ...) are drawn together.
     """
-    mean = float(differences.mean())
+    differences = calibrated - rival
+    gain = float(differences.mean())
     low = high = None
     count = groups.bincount()
     if len(count) > 1:
@@ -151,7 +127,16 @@ def paired(differences: Tensor, reason: str, groups: Tensor) -> Difference:
         drawn = torch.randint(len(count), (RESAMPLES, len(count)), generator=gen)
         means = total[drawn].sum(dim=1) / count[drawn].sum(dim=1)
         low, high = (float(means.quantile(q)) for q in (0.025, 0.975))
-    return Difference(mean=mean, low=low, high=high, reason="" if mean > 0 else reason)
+    return Comparison(
+        choice=choice,
+        against=against,
+        calibrated=float(calibrated.mean()),
+        rival=float(rival.mean()),
+        gain=gain,
+        low=low,
+        high=high,
+        reason="" if gain > 0 else reason,
+    )
 
 
 def recall_of(recall: Tensor, sizes: Tensor) -> Tensor:
@@ -161,39 +146,14 @@ def recall_of(recall: Tensor, sizes: Tensor) -> Tensor:
     return recall.gather(3, index).flatten(1).mean(dim=1)
 
 
-def _blocks(fitted: Tensor, held: Tensor, groups: Tensor) -> BlockComparison:
+def _blocks(fitted: Tensor, held: Tensor, groups: Tensor) -> Comparison:
     sizes = block_sizes_by_budget(fitted, UNIFORM_SIZE)
     uniform, adaptive = recall_of(held, torch.full_like(sizes, UNIFORM_SIZE)), recall_of(held, sizes)
+    reason = "the heads' differences on the fitted prompts do not carry over to the held-out ones"
     if bool((sizes == UNIFORM_SIZE).all()):
         reason = "one size is best at these bytes"
-    else:
-        reason = "the heads' differences on the fitted prompts do not carry over to the held-out ones"
-    return BlockComparison(
-        uniform_size=UNIFORM_SIZE,
-        adaptive_average=average_block_size(sizes),
-        uniform=float(uniform.mean()),
-        adaptive=float(adaptive.mean()),
-        difference=paired(adaptive - uniform, reason, groups),
-        sizes=sizes.tolist(),
-    )
-
-
-def _anchors(
-    count: int, fit: PromptMeasurement, recovery: Tensor, setting: FitSetting, groups: Tensor
-) -> AnchorComparison:
-    num_layers = fit.oracle.shape[0]
-    first = setting.first_layer(num_layers)
-    programme, even = best_anchors(fit, setting, count), evenly_spaced_anchors(num_layers, count, first)
-    kept, kept_even = (plan_recovery(recovery, anchors, fit.recovery) for anchors in (programme, even))
-    reason = _anchor_reason(count, num_layers - first - 1, programme == even)
-    return AnchorComparison(
-        num_anchors=count,
-        programme=programme,
-        even=even,
-        recovery_programme=float(kept.mean()),
-        recovery_even=float(kept_even.mean()),
-        difference=paired(kept - kept_even, reason, groups),
-    )
+    choice = f"sizes per head, {average_block_size(sizes):.1f} tokens on average"
+    return paired(choice, f"{UNIFORM_SIZE} tokens", adaptive, uniform, reason, groups)
 
 
 def _anchor_reason(count: int, free: int, same: bool) -> str:
@@ -204,17 +164,5 @@ def _anchor_reason(count: int, free: int, same: bool) -> str:
     return "the programme weighs layers by importance; the mean mass compared here does not"
 
 
-def _head_maps(anchors: tuple[int, ...], fit: PromptMeasurement, recovery: Tensor, groups: Tensor) -> HeadMapComparison:
-    remapped = plan_recovery(recovery, anchors, fit.recovery)
-    identity = plan_recovery(recovery, anchors, fit.recovery, remap=False)
-    num_kv_heads = recovery.shape[-1]
-    if bool((remapped == identity).all()):
-        reason = f"the best map of each of the {num_kv_heads} KV heads is the identity"
-    else:
-        reason = "the maps chosen on the fitted prompts do not carry over to the held-out ones"
-    return HeadMapComparison(
-        anchors=anchors,
-        remapped=float(remapped.mean()),
-        identity=float(identity.mean()),
-        difference=paired(remapped - identity, reason, groups),
-    )
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

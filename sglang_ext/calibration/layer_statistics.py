@@ -52,14 +52,6 @@ class MeasureSetting:
         return tuple(dict.fromkeys((self.keep_ratio, *PROPOSED_RATIOS)))
 
 
-def served_budget(prefix_len: int, keep_ratio: float, min_top_k: int) -> int:
-    """Tokens of the prefix that serving attends at a keep ratio, windows included (`SparseAttnConfig.budget`).
-
-    Source: Kascade, 4.1: min(max(keep_ratio * L, min_top_k), L).
-    """
-    return max(1, min(max(int(keep_ratio * prefix_len), min_top_k), prefix_len))
-
-
 # -- recall ------------------------------------------------------------------------------------------------------------
 
 

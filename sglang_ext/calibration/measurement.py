@@ -21,9 +21,9 @@ from sglang_ext.calibration.layer_statistics import (
     keys_for_mass,
     recall_by_block_size,
     reuse_recovery,
-    served_budget,
 )
 from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture, read_tensors, write_tensors
+from sglang_ext.options import SparseAttnConfig
 
 MEASUREMENT_VERSION = 5
 
@@ -126,12 +126,12 @@ def measure_prompt(
     importance = capture.importance.double().mean(dim=1).cpu()
     if not bool(torch.isfinite(importance).all()):
         raise ValueError("expected finite importance, got NaN or infinity; the capture is unusable, take it again")
-    budget = served_budget(capture.prefix_len, setting.keep_ratio, setting.min_top_k)
+    served = SparseAttnConfig(keep_ratio=setting.keep_ratio, min_top_k=setting.min_top_k)
     return PromptMeasurement(
         recall=torch.stack(recall),
         best=torch.stack(best, dim=1),
         sparsity=torch.stack(sparsity),
-        recovery=reuse_recovery(layers(), scale, budget),
+        recovery=reuse_recovery(layers(), scale, served.budget(capture.prefix_len)),
         importance=importance,
         q_max=q_max,
         k_max=k_max,

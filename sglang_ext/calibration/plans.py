@@ -50,7 +50,9 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
     Raises:
         ValueError: more anchors than layers, or values that are NaN or infinite.
     """
-    weighted = _weighted(similarity, importance)
+    weighted = similarity.double().cpu().triu() * importance.double().cpu()
+    if not bool(torch.isfinite(weighted).all()):
+        raise ValueError("expected finite similarities and importances, got NaN or infinity; measure them again")
     size = weighted.shape[0] - first_layer
     _check_count(num_anchors, weighted.shape[0], first_layer)
     # reach[i, j]: what anchor i is worth for the layers i..j - 1.
@@ -68,14 +70,6 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
         end = int(last[end])
         anchors.append(end + first_layer)
     return tuple(reversed(anchors))
-
-
-def anchor_total(similarity: Tensor, importance: Tensor, anchors: Sequence[int]) -> float:
-    """The programme's objective for any ascending anchors: the sum of w_j * S[anchor of j, j] over the layers from the
-    first anchor on."""
-    weighted = _weighted(similarity, importance)
-    nearest = assigned_anchors(anchors, weighted.shape[0])
-    return sum(float(weighted[anchor, layer]) for layer, anchor in nearest.items())
 
 
 def assigned_anchors(anchors: Sequence[int], num_layers: int) -> dict[int, int]:
@@ -173,11 +167,3 @@ def _check_count(num_anchors: int, num_layers: int, first_layer: int) -> None:
             f"expected num_anchors in 1..{most} (layers {first_layer}..{num_layers - 1}), got {num_anchors}; "
             "choose a number in that range"
         )
-
-
-def _weighted(similarity: Tensor, importance: Tensor) -> Tensor:
-    """sim[i][j] = w_j * sim[i][j] in fp64 on the CPU."""
-    matrix = similarity.double().cpu().triu() * importance.double().cpu()
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError("expected finite similarities and importances, got NaN or infinity; measure them again")
-    return matrix

@@ -232,7 +232,6 @@ def read_tensors(
     what: str,
     if_other: str,
     if_damaged: str,
-    device: torch.device | str = "cpu",
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors of these names and metadata of a file of `write_tensors`.
 
@@ -245,7 +244,7 @@ def read_tensors(
         ValueError: it is something else, or of another version.
     """
     try:
-        with safe_open(str(path), "pt", device=str(device)) as file:
+        with safe_open(str(path), "pt") as file:
             meta = file.metadata() or {}
             if meta.get("version") != str(version):
                 raise ValueError(
@@ -265,7 +264,7 @@ def save_capture(capture: PromptCapture, path: str | Path) -> None:
     write_tensors(path, tensors, {name: str(value) for name, value in meta.items()}, private=True)
 
 
-def load_capture(path: str | Path, device: torch.device | str = "cpu") -> PromptCapture:
+def load_capture(path: str | Path) -> PromptCapture:
     """Read a file of `save_capture`. Raises OSError where it cannot be read, ValueError where it is no capture, or one
     of another version.
     """
@@ -276,6 +275,5 @@ def load_capture(path: str | Path, device: torch.device | str = "cpu") -> Prompt
         what="a capture",
         if_other="take it again with this sglang-ext",
         if_damaged="take it again",
-        device=device,
     )
     return PromptCapture(**tensors, prompt_len=int(meta["prompt_len"]), sm_scale=float(meta["sm_scale"]))

@@ -28,16 +28,14 @@ def load_published_plan(
     num_layers: int,
     num_kv_heads: int,
     anchors: Sequence[int] | None = None,
-    dense_layers: Sequence[int] = (0,),
 ) -> LayerPlan:
-    """A layer plan from a published head map file.
+    """A layer plan from a published head map file. Layer 0 reads the whole prefix; a layer whose anchor it is becomes
+    an anchor itself, see `plan_from_maps`: layer 1 of the published Llama and Qwen3 maps.
 
     Args:
         path: the file.
         num_layers, num_kv_heads: of the model that the plan is for, before tensor parallelism.
         anchors: layers that select, ascending, the first is 0; None reads them from the file's name.
-        dense_layers: layers that read the whole prefix. A layer whose anchor is dense becomes an anchor, see
-            `plan_from_maps`: with layer 0 dense that is layer 1 of the published Llama and Qwen3 maps.
 
     Raises:
         OSError: the file cannot be read.
@@ -62,7 +60,7 @@ def load_published_plan(
             ) from error
     _check(head_map, anchors, num_layers, num_kv_heads)
     maps = {layer: tuple(row) for layer, row in enumerate(head_map.tolist())}
-    return plan_from_maps(anchors, maps, num_layers, num_kv_heads, dense_layers)
+    return plan_from_maps(anchors, maps, num_layers, num_kv_heads)
 
 
 def _check(head_map: npt.NDArray[Any], anchors: Sequence[int], num_layers: int, num_kv_heads: int) -> None:

@@ -7,18 +7,17 @@ import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sglang_ext.calibration.comparison import Difference, HeldOut
+from sglang_ext.calibration.comparison import Comparison, HeldOut
 from sglang_ext.calibration.fit import Fit, FitSetting
 from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
-from sglang_ext.calibration.plans import anchor_total, layer_similarity
+from sglang_ext.calibration.plans import layer_similarity
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.profile import Profile, Recommendation
 
@@ -30,7 +29,6 @@ img { max-width: 100%; display: block; margin: .8rem 0 }
 table { border-collapse: collapse; font-size: .85rem; margin: .8rem 0 }
 th, td { border-bottom: 1px solid #d1d5db; padding: .25rem .6rem; text-align: left; vertical-align: top }
 td.number { text-align: right; font-variant-numeric: tabular-nums }
-.loss { color: #b91c1c } .win { color: #15803d } .note { color: #6b7280; font-size: .9rem }
 pre { overflow-x: auto; background: #f3f4f6; padding: .6rem; font-size: .8rem }
 @media print { body { margin: 0; max-width: none } h2 { break-after: avoid } img, tr { break-inside: avoid } }
 """
@@ -82,8 +80,7 @@ def write_report(shown: Result, folder: str | Path) -> None:
 
 def report_values(shown: Result) -> dict[str, Any]:
     """Every figure of the report, plain values."""
-    means, anchors, recommended = shown.averages, shown.fit.anchors, shown.recommended
-    recovery = layer_similarity(means.recovery)
+    means, recommended = shown.averages, shown.recommended
     return {
         "profile": shown.profile,
         "profile_digest": shown.profile.digest(),
@@ -96,9 +93,9 @@ def report_values(shown: Result) -> dict[str, Any]:
         "sparsity": means.sparsity.tolist(),
         "oracle_recall": means.oracle.tolist(),
         "block_recall": means.recall.tolist(),
-        "recovery": recovery.tolist(),
+        "recovery": layer_similarity(means.recovery).tolist(),
         "importance": means.importance.tolist(),
-        "anchors": {"layers": anchors, "objective": anchor_total(recovery, means.importance, anchors)},
+        "anchors": shown.fit.anchors,
         "held_out": shown.held_out,
         "recommended": {
             "name": recommended.method,
@@ -166,11 +163,11 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         ),
         _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
         "<h3>Block sizes per head against one size at equal bytes</h3>",
-        _rows([held.blocks], _BLOCKS),
+        _compared([held.blocks]),
         "<h3>Anchors of the programme against evenly spaced ones</h3>",
-        _rows(held.anchors, _ANCHORS, keep),
+        _compared(held.anchors),
         "<h3>Head maps against the identity</h3>",
-        _rows(held.head_maps, _HEAD_MAPS) if held.head_maps else _paragraph("No layer reuses another: nothing to map."),
+        _compared(held.head_maps) if held.head_maps else _paragraph("No layer reuses another: nothing to map."),
         "<h2>Profile</h2>",
         f"<pre>{html.escape(shown.profile.encode().decode())}</pre>",
     ]
@@ -232,37 +229,19 @@ def _dense_heads(shown: Result) -> str:
     )
 
 
-_DIFFERENCE = {"difference": "difference", "reason": "difference.reason"}
-_BLOCKS = {
-    "uniform size": "uniform_size",
-    "adaptive average": "adaptive_average:.1f",
-    "uniform": "uniform",
-    "adaptive": "adaptive",
-    **_DIFFERENCE,
-}
-_ANCHORS = {
-    "anchors": "programme",
-    "evenly spaced": "even",
-    "attention kept at {keep}": "recovery_programme",
-    "even": "recovery_even",
-    **_DIFFERENCE,
-}
-_HEAD_MAPS = {
-    "anchors": "anchors",
-    "head maps": "remapped",
-    "identity": "identity",
-    **_DIFFERENCE,
-}
-"""Columns of the tables: head -> attribute of a row, with a format where it is not that of `_cell`."""
-
-
-def _rows(rows: Sequence[object], columns: Mapping[str, str], keep: str = "") -> str:
-    parts = [column.partition(":") for column in columns.values()]
+def _compared(rows: Sequence[Comparison]) -> str:
     body = [
-        [format(attrgetter(name)(row), form) if form else attrgetter(name)(row) for name, _, form in parts]
+        (
+            row.choice,
+            row.against,
+            row.calibrated,
+            row.rival,
+            f"{row.gain:+.4f}" + ("" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]"),
+            row.reason,
+        )
         for row in rows
     ]
-    return _table([name.format(keep=keep) for name in columns], body)
+    return _table(("calibrated", "rival", "attention held", "the rival's", "gain [95%]", "reason"), body)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -272,15 +251,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, Difference):
-        kind = "win" if value.wins else "loss"
-        span = "" if value.low is None else f" [{value.low:+.4f}, {value.high:+.4f}]"
-        return f'<td class="number {kind}">{value.mean:+.4f}{span}</td>'
-    if isinstance(value, tuple):
-        return f"<td>{', '.join(map(str, value))}</td>"
     if isinstance(value, int | float):
         return f'<td class="number">{value if isinstance(value, int) else f"{value:.4f}"}</td>'
-    return f"<td>{'' if value is None else html.escape(str(value))}</td>"
+    return f"<td>{html.escape(str(value))}</td>"
 
 
 def _paragraph(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 matplotlib.use("Agg")
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from sglang_ext.calibration.comparison import HeldOut
 from sglang_ext.calibration.judge import Verdict
@@ -59,7 +59,8 @@ def recovery_plot(recovery: Tensor, anchors: Sequence[int]) -> bytes:
     # A layer selects for itself and those behind it; the rest of the matrix says nothing.
     _heat(figure, axes, recovery.masked_fill(torch.ones_like(recovery).tril(-1).bool(), torch.nan), "viridis")
     for layer, anchor in assigned_anchors(anchors, num_layers).items():
-        _frame(axes, layer, anchor, "#e11d48" if layer == anchor else "#fb923c")
+        colour = "#e11d48" if layer == anchor else "#fb923c"
+        axes.add_patch(Rectangle((layer - 0.47, anchor - 0.47), 0.94, 0.94, fill=False, color=colour, linewidth=2.2))
     axes.set(
         title=f"attention kept; anchors {', '.join(map(str, anchors))} (red), reuse (orange)",
         xlabel="layer that attends",
@@ -79,26 +80,16 @@ def importance_plot(importance: Tensor) -> bytes:
 
 
 def comparison_plot(held_out: HeldOut) -> bytes:
-    """Held-out figures of the calibrated choices beside their rivals'."""
+    """Held-out figures of the calibrated choices beside their rivals'; of anchors and head maps over their number."""
     figure = Figure(figsize=(9.5, 3.8))
-    blocks_axes, anchor_axes, map_axes = figure.subplots(1, 3)
-    _pairs(
-        blocks_axes,
-        ["minimum and maximum"],
-        [(held_out.blocks.uniform, held_out.blocks.adaptive)],
-        ("uniform 32", "adaptive, equal bytes"),
-    )
-    blocks_axes.set(title="block sizes", ylabel="attention recall, held out")
-    xs = [row.num_anchors for row in held_out.anchors]
-    anchor_axes.plot(xs, [row.recovery_even for row in held_out.anchors], "o--", color=RIVAL, label="evenly spaced")
-    kept = [row.recovery_programme for row in held_out.anchors]
-    anchor_axes.plot(xs, kept, "o-", color=CALIBRATED, label="programme")
-    anchor_axes.set(title="anchors", xlabel="number of anchors", ylabel="attention kept by reuse")
-    anchor_axes.legend(fontsize=8)
-    if maps := held_out.head_maps:
-        pairs = [(row.identity, row.remapped) for row in maps]
-        _pairs(map_axes, [str(len(row.anchors)) for row in maps], pairs, ("identity", "head maps"))
-    map_axes.set(title="head maps", xlabel="number of anchors")
+    kinds = (("block sizes", [held_out.blocks]), ("anchors", held_out.anchors), ("head maps", held_out.head_maps))
+    for axes, (title, rows) in zip(figure.subplots(1, 3), kinds, strict=True):
+        numbers = range(1, len(rows) + 1)
+        axes.plot(numbers, [row.rival for row in rows], "o--", color=RIVAL, label="rival")
+        axes.plot(numbers, [row.calibrated for row in rows], "o-", color=CALIBRATED, label="calibrated")
+        axes.set(title=title, ylabel="attention held, held out", xlabel="" if len(rows) == 1 else "number of anchors")
+        axes.locator_params(axis="x", integer=True)
+        axes.legend(fontsize=8)
     return _png(figure)
 
 
@@ -123,30 +114,6 @@ def _heat(figure: Any, axes: Any, table: Tensor, colours: str) -> None:
     rows, columns = table.shape
     axes.set_yticks(range(0, rows, max(1, rows // 16)))
     axes.set_xticks(range(0, columns, max(1, columns // 16)))
-    if rows * columns > 150:
-        return
-    for i, row in enumerate(table.tolist()):
-        for j, value in enumerate(row):
-            if math.isnan(value):
-                continue
-            red, green, blue, _ = image.cmap(image.norm(value))
-            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-            axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
-
-
-def _frame(axes: Any, column: int, row: int, colour: str) -> None:
-    xs = [column - 0.47, column + 0.47, column + 0.47, column - 0.47, column - 0.47]
-    ys = [row - 0.47, row - 0.47, row + 0.47, row + 0.47, row - 0.47]
-    axes.plot(xs, ys, color=colour, linewidth=2.2)
-
-
-def _pairs(axes: Any, names: Sequence[str], pairs: Sequence[tuple[float, float]], labels: tuple[str, str]) -> None:
-    places = range(len(names))
-    for side, (label, colour) in enumerate(zip(labels, (RIVAL, CALIBRATED), strict=True)):
-        axes.bar([x + 0.4 * side - 0.2 for x in places], [p[side] for p in pairs], 0.38, label=label, color=colour)
-    axes.set_xticks(list(places), list(names), fontsize=8)
-    axes.set_ylim(0, 1.25 * max(max(pair) for pair in pairs))
-    axes.legend(fontsize=8, loc="upper left")
 
 
 def _png(figure: Any) -> bytes:

@@ -7,13 +7,10 @@ import importlib.util
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_ext.cli.arguments import add_sglang_flags, parse_count, parse_layers
 from sglang_ext.cli.stopping import refuse, run_job
-
-if TYPE_CHECKING:  # imports torch, which the help text need not wait for
-    from sglang_ext.cli.calibrate_job import CalibrateJob
 
 _DESCRIPTION = """\
 Run every prompt of a development set once through SGLang, measure its attention, and write the model's profile:
@@ -142,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     """What can be wrong with the arguments is found before SGLang is started."""
     from sglang_ext.cli.calibrate_job import CalibrateJob
+    from sglang_ext.cli.capturing import CaptureSession
     from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of
-    from sglang_ext.compat.engine import EngineStartError
 
     # Without a model, too, a profile can be fitted to measurements that are complete.
     refusal = engine_refusal(args.model_path, args.sglang_flags) or measuring_refusal(args.device)
@@ -164,27 +161,13 @@ def _run(args: argparse.Namespace) -> int:
         return refuse("calibrate", refusal)
     try:
         if job.missing:
-            _measure(job, args)
+            print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
+            sizes = {"query_samples": args.query_samples, "tail_tokens": args.max_tokens}
+            with CaptureSession(args.model_path, args.sglang_flags, **sizes, decode_steps=args.decode_steps) as session:
+                job.measure(session)
         return job.finish()
-    except EngineStartError as error:
-        return refuse("calibrate", error)
     except ValueError as error:
         return refuse("calibrate", error, 1)
-
-
-def _measure(job: CalibrateJob, args: argparse.Namespace) -> None:
-    from sglang_ext.cli.capturing import CaptureSession
-
-    print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
-    session = CaptureSession(
-        args.model_path,
-        args.sglang_flags,
-        query_samples=args.query_samples,
-        tail_tokens=args.max_tokens,
-        decode_steps=args.decode_steps,
-    )
-    with session:
-        job.measure(session)
 
 
 def _ratio(text: str) -> float:

@@ -47,11 +47,11 @@ from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.cli.judging import Judge
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean
 from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel, Recommendation
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.profiles import local_folder
 
 SETTINGS_FILE = "settings.json"
@@ -248,12 +248,7 @@ class CalibrateJob:
     def _profile(self, model: ModelFingerprint, fit: Fit, keep_ratio: float, infos: Sequence[PromptInfo]) -> Profile:
         spec = METHODS[self._method].spec().to_dict()
         return Profile(
-            model=ProfiledModel(
-                num_layers=model.num_layers,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                config_digest=model.config_digest,
-            ),
+            model=msgspec.convert(model, ProfiledModel, from_attributes=True),
             block_sizes=tuple(map(tuple, fit.block_sizes.tolist())),
             layer_plan=fit.plan.to_dict(),
             channels=tuple(tuple(map(tuple, layer)) for layer in fit.channels.tolist()),

@@ -10,17 +10,13 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-import torch
 
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
 from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.cli.checks import reported
-from sglang_ext.config import Build, DecodePath
+from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.prompt_tokens import TokenSource
-
-#: Seconds that a capture may take to be written after its request ended.
-WRITE_TIMEOUT_S = 600.0
 
 
 class CaptureError(ValueError):
@@ -41,11 +37,11 @@ class CaptureSession:
     def __init__(
         self,
         model_path: str,
-        sglang_flags: Sequence[str] = (),
+        sglang_flags: Sequence[str],
         *,
-        query_samples: int = 2048,
-        tail_tokens: int = 64,
-        decode_steps: int = 16,
+        query_samples: int,
+        tail_tokens: int,
+        decode_steps: int,
     ) -> None:
         self._model_path = model_path
         self._given_flags = list(sglang_flags)
@@ -118,9 +114,7 @@ class CaptureSession:
             self._engine.prefill(rid, input_ids, max_new_tokens=self._decode_steps + 1)
         except ValueError as error:
             raise CaptureError(f"{name}: refused by SGLang: {error}") from error
-        event = reported(self._events, rid, WRITE_TIMEOUT_S)
-        if event is None:
-            raise CaptureError(f"{name}: the scheduler reported nothing within {WRITE_TIMEOUT_S:.0f} s; see its log")
+        event = reported(self._events, rid)
         if event["status"] != "captured":
             raise CaptureError(f"{name}: not captured: {event.get('reason')}: {event.get('detail')}")
         path = Path(event["path"])
@@ -128,8 +122,4 @@ class CaptureSession:
             capture = load_capture(path)
         finally:
             path.unlink(missing_ok=True)
-        if not all(bool(torch.isfinite(x).all()) for x in (capture.queries, capture.keys)):
-            raise CaptureError(
-                f"{name}: expected finite queries and keys, got NaN or infinity; does the model overflow in this dtype?"
-            )
         return capture if prefix_len is None else capture.behind(prefix_len)

@@ -27,11 +27,16 @@ def _model_refusal(model_path: str, sglang_flags: Sequence[str]) -> str | None:
     owner, _, name = model_path.partition("/")  # of a name on the hub, which SGLang would download
     is_path = owner in ("", ".", "..", "~") or "/" in name or os.path.exists(model_path) or os.path.isdir(owner)
     if is_path or os.environ.get("HF_HUB_OFFLINE") == "1":
-        return (
-            f"expected --model-path to be a folder, or a name in the local Hugging Face cache; got {model_path!r}. "
-            "Correct it, or download the model first"
-        )
+        return not_local(model_path)
     return None
+
+
+def not_local(model_path: str) -> str:
+    """What to tell of a model that is not on this machine."""
+    return (
+        f"expected --model-path to be a folder, or a name in the local Hugging Face cache; got {model_path!r}. Correct "
+        "it, or download the model first"
+    )
 
 
 def _device_refusal(device: str | None) -> str | None:
@@ -74,11 +79,15 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
         pass
 
 
-def reported(events: Path, rid: str, seconds: float) -> dict[str, Any] | None:
-    """What the scheduler process wrote of a request (`build_report`); None where it wrote nothing in that time. It
-    writes when the request gives its slot back.
+#: Seconds that a report may take to be written after its request ended.
+REPORT_TIMEOUT_S = 600.0
+
+
+def reported(events: Path, rid: str) -> dict[str, Any]:
+    """What the scheduler process wrote of a request (`build_report`), which it does when the request gives its slot
+    back; a failure where it wrote nothing in time.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + REPORT_TIMEOUT_S
     while time.monotonic() < deadline:
         if events.exists():
             for text in events.read_text().splitlines():
@@ -86,4 +95,5 @@ def reported(events: Path, rid: str, seconds: float) -> dict[str, Any] | None:
                 if event.pop("rid") == rid:
                     return event
         time.sleep(0.02)
-    return None
+    detail = f"the scheduler reported nothing within {REPORT_TIMEOUT_S:.0f} s; see its log"
+    return {"status": "failed", "reason": "no_report", "detail": detail}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -15,12 +16,12 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from sglang_ext.calibration.agreement import agreement, check_generated, load_steps
+from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, sglang_option
-from sglang_ext.config import Build, DecodePath, PrefetchPolicy
 from sglang_ext.methods.profile import load_profile
+from sglang_ext.options import Build, DecodePath, PrefetchPolicy
 from sglang_ext.prefill.prompt_tokens import TokenSource
 
 STEPS = 48
@@ -88,10 +89,10 @@ class Judge:
         known = {one.candidate: one for one in self._read() if digests.get(one.candidate) == one.profile}
         missing = [candidate for candidate in candidates if candidate not in known]
         bar = tqdm(missing, desc="judge", unit="candidate", initial=len(known), total=len(candidates))
-        if missing and not all(path.exists() for _, path in self._rows_of(self._references)):
+        if missing and not all(path.exists() for _, path in self._dense()):
             bar.set_postfix_str("dense")
             self._references.mkdir(parents=True, exist_ok=True)
-            for _, path in self._rows_of(self._references):
+            for _, path in self._dense():
                 path.unlink(missing_ok=True)
             self._measure({"build": Build.OFF.value, "decode_path": DecodePath.STOCK.value}, None)
         for candidate in bar:
@@ -112,13 +113,10 @@ class Judge:
             print(f"expected results in {self._results}, got {error}; judging anew", file=sys.stderr)
             return []
 
-    def _rows_of(self, folder: Path) -> list[tuple[int, Path]]:
-        """Prompt and file of each row."""
-        return [
-            (number, folder / f"{number}-{row}.npz")
-            for number in range(len(self._prompts))
-            for row in range(self._rows)
-        ]
+    def _dense(self) -> list[tuple[int, Path]]:
+        """Prompt and file of dense's own of each row."""
+        pairs = itertools.product(range(len(self._prompts)), range(self._rows))
+        return [(number, self._references / f"{number}-{row}.npz") for number, row in pairs]
 
     def _judge_one(self, candidate: Candidate, profile: Path, digest: str) -> Judged:
         settings = {
@@ -129,28 +127,22 @@ class Judge:
             "keep_ratio": candidate.keep_ratio,
             "profile": str(profile.absolute()),
         }
-        folder = self._folder / "forced"
-        folder.mkdir(exist_ok=True)
-        for _, path in self._rows_of(folder):
-            path.unlink(missing_ok=True)
-        ms, state = self._measure(settings, folder)
-        kl: list[list[tuple[float, int]]] = [[] for _ in self._prompts]
-        agreed = 0.0
-        for (number, own), (_, reference) in zip(self._rows_of(folder), self._rows_of(self._references), strict=True):
-            found = agreement(load_steps(reference), load_steps(own))
-            assert found is not None
-            kl[number].append((found.kl, found.steps))
-            agreed += found.top1 * found.steps
-            own.unlink()
-        steps = sum(count for one in kl for _, count in one)
+        found: list[list[Agreement]] = [[] for _ in self._prompts]
+        with tempfile.TemporaryDirectory(prefix="sparse-attn-forced-") as forced:
+            ms, state = self._measure(settings, Path(forced))
+            for number, reference in self._dense():
+                one = agreement(load_steps(reference), load_steps(Path(forced) / reference.name))
+                assert one is not None
+                found[number].append(one)
+        rows = [one for group in found for one in group]
         lengths = [len(prefix) for prefix in self._prefixes]
         sparse = state["sparse_rows"]
         return Judged(
             candidate=candidate,
             profile=digest,
-            steps=steps,
-            kl=[fmean(value for value, _ in one) for one in kl],
-            top1=agreed / steps,
+            steps=sum(one.steps for one in rows),
+            kl=[fmean(one.kl for one in group) for group in found],
+            top1=fmean(one.top1 for one in rows),
             ms=ms,
             least_tokens=min(lengths),
             most_tokens=max(lengths),
@@ -178,7 +170,7 @@ class Judge:
                 self._tokenize(engine.tokens, engine.context_len)
                 for number, prefix in enumerate(self._prefixes):
                     engine.generate([_plain(prefix, 1)])
-                    references = [path for at, path in self._rows_of(self._references) if at == number]
+                    references = [path for at, path in self._dense() if at == number]
                     outs = references if folder is None else [folder / path.name for path in references]
                     requests = [
                         {"input_ids": ids, **forcing(out, STEPS, reference=None if folder is None else path, seed=row)}

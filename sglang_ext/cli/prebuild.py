@@ -100,7 +100,7 @@ def _build(
     args: argparse.Namespace, settings: Settings, store: IndexStore, prompts: Sequence[Prompt], report: TextIO
 ) -> int:
     from sglang_ext.cli.prebuild_job import PrebuildJob
-    from sglang_ext.compat.engine import EngineStartError, OfflineEngine
+    from sglang_ext.compat.engine import OfflineEngine
 
     with tempfile.TemporaryDirectory() as folder:
         events = os.path.join(folder, "events.jsonl")
@@ -109,14 +109,12 @@ def _build(
         try:
             engine.open()
             return PrebuildJob(engine, store, settings, events, report, args).run(prompts)
-        except EngineStartError as error:
-            return refuse("prebuild", error)
         finally:
             engine.close()
 
 
 def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:
-    from sglang_ext.config import Build, DecodePath
+    from sglang_ext.options import Build, DecodePath
 
     # Nothing decodes here: no memory has to be kept for indexes.
     building = msgspec.structs.replace(

@@ -168,7 +168,9 @@ class PrebuildJob:
             self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
         except ValueError as error:
             return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
-        event = self._event(rid)
+        event = reported(self._events, rid)
+        with suppress(IndexStoreError):  # a report of what was built is not lost with the service
+            self._store.rescan()
         return {"prompt_tokens": len(ids), "seconds": time.perf_counter() - begun, **event}
 
     def _refused(self, ids: Sequence[int]) -> dict[str, Any] | None:
@@ -187,12 +189,3 @@ class PrebuildJob:
             detail = f"expected at least {least} tokens (min_sparse_prompt_len), got {num_tokens}"
             return {"status": "skipped", "reason": "short_prefix", "detail": detail}
         return None
-
-    def _event(self, rid: str, timeout: float = 600.0) -> dict[str, Any]:
-        event = reported(self._events, rid, timeout)
-        if event is None:
-            detail = f"the scheduler reported nothing within {timeout:.0f} s; see its log"
-            return {"status": "failed", "reason": "no_report", "detail": detail}
-        with suppress(IndexStoreError):  # a report of what was built is not lost with the service
-            self._store.rescan()
-        return event

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_layers, sglang_option
 from sglang_ext.cli.stopping import refuse
 
@@ -68,12 +70,7 @@ def run(args: argparse.Namespace) -> int:
             file, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, anchors=args.anchors
         )
         profile = Profile(
-            model=ProfiledModel(
-                num_layers=model.num_layers,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                config_digest=model.config_digest,
-            ),
+            model=msgspec.convert(model, ProfiledModel, from_attributes=True),
             layer_plan=plan.to_dict(),
             calibration=CalibrationData(
                 description=f"layer plan imported from {file.name} (SHA-256 {digest}). Answers of this plan were not "
@@ -99,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _refusal(args: argparse.Namespace, file: Path, out: Path) -> str | None:
     """What is wrong with the arguments before SGLang is imported; None if nothing is."""
+    from sglang_ext.cli.checks import not_local
     from sglang_ext.profiles import local_folder
 
     if not file.is_file():
@@ -108,10 +106,7 @@ def _refusal(args: argparse.Namespace, file: Path, out: Path) -> str | None:
     if out.exists() and not args.replace:
         return f"expected no file at --out, got {args.out!r}; name another one, or overwrite it with --replace"
     if local_folder(args.model_path, *checkpoint_options(args.sglang_flags)) is None:
-        return (
-            f"expected --model-path to be a folder, or a name in the local Hugging Face cache; got "
-            f"{args.model_path!r}. Correct it, or download the model first"
-        )
+        return not_local(args.model_path)
     return None
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from sglang_ext.compat.engine import EngineDiedError
+from sglang_ext.compat.engine import EngineDiedError, EngineStartError
 
 #: As a shell reports a process that SIGINT, SIGPIPE or SIGTERM ended.
 INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143
@@ -34,7 +34,7 @@ def refuse(command: str, why: object, status: int = 2) -> int:
 
 
 def run_job(command: str, job: Callable[[], int]) -> int:
-    """Run what may be run again to go on, and say so where it did not come to its end.
+    """Run what may be run again to go on, and say so where it did not come to its end, or why it did not begin.
 
     Args:
         command: its name, for messages.
@@ -42,6 +42,8 @@ def run_job(command: str, job: Callable[[], int]) -> int:
     """
     try:
         return job()
+    except EngineStartError as error:
+        return refuse(command, error)
     except Terminated:
         print("terminated; run the same command again to go on", file=sys.stderr)
         return TERMINATED

@@ -11,9 +11,9 @@ import msgspec
 
 from prefix_index import ModelFingerprint
 from sglang_ext.config import Settings
-from sglang_ext.fingerprint import model_fingerprint, resolve_folder
+from sglang_ext.fingerprint import config_digests, resolve_folder
 from sglang_ext.methods.profile import ProfileError
-from sglang_ext.profiles import check_profile, layer_plan_of_rank
+from sglang_ext.profiles import check_profile, layer_plan_of_rank, local_folder
 
 #: In place of what is known only when the model is loaded; a profile is not compared by it.
 _UNREAD = "unread"
@@ -32,10 +32,12 @@ def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str,
     # The checkpoint's own config: SGLang releases differ in what they add to the parsed one.
     raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     raw.update(json.loads(args.json_model_override_args or "{}"))
-    return model_fingerprint(
-        {**raw, "torchao_config": getattr(args, "torchao_config", "") or ""},
-        weights,
-        quantization=getattr(config, "quantization", None),
+    raw["torchao_config"] = getattr(args, "torchao_config", "") or ""
+    config_digest, rope_digest = config_digests(raw, getattr(config, "quantization", None))
+    return ModelFingerprint(
+        config_digest=config_digest,
+        weights_digest=weights,
+        rope_digest=rope_digest,
         kv_dtype=kv_dtype,
         num_layers=int(config.num_hidden_layers),
         num_kv_heads=int(config.num_key_value_heads),
@@ -74,9 +76,8 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
     if settings.profile is None and not plan:
         return None
     config = _model_config(record)
-    try:
-        folder = resolve_folder(config.model_path, record.revision, record.download_dir)
-    except FileNotFoundError:  # not on this machine yet
+    folder = local_folder(config.model_path, record.revision, record.download_dir)
+    if folder is None:  # not on this machine yet
         return None
     model = checkpoint_fingerprint(record, config, folder, weights=_UNREAD, kv_dtype=_UNREAD)
     try:
@@ -87,7 +88,7 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
         layer_plan_of_rank(plan, settings.profile, model, 0, int(record.tp_size))
     except ProfileError as error:
         return str(error)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return f"--sparse-attn-config: layer_plan: {error}"
     return None
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_ext.compat.server_args import settings_of
-from sglang_ext.config import Build, DecodePath, SparseAttnConfig
 from sglang_ext.decode.buffers import KEPT_BYTES
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
+from sglang_ext.options import Build, DecodePath, SparseAttnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
     for layer, role in enumerate(layers):
         if role == "anchor":
             latest = layer
-        if isinstance(role, Mapping) and role["reuse"] != latest:
+        if isinstance(role, Mapping) and role.get("reuse") != latest:
             return True
     return False
 

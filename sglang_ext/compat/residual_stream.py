@@ -36,8 +36,7 @@ def observe_residual_stream(model: Any, observer: Observer) -> None:
             "support this architecture yet"
         )
     for number, layer in enumerate(layers):
-        probe = _BoundaryProbe if hasattr(layer, "attn_boundary") else _LayerProbe
-        probe(number, observer).attach(layer)
+        _observe(layer, number, observer)
 
 
 #: Attributes of layers that change attention's output before it is added (Granite, GLM-4, Gemma 2 and 3).
@@ -51,43 +50,26 @@ def _fits(layer: Any) -> bool:
     return plain and known and hasattr(layer, "self_attn")
 
 
-class _Probe:
+def _observe(layer: Any, number: int, observer: Observer) -> None:
     """Two hooks of one layer: what comes in, and what attention adds."""
+    bounded = hasattr(layer, "attn_boundary")
+    place = layer.self_attn if bounded else layer
+    signature = inspect.signature(type(place).forward)
+    incoming: list[Tensor] = []
 
-    def __init__(self, number: int, observer: Observer) -> None:
-        self._number = number
-        self._observer = observer
-        self._x: Tensor | None = None
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = signature.bind(module, *args, **kwargs).arguments
+        if bounded:  # what the boundary before attention left in the batch
+            hidden, residual = given["forward_batch"].residual_stream.residual, None
+        else:
+            hidden, residual = given["hidden_states"], given.get("residual")
+        # New memory in all cases: the fused norms write into their inputs.
+        incoming[:] = [hidden.clone() if residual is None else hidden + residual]
 
-    def _behind(self, _attention: Any, _args: tuple[Any, ...], output: Tensor) -> None:
-        if self._x is not None:
-            self._observer(self._number, self._x, self._x + output)
-            self._x = None
+    def behind(_attention: Any, _args: tuple[Any, ...], output: Tensor) -> None:
+        if incoming:
+            x = incoming.pop()
+            observer(number, x, x + output)
 
-
-class _LayerProbe(_Probe):
-    """The stream is the layer's `hidden_states` and `residual` together."""
-
-    def attach(self, layer: Any) -> None:
-        self._signature = inspect.signature(type(layer).forward)
-        layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        layer.self_attn.register_forward_hook(self._behind)
-
-    def _before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self._signature.bind(layer, *args, **kwargs).arguments
-        hidden, residual = given["hidden_states"], given.get("residual")
-        # New memory in both cases: the fused norms write into their inputs.
-        self._x = hidden.clone() if residual is None else hidden + residual
-
-
-class _BoundaryProbe(_Probe):
-    """The stream is what the boundary before attention left in the batch."""
-
-    def attach(self, layer: Any) -> None:
-        self._signature = inspect.signature(type(layer.self_attn).forward)
-        layer.self_attn.register_forward_pre_hook(self._before, with_kwargs=True)
-        layer.self_attn.register_forward_hook(self._behind)
-
-    def _before(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self._signature.bind(attention, *args, **kwargs).arguments
-        self._x = given["forward_batch"].residual_stream.residual.clone()
+    place.register_forward_pre_hook(before, with_kwargs=True)
+    layer.self_attn.register_forward_hook(behind)

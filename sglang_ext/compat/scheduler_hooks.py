@@ -12,7 +12,7 @@ from prefix_index import printable_values
 from sglang_ext.compat import tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
-from sglang_ext.config import Build
+from sglang_ext.options import Build
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         type(wrapped).__name__,
         settings.config.method,
         settings.store,
-        _runtime.watch.summary(),
+        _runtime.directory.summary(),
     )
     return adopt(wrapped, _runtime, view.layer_refusal)
 
@@ -280,15 +280,12 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
     from sglang_ext.compat.adoption import is_adopted
 
     assert_in_place()
-    if _runtime is None or not is_adopted(scheduler.tp_worker.model_runner.attn_backend):
+    adopted = _runtime is not None and is_adopted(scheduler.tp_worker.model_runner.attn_backend)
+    if not adopted or not _cache_observed:
+        what = "prefix cache to be observed" if adopted else "attention backend to be adopted"
         raise RuntimeError(
-            "--sparse-attn: expected SGLang's attention backend to be adopted, found it untouched; "
-            "start without --sparse-attn and report the SGLang version and flags"
-        )
-    if not _cache_observed:
-        raise RuntimeError(
-            "--sparse-attn: expected SGLang's prefix cache to be observed, found it untouched; "
-            "start without --sparse-attn and report the SGLang version and flags"
+            f"--sparse-attn: expected SGLang's {what}, found it untouched; start without --sparse-attn and report the "
+            "SGLang version and flags"
         )
     _runtime.weights.note()
 

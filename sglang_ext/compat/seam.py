@@ -22,21 +22,19 @@ class Seam:
         target: path of SGLang's function.
         kind: when the hook runs.
         hook: ours.
-        process: which processes need it: a launcher never imports the model runner for us.
-        reason: why it is there.
         takes: names of the function's first arguments, all that the hook counts; a method's object or class left out.
         reads: attributes of the function's result that the hook reads, each with its type; under an empty name the
             type of the result itself.
+        process: which processes need it: a launcher never imports the model runner for us.
         releases: of SGLang that have the function.
     """
 
     target: str
     kind: HookType
     hook: Callable[..., Any]
-    process: Process
-    reason: str
     takes: tuple[str, ...]
     reads: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    process: Process = "scheduler"
     releases: tuple[str, ...] = SUPPORTED
 
 

@@ -1,7 +1,7 @@
-"""Every place where the plugin enters SGLang, with the reason.
+"""Every place where the plugin enters SGLang.
 
-`docs/sglang-seams.md` is the same list in prose; a test keeps the two equal. Each hook does nothing but
-delegate when the server runs without `--sparse-attn`.
+`docs/sglang-seams.md` has the reasons; a test keeps the two lists equal. Each hook does nothing but delegate when the
+server runs without `--sparse-attn`.
 """
 
 from __future__ import annotations
@@ -13,144 +13,85 @@ from types import FunctionType, NoneType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
-from sglang_ext.compat import memory, scheduler_hooks, server_args
+from sglang_ext.compat import memory, server_args
+from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.seam import Seam, declare, here
 
+_BEFORE, _AFTER, _AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
+_ARGS = "sglang.srt.server_args.ServerArgs"
+_MEMORY = "sglang.srt.mem_cache"
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
 SEAMS: tuple[Seam, ...] = (
-    Seam(
-        "sglang.srt.server_args.ServerArgs.add_cli_args",
-        HookType.AFTER,
-        server_args.after_add_cli_args,
-        "every",
-        "adds the three flags; SGLang has no registry for flags",
-        ("parser",),
-    ),
-    Seam(
-        "sglang.srt.server_args.ServerArgs.from_cli_args",
-        HookType.AROUND,
-        server_args.around_from_cli_args,
-        "every",
-        "checks the flags' values and puts the settings on the record that travels to the scheduler",
-        ("args",),
-    ),
-    Seam(
-        "sglang.srt.server_args.ServerArgs.check_server_args",
-        HookType.AFTER,
-        server_args.after_check_server_args,
-        "every",
-        "last check before processes start: refuses unsupported modes by name, asserts the seams",
-        (),
-    ),
+    Seam(f"{_ARGS}.add_cli_args", _AFTER, server_args.after_add_cli_args, ("parser",), process="every"),
+    Seam(f"{_ARGS}.from_cli_args", _AROUND, server_args.around_from_cli_args, ("args",), process="every"),
+    Seam(f"{_ARGS}.check_server_args", _AFTER, server_args.after_check_server_args, (), process="every"),
     Seam(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        HookType.AROUND,
-        scheduler_hooks.around_attn_backend_wrapper,
-        "scheduler",
-        "adopts the attention backend that SGLang built, whatever the user named",
+        _AROUND,
+        hooks.around_attn_backend_wrapper,
         ("runner", "full_attn_backend"),
     ),
     Seam(
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
-        HookType.AFTER,
+        f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        _AFTER,
         memory.after_profile_available_bytes,
-        "scheduler",
-        "the KV pool is sized without the memory that indexes and our buffers may take",
         ("pre_model_load_memory",),
         {"": int},
     ),
     Seam(
-        "sglang.srt.mem_cache.registry.create_tree_cache",
-        HookType.AFTER,
-        scheduler_hooks.after_create_tree_cache,
-        "scheduler",
-        "observes match_prefix of the prefix cache that SGLang's own chain built: admission and namespace",
+        f"{_MEMORY}.registry.create_tree_cache",
+        _AFTER,
+        hooks.after_create_tree_cache,
         ("ctx",),
         {"match_prefix": FunctionType},
     ),
     Seam(
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
-        HookType.AROUND,
-        scheduler_hooks.around_model_runner_forward,
-        "scheduler",
-        "the live ForwardBatch with its request ids, before a graph runner builds its replay view; warm-up "
-        "and capture forwards do not pass here",
+        _AROUND,
+        hooks.around_model_runner_forward,
         ("forward_batch",),
         {"can_run_graph": bool},
     ),
     Seam(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
-        HookType.AROUND,
-        scheduler_hooks.around_capture_one_shape,
-        "scheduler",
-        "captures more decode graphs of each batch size, in which our kernels are the attention",
+        f"{_GRAPHS}.capture_one_shape",
+        _AROUND,
+        hooks.around_capture_one_shape,
         ("size", "forward", "stream_idx", "variant_label"),
     ),
     Seam(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_lora_variant",
-        HookType.AFTER,
-        scheduler_hooks.after_resolve_lora_variant,
-        "scheduler",
-        "the label of the graph that a step replays: the host chooses before the replay",
+        f"{_GRAPHS}._resolve_lora_variant",
+        _AFTER,
+        hooks.after_resolve_lora_variant,
         ("forward_batch",),
         {"": (str, NoneType)},
     ),
     Seam(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
-        HookType.AFTER,
-        scheduler_hooks.after_req_to_token_alloc,
-        "scheduler",
-        "a request gets its slot: from here until it gives it back it may hold something",
+        f"{_MEMORY}.memory_pool.ReqToTokenPool.alloc",
+        _AFTER,
+        hooks.after_req_to_token_alloc,
         ("reqs",),
         {"": (list, NoneType)},
     ),
-    Seam(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
-        HookType.BEFORE,
-        scheduler_hooks.before_req_to_token_free,
-        "scheduler",
-        "a request gives its slot back: finish, abort and retraction alike",
-        ("req",),
-    ),
+    Seam(f"{_MEMORY}.memory_pool.ReqToTokenPool.free", _BEFORE, hooks.before_req_to_token_free, ("req",)),
     *(
         Seam(
-            f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{method}",
-            HookType.AFTER,
-            scheduler_hooks.after_weights_update,
-            "scheduler",
-            "weights changed in place make every index of the served model stale",
+            f"{_WEIGHTS}.update_weights_from_{where}",
+            _AFTER,
+            hooks.after_weights_update,
             ("recv_req",),
             {"success": bool},
         )
-        for method in (
-            "update_weights_from_disk",
-            "update_weights_from_distributed",
-            "update_weights_from_tensor",
-            "update_weights_from_ipc",
-        )
+        for where in ("disk", "distributed", "tensor", "ipc")
     ),
+    Seam(f"{_WEIGHTS}.end_weight_update", _AFTER, hooks.after_end_weight_update, ("recv_req",), releases=("0.5.23",)),
+    Seam(f"{_SCHEDULER}.__init__", _AFTER, hooks.after_scheduler_init, ("server_args",)),
     Seam(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update",
-        HookType.AFTER,
-        scheduler_hooks.after_end_weight_update,
-        "scheduler",
-        "0.5.23: weights may have been written into between begin and end by nobody who passes elsewhere",
-        ("recv_req",),
-        releases=("0.5.23",),
-    ),
-    Seam(
-        "sglang.srt.managers.scheduler.Scheduler.__init__",
-        HookType.AFTER,
-        scheduler_hooks.after_scheduler_init,
-        "scheduler",
-        "asserts in the scheduler process that backend, cache and seams are ours before serving starts",
-        ("server_args",),
-    ),
-    Seam(
-        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        HookType.AFTER,
-        scheduler_hooks.after_get_internal_state,
-        "scheduler",
-        "adds the sparse_attn counters to /get_server_info",
+        f"{_SCHEDULER}.get_internal_state",
+        _AFTER,
+        hooks.after_get_internal_state,
         ("recv_req",),
         {"internal_state": dict},
     ),

@@ -11,17 +11,9 @@ from typing import Any, NoReturn
 from prefix_index import printable
 from sglang_ext.compat import tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
-from sglang_ext.config import (
-    ENV_CONFIG,
-    ENV_STORE,
-    ConfigError,
-    Settings,
-    default_store,
-    enabled_by_env,
-    make_settings,
-    settings_from_env,
-)
+from sglang_ext.config import ENV_CONFIG, ConfigError, Settings, enabled_by_env, make_settings, settings_from_env
 from sglang_ext.profiles import local_folder
+from sglang_ext.storage import ENV_STORE, default_store
 
 #: Attribute of the record. It is pickled with the record in every supported version (a test starts both).
 ATTRIBUTE = "_sparse_attn"

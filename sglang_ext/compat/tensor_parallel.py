@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_ext.config import Build, SparseAttnConfig
-from sglang_ext.ranks import OneRank, ProcessRanks, Ranks
+from sglang_ext.options import Build, SparseAttnConfig
+from sglang_ext.ranks import ProcessRanks, Ranks
 
 #: (field of ServerArgs, value that is fine, name the user knows it by)
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
@@ -64,7 +64,7 @@ def ranks_of(rank: int, size: int) -> Ranks:
         RuntimeError: SGLang's processes are not the tensor-parallel ranks alone.
     """
     if size == 1:
-        return OneRank()
+        return Ranks()
     import torch.distributed as dist
 
     world = dist.get_world_size() if dist.is_initialized() else 1

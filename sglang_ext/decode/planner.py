@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
-from sglang_ext.config import DecodePath, SparseAttnConfig
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
@@ -23,10 +22,11 @@ from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.model_view import ModelView
+from sglang_ext.options import DecodePath, SparseAttnConfig
 from sglang_ext.prefix.requests import ALONE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixRules
-from sglang_ext.ranks import OneRank, Ranks
+from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class DecodePlanner:
         layer_plan: LayerPlan,
         ranks: Ranks | None = None,
     ) -> None:
-        ranks = ranks or OneRank()
+        ranks = ranks or Ranks()
         self._forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
         self._min_saved = config.min_shared_tokens
         self._suffix_rules = SuffixRules.of(config)

@@ -17,10 +17,11 @@ from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import SelectedLists, Selection
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.types import Index
 from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.base import IndexSpec, SelectArgs, Selector
+from sglang_ext.options import SparseAttnConfig
 
 if TYPE_CHECKING:
     from prefix_kernels.anchor_selection.runner import ScoredTokens

@@ -20,7 +20,7 @@ from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
 from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, pack_lists
 from prefix_kernels.types import PagedKV
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.attention import Attends, Attentions
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.buffers import (
@@ -38,8 +38,9 @@ from sglang_ext.decode.select_op import ListSizes, SelectOp, selection_group
 from sglang_ext.decode.trace import SelectionCopies
 from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, StepPath
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import ResidentIndex
-from sglang_ext.ranks import OneRank, Ranks
+from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         beside: Attentions | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks or OneRank()
+        self._ranks = ranks or Ranks()
         self._config, self._layer_plan, self._device = config, layer_plan, device
         self._shape = shape
         self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)

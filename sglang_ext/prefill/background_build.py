@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_index import BuildLease, IndexIdentity, IndexStore, IndexStoreError
-from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, take_lease
+from prefix_index import BuildLease, IndexIdentity, IndexStoreError
+from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, give_back
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.prefixes import Prefix, QuerySamples, recorded_event, side_stream
 
@@ -99,7 +99,7 @@ class BackgroundBuilder:
     others, or have none for a while, as positions stay what they are.
 
     Args:
-        store: open; not owned.
+        factory: of an open store.
         rows: tokens of a sample, at most.
         share: of the GPU's time that building may take, above 0 and at most 1.
         done: called on the builder's thread with (build, fields of the report); a status of `built` means stored, of
@@ -115,7 +115,6 @@ class BackgroundBuilder:
     def __init__(
         self,
         factory: IndexFactory,
-        store: IndexStore,
         samples: QuerySamples,
         rows: int,
         share: float,
@@ -125,7 +124,7 @@ class BackgroundBuilder:
     ) -> None:
         self._parts = parts
         self._waiting: list[Build] = []
-        self._factory, self._store, self._samples = factory, store, samples
+        self._factory, self._samples = factory, samples
         self._rows, self._share, self._device, self._done = rows, share, device, done
         self._handed: queue.SimpleQueue[_Handed | None] = queue.SimpleQueue()
         self._ending = threading.Event()
@@ -259,11 +258,11 @@ class BackgroundBuilder:
     def _begin(self, build: Build) -> dict[str, Any] | None:
         """Take the lease (rank 0, for all ranks) and the queries; what to report where there is nothing to build."""
         if self._parts is None or self._parts.rank == 0:
-            found = take_lease(self._store, build.identity)
+            found = self._factory.take_lease(build.identity)
             if isinstance(found, dict):
                 return found
             build.lease = found
-        elif self._store.contains(build.identity):
+        elif self._factory.store.contains(build.identity):
             return {"status": "exists"}
         elif self._parts.has_left(build.identity.digest):
             return {"status": "left"}
@@ -291,7 +290,7 @@ class BackgroundBuilder:
 
     def _stored(self, build: Build) -> dict[str, Any]:
         assert build.assembly is not None
-        entry, stats = self._factory.store(build.assembly, {})
+        entry, stats = self._factory.keep(build.assembly, {})
         seconds, tokens, hits = time.monotonic() - build.begun, build.identity.num_tokens, build.prefix.hits
         how = "sparse attention: built an index of %d shared tokens after %d hits: %.1f s, %d bytes"
         logger.info(how, tokens, hits, seconds, entry.nbytes)
@@ -311,11 +310,7 @@ class BackgroundBuilder:
     def _close(build: Build) -> None:
         build.assembly = build.queries = None
         lease, build.lease = build.lease, None
-        try:
-            if lease is not None:
-                lease.release()
-        except Exception:
-            logger.exception("sparse attention: a build lease could not be given back")
+        give_back(lease)
         build.closed = True  # last: whoever sees it finds the lease given back
 
 

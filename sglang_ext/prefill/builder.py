@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from prefix_index import (
     IndexIdentity,
     IndexPayload,
     IndexStore,
+    ModelFingerprint,
     canonical_digest,
 )
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.arrays import (
     ContentError,
@@ -32,6 +33,9 @@ from sglang_ext.methods.arrays import (
 )
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, SelectArgs
 from sglang_ext.methods.profile import Profile, layer_profile, stacked_profile, used_by_builders
+from sglang_ext.options import SparseAttnConfig
+
+logger = logging.getLogger(__name__)
 
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
 _BUILDERS_VERSION = 3
@@ -61,21 +65,52 @@ def _need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bo
 
 class IndexFactory:
     """Builds and stores the indexes of one configuration, with the block sizes and channels of a profile, if there is
-    one. The store is open, and not owned.
+    one.
+
+    Attributes:
+        store: open, and not owned.
     """
 
     def __init__(self, store: IndexStore, config: SparseAttnConfig, profile: Profile | None = None) -> None:
-        self._store, self._config, self._profile = store, config, profile
+        self.store, self._config, self._profile = store, config, profile
         self.specs = method_specs(config)
+        self._digest = profile_digest(config, profile)
+
+    def identity(self, model: ModelFingerprint, namespace: str, hashes: Sequence[bytes]) -> IndexIdentity:
+        """Of the index of a prefix, by the digest of its namespace and its pages' hashes."""
+        return IndexIdentity.for_prefix(
+            namespace=namespace, page_hashes=hashes, model=model, profile_digest=self._digest
+        )
+
+    def take_lease(self, identity: IndexIdentity) -> BuildLease | dict[str, Any]:
+        """The lease to build an index under, or why not: fields of a report's line. May block until the store's time
+        limits; raises what the store raises.
+        """
+        exists = {"status": "exists", "digest": identity.digest, "num_tokens": identity.num_tokens}
+        if self.store.contains(identity):
+            return exists
+        lease = self.store.lease(identity)
+        if lease is None:
+            detail = "expected nobody else to build this index, found its lease held; wait for it, or ask again"
+            return {"status": "skipped", "reason": "building_elsewhere", "digest": identity.digest, "detail": detail}
+        try:
+            if not self.store.contains(identity):
+                return lease
+        except BaseException:
+            lease.release()
+            raise
+        lease.release()  # its last holder was done a moment ago
+        return exists
 
     @property
     def needs_queries(self) -> bool:
         """Whether one of the methods is built from sampled queries."""
         return _need_queries(self.specs, self._profile)
 
-    def builder(self, name: str, layers: range, heads: range | None = None) -> IndexBuilder[IndexSpec]:
-        """Of one method, for the given KV heads (None: all) of the given layers as if they were one layer's."""
-        return make_builder(self.specs[name], stacked_profile(self._profile, layers, heads))
+    def builders(self, layers: range, heads: range) -> Iterator[tuple[str, IndexBuilder[IndexSpec]]]:
+        """Of each method, for the given KV heads of the given layers as if they were one layer's."""
+        profile = stacked_profile(self._profile, layers, heads)
+        return ((name, make_builder(spec, profile)) for name, spec in self.specs.items())
 
     def assemble(
         self,
@@ -106,7 +141,9 @@ class IndexFactory:
         recall = dict.fromkeys(self.specs, 0.0)
         num_layers = identity.model.num_layers
         for layers in layer_batches(num_layers, identity.num_tokens):
-            keys = _side_by_side([keys_of(layer) for layer in layers])
+            parts = [keys_of(layer) for layer in layers]
+            keys = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            del parts  # before anything is built
             own = None if queries is None else queries[layers.start : layers.stop].flatten(0, 1)
             built = assembly.add(layers, heads, keys, own)
             if own is not None:
@@ -114,7 +151,7 @@ class IndexFactory:
                     recall[name] += self._recall(spec, built[name], keys, own, sm_scale) * len(layers) / num_layers
         return assembly, recall if queries is not None else {}
 
-    def store(self, assembly: IndexAssembly, recall: Mapping[str, float]) -> tuple[IndexEntry, dict[str, Any]]:
+    def keep(self, assembly: IndexAssembly, recall: Mapping[str, float]) -> tuple[IndexEntry, dict[str, Any]]:
         """Store a whole index, read it back and verify it; may be called in any thread.
 
         Args:
@@ -135,7 +172,7 @@ class IndexFactory:
             "recall": dict(recall),
             "recall_budget": self._config.budget(identity.num_tokens),
         }
-        entry = self._store.put(
+        entry = self.store.put(
             IndexPayload(
                 identity=identity,
                 arrays=assembly.arrays,
@@ -144,7 +181,7 @@ class IndexFactory:
                 info=BuildInfo(created=time.time(), build_seconds=sum(seconds.values())),
             )
         )
-        with self._store.get(identity) as file:
+        with self.store.get(identity) as file:
             file.verify()
         times = {"build_seconds": sum(seconds.values()), "method_seconds": seconds}
         return entry, {**stats, "index_bytes": entry.nbytes, **times, "method_bytes": assembly.method_bytes()}
@@ -199,8 +236,7 @@ class IndexAssembly:
         model = self.identity.model
         heads = heads or range(model.num_kv_heads)
         built = {}
-        for name in self._factory.specs:
-            builder = self._factory.builder(name, layers, heads)
+        for name, builder in self._factory.builders(layers, heads):
             begun = time.perf_counter()
             built[name] = builder.build_layer(keys, queries)
             if keys.is_cuda:
@@ -211,8 +247,9 @@ class IndexAssembly:
                 layer, head = layers[place // len(heads)], heads[place % len(heads)]
                 for array, piece in pieces.items():
                     self.arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
+        dtype: torch.dtype = getattr(torch, model.kv_dtype)
         width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
-        self.kv_bytes = model.num_layers * self.identity.num_tokens * width * _itemsize(model.kv_dtype)
+        self.kv_bytes = model.num_layers * self.identity.num_tokens * width * dtype.itemsize
         return built
 
     def check(self) -> None:
@@ -243,39 +280,15 @@ class IndexAssembly:
         return methods
 
 
-def _itemsize(dtype: str) -> int:
-    """Bytes of a number of a dtype of torch, by its name."""
-    found = getattr(torch, dtype)
-    assert isinstance(found, torch.dtype)
-    return found.itemsize
-
-
 def covered_tokens(prompt_len: int, align: int) -> int:
     """Tokens of a prompt that an index covers: the largest multiple of `align` (a multiple of a page)."""
     return prompt_len // align * align
 
 
-def _side_by_side(keys: list[Tensor]) -> Tensor:
-    """Keys of some layers as one layer's; the parts are let go of before anything is built."""
-    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1)
-
-
-def take_lease(store: IndexStore, identity: IndexIdentity) -> BuildLease | dict[str, Any]:
-    """The lease to build an index under, or why not: fields of a report's line. May block until the store's time
-    limits; raises what the store raises.
-    """
-    exists = {"status": "exists", "digest": identity.digest, "num_tokens": identity.num_tokens}
-    if store.contains(identity):
-        return exists
-    lease = store.lease(identity)
-    if lease is None:
-        detail = "expected nobody else to build this index, found its lease held; wait for it, or ask again"
-        return {"status": "skipped", "reason": "building_elsewhere", "digest": identity.digest, "detail": detail}
+def give_back(lease: BuildLease | None) -> None:
+    """Release a lease, if there is one. Raises nothing: one that cannot be given back must not keep what follows."""
     try:
-        if not store.contains(identity):
-            return lease
-    except BaseException:
-        lease.release()
-        raise
-    lease.release()  # its last holder was done a moment ago
-    return exists
+        if lease is not None:
+            lease.release()
+    except Exception:
+        logger.exception("sparse attention: a build lease could not be given back")

@@ -22,14 +22,15 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.model_view import ModelView
-from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, profile_digest, take_lease
+from sglang_ext.options import SparseAttnConfig
+from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, give_back
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recorder import Admission, Capture, Recording
-from sglang_ext.ranks import OneRank, Ranks
+from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class PrefillBuilds(Recording):
     """All builds of one process. Used by the scheduler thread only.
 
     Waits for the store, a remote one until its time limits: for leases, and while an index is written. Arguments are
-    those of `make_recording`; making it is a collective.
+    those of `SparseRuntime`; making it is a collective.
     """
 
     def __init__(
@@ -53,12 +54,10 @@ class PrefillBuilds(Recording):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(config, view)
-        self._ranks = ranks or OneRank()
+        self._ranks = ranks or Ranks()
         self._parts = Parts.of_server(self._ranks)
         self._heads = heads_of_rank(model.num_kv_heads, self._ranks.rank, self._ranks.size)
-        self._store = store
         self._model = model
-        self._profile = profile_digest(config, profile)
         self._factory = IndexFactory(store, config, profile)
         self._pending: dict[str, tuple[IndexIdentity, BuildLease | None]] = {}
 
@@ -82,18 +81,14 @@ class PrefillBuilds(Recording):
         if refusal is not None:
             self._tell(rid, status="skipped", reason=refusal[0], detail=refusal[1])
             return
-        identity = IndexIdentity.for_prefix(
-            namespace=namespace_digest(request.namespace),
-            page_hashes=(request.hashes or page_hashes(prompt[:tokens], PAGE_TOKENS))[: tokens // PAGE_TOKENS],
-            model=self._model,
-            profile_digest=self._profile,
-        )
+        hashes = (request.hashes or page_hashes(prompt[:tokens], PAGE_TOKENS))[: tokens // PAGE_TOKENS]
+        identity = self._factory.identity(self._model, namespace_digest(request.namespace), hashes)
         lease = None
         if self._ranks.rank > 0:
             self.recorder.discard_broken()  # of prompts that were cached: they would keep others from being recorded
         else:
             try:
-                found = take_lease(self._store, identity)
+                found = self._factory.take_lease(identity)
             except Exception as error:  # whatever a store raises, the server must live on
                 self._failed(rid, error)
                 return
@@ -110,7 +105,7 @@ class PrefillBuilds(Recording):
     def discard(self, rid: str) -> None:
         """Forget a request whose prompt will not be indexed; somebody else may."""
         self.recorder.discard(rid)
-        _give_back(self._pending.pop(rid, (None, None))[1])
+        give_back(self._pending.pop(rid, (None, None))[1])
 
     def close(self) -> None:
         """Forget all requests."""
@@ -135,7 +130,7 @@ class PrefillBuilds(Recording):
                 return
             self._build(rid, row, capture, identity)
         finally:
-            _give_back(lease)
+            give_back(lease)
 
     def _all_have(self, mine: bool) -> bool:
         return self._ranks.least([int(mine)])[0] > 0
@@ -153,7 +148,7 @@ class PrefillBuilds(Recording):
             if self._parts is not None:
                 assembly.arrays.update(self._parts.taken(identity.digest) or {})
             recall = {name: sum(one[name] for one in of_ranks) / len(of_ranks) for name in of_ranks[0]}
-            entry, stats = self._factory.store(assembly, recall)
+            entry, stats = self._factory.keep(assembly, recall)
         except Exception as error:  # one prompt must not end the job
             self._failed(rid, error)
             return
@@ -193,11 +188,3 @@ class PrefillBuilds(Recording):
     def _tell(self, rid: str, /, **fields: Any) -> None:
         if self._ranks.rank == 0:
             self._report(rid, **fields)
-
-
-def _give_back(lease: BuildLease | None) -> None:
-    try:
-        if lease is not None:
-            lease.release()
-    except Exception:  # one lease that cannot be given back must not keep the others
-        logger.exception("sparse attention: a build lease could not be given back")

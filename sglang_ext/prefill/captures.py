@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sglang_ext.calibration.prompt_capture import PromptCapture, attention_importance, save_capture
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.model_view import ModelView
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.recorder import MAX_CAPTURES, Admission, Capture, Chunk, Recording
 
 logger = logging.getLogger(__name__)

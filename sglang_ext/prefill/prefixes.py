@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -88,7 +88,6 @@ class HitCounter:
         self._after, self._least, self._align = after, least, align
         self.evicted = 0
         self._known: OrderedDict[tuple[str, bytes], Prefix] = OrderedDict()
-        self._pages: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -105,15 +104,17 @@ class HitCounter:
             indexed: tokens of the index that serves it; 0 without one.
             admitted: monotonic seconds when that was looked up.
         """
-        found = [self._known.get((namespace, hashes[pages - 1])) for pages in self._pages if pages <= len(hashes)]
-        met = [prefix for prefix in found if prefix is not None]
+        met = [prefix for prefix in self._known.values() if prefix.begins(namespace, hashes)]
         shared = min(cached // self._align * self._align // PAGE_TOKENS, len(hashes))
         if shared * PAGE_TOKENS >= self._least and all(len(one.hashes) != shared for one in met):
             met.append(Prefix(namespace, tuple(hashes[:shared])))
-            self._learn(met[-1])
         for prefix in met:
             prefix.hits += 1
-            self._known.move_to_end((namespace, prefix.hashes[-1]))
+            key = namespace, prefix.hashes[-1]
+            self._known[key] = prefix
+            self._known.move_to_end(key)
+        if len(self._known) > MAX_PREFIXES:
+            self._known.popitem(last=False)
         for prefix in met:
             if prefix.due and indexed >= prefix.num_tokens:
                 prefix.served += 1
@@ -133,14 +134,6 @@ class HitCounter:
     def _wanted(self, prefix: Prefix) -> int:
         """Hits from which on it is built."""
         return int(self._after * BACKOFF ** min(prefix.tries, MAX_TRIES))
-
-    def _learn(self, prefix: Prefix) -> None:
-        self._known[prefix.namespace, prefix.hashes[-1]] = prefix
-        self._pages[len(prefix.hashes)] += 1
-        while len(self._known) > MAX_PREFIXES:
-            _, oldest = self._known.popitem(last=False)
-            self._pages[len(oldest.hashes)] -= 1
-            self._pages += Counter()  # drops what is 0
 
     @staticmethod
     def failed(prefix: Prefix) -> None:

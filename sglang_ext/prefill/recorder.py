@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefix_index import printable_values
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.model_view import ModelView
+from sglang_ext.options import SparseAttnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -346,18 +346,38 @@ class Recording(ABC):
     def admit(self, request: Admission) -> None:
         """A request got its slot."""
 
-    def begin_prefill(
-        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
-    ) -> list[Chunk]:
-        """Before the layers of a prefill step run: what it leaves behind. As `QueryRecorder.begin_step`."""
-        return self.recorder.begin_step(rids, firsts, counts, device)
+    def prefill(self, forward_batch: Any) -> list[Chunk]:
+        """Before the layers of a prefill step run, of SGLang's batch: what it leaves behind."""
+        if not forward_batch.rids:
+            return []
+        counts, firsts = (
+            given if isinstance(given, list) else torch.as_tensor(given).tolist()
+            for given in (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
+        )
+        return self.begin_prefill(forward_batch.rids, firsts, counts)
+
+    def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
+        """As `QueryRecorder.begin_step`."""
+        return self.recorder.begin_step(rids, firsts, counts, self._view.device)
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind the layers of a prefill step."""
         return
 
+    def decode(self, forward_batch: Any) -> Sequence[Chunk]:
+        """Before a decode step, on its stream, of SGLang's batch: what it leaves behind, in a process that captures."""
+        rids = forward_batch.rids
+        if not rids or len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
+            return ()  # padded or beam batches: rows are not one request each
+        self.decoding(rids, forward_batch.req_pool_indices)
+        if not self.records_decode:
+            return ()
+        lens = forward_batch.seq_lens_cpu
+        lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
+        return self.begin_prefill(rids, [length - 1 for length in lens], [1] * len(lens))
+
     def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
-        """Before a decode step, on its stream; rows: [batch_size] of `req_to_token`, on the device."""
+        """Of a decode step whose rows are requests; rows: [batch_size] of `req_to_token`, on the device."""
         return
 
     @abstractmethod
@@ -388,27 +408,3 @@ class Recording(ABC):
                 file.write(json.dumps(printable_values({"rid": rid, **fields})) + "\n")
         except OSError as error:
             logger.error("sparse attention: build_report cannot be written (%s): %s %s", error, rid, fields)
-
-
-def prefill_chunks(recording: Recording, forward_batch: Any, device: torch.device) -> list[Chunk]:
-    """Of a prefill step, from SGLang's forward batch."""
-    if not forward_batch.rids:
-        return []
-    counts, firsts = (
-        given if isinstance(given, list) else torch.as_tensor(given).tolist()
-        for given in (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
-    )
-    return recording.begin_prefill(forward_batch.rids, firsts, counts, device)
-
-
-def decode_chunks(recording: Recording | None, forward_batch: Any, device: torch.device) -> Sequence[Chunk]:
-    """Of a decode step, from SGLang's forward batch: what it leaves behind, in a process that captures."""
-    rids = forward_batch.rids
-    if recording is None or not rids or len(rids) != forward_batch.batch_size or len(set(rids)) != len(rids):
-        return ()  # padded or beam batches: rows are not one request each
-    recording.decoding(rids, forward_batch.req_pool_indices)
-    if not recording.records_decode:
-        return ()
-    lens = forward_batch.seq_lens_cpu
-    lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
-    return recording.recorder.begin_step(rids, [length - 1 for length in lens], [1] * len(lens), device)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_index import IndexIdentity, IndexStore, ModelFingerprint, namespace_digest, page_hashes
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from prefix_index import IndexStore, ModelFingerprint, namespace_digest, page_hashes
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.model_view import ModelView
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece
-from sglang_ext.prefill.builder import IndexFactory, profile_digest
+from sglang_ext.prefill.builder import IndexFactory
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.prefixes import HitCounter, QuerySample, QuerySamples
 from sglang_ext.prefill.recorder import Admission, Chunk, Recording
@@ -53,7 +54,7 @@ class _Request:
 
 
 class SharedBuilds(Recording):
-    """Builds indexes of prefixes that were hit often enough. Scheduler thread only; arguments as of `make_recording`.
+    """Builds indexes of prefixes that were hit often enough. Scheduler thread only; arguments as of `SparseRuntime`.
 
     A prefill that computes `min_sparse_prompt_len` tokens or more, and an eighth of its prompt, leaves a sample of its
     queries in host memory, where the methods need one and fewer than `MAX_CAPTURES` others are on their way. What a
@@ -75,15 +76,12 @@ class SharedBuilds(Recording):
         self._model, self._parts = model, parts
         rank, size = (parts.rank, parts.size) if parts is not None else (0, 1)
         self._heads = heads_of_rank(model.num_kv_heads, rank, size)
-        self._profile = profile_digest(config, profile)
-        factory = IndexFactory(store, config, profile)
-        self._records = factory.needs_queries
+        self._factory = IndexFactory(store, config, profile)
+        self._records = self._factory.needs_queries
         self._hits = HitCounter(config.build_after_hits, config.min_sparse_prompt_len, config.build_align)
         self._samples = QuerySamples(config.sample_host_bytes, view.device)
         rows, share = self.recorder.capacity, config.build_share
-        self._builder = BackgroundBuilder(
-            factory, store, self._samples, rows, share, view.device, self._finished, parts
-        )
+        self._builder = BackgroundBuilder(self._factory, self._samples, rows, share, view.device, self._finished, parts)
         self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
         self._off: str | None = None
@@ -104,9 +102,7 @@ class SharedBuilds(Recording):
             seen = (request.at, request.again)
             self._requests[request.rid] = _Request(namespace, pages, prompt_len, request.indexed, *seen)
 
-    def begin_prefill(
-        self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int], device: torch.device
-    ) -> list[Chunk]:
+    def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
         """As in `Recording`. A request's first step tells what the prefix cache had of it: that is counted as a hit."""
         if self._off:
             return []
@@ -122,7 +118,7 @@ class SharedBuilds(Recording):
                     request.counted = True
                     self._count(request, first)
                     self._record(rid, request, first)
-            chunks = self.recorder.begin_step(rids, firsts, counts, device)
+            chunks = super().begin_prefill(rids, firsts, counts)
             self.recorder.discard_broken()
             return chunks
         return []
@@ -154,12 +150,7 @@ class SharedBuilds(Recording):
                 "what requests share: raise store_max_bytes. What leaves before it has paid is built ever more seldom"
             )
         if prefix is not None:
-            identity = IndexIdentity.for_prefix(
-                namespace=prefix.namespace,
-                page_hashes=prefix.hashes,
-                model=self._model,
-                profile_digest=self._profile,
-            )
+            identity = self._factory.identity(self._model, prefix.namespace, prefix.hashes)
             if not self._builder.add(Build(prefix, identity, self._heads)):
                 self._hits.later(prefix)
 

@@ -1,8 +1,4 @@
-"""The store as one scheduler process sees it.
-
-`PrefixDirectory` finds a prompt's index in what is known of the store. `StoreWatch` owns the store and keeps that
-known, without making the scheduler wait.
-"""
+"""The store as one scheduler process sees it: a prompt's index, found in what is known of it without waiting for it."""
 
 from __future__ import annotations
 
@@ -25,7 +21,8 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.config import PAGE_TOKENS, Build, Settings
+from sglang_ext.config import PAGE_TOKENS, Settings
+from sglang_ext.options import Build
 from sglang_ext.storage import configured_store
 
 logger = logging.getLogger(__name__)
@@ -56,29 +53,45 @@ class Lookup:
 
 
 class PrefixDirectory:
-    """Look-ups by chained page hash. Used by the scheduler thread only; the store is open and not owned.
+    """Owns the store that the settings name, keeps what is known of it, and looks prompts up in that by chained page
+    hash. Used by the scheduler thread, which waits for a store at start only.
 
     Args:
-        store: where indexes live.
+        settings: checked settings.
         model: fingerprint of the model served.
         profile_digest: digest of how this server expects indexes to be built.
-        min_prefix_len: tokens; shorter prefixes are `short_prefix`.
-        rescan: looks for files of other processes, without blocking for long; at most every `RESCAN_S`.
+        publish: receives (usable indexes, bytes of all) now and then, for exported metrics.
+
+    Raises:
+        IndexStoreError: the store cannot be used, or its service or remote tier does not answer.
     """
 
     def __init__(
         self,
-        store: IndexStore,
+        settings: Settings,
         model: ModelFingerprint,
         profile_digest: str,
-        min_prefix_len: int,
-        rescan: Callable[[], None],
+        publish: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._store, self._rescan = store, rescan
-        self._model = model
-        self._profile_digest = profile_digest
-        self._min_prefix_len = min_prefix_len
-        self._next_rescan = 0.0
+        builds = settings.config.build in (Build.SHARED, Build.PREFILL)
+        self.store: IndexStore = configured_store(settings.store, settings.config, write=builds)
+        self._model, self._profile_digest = model, profile_digest
+        self._min_prefix_len = settings.config.min_sparse_prompt_len
+        # Two threads, since a rescan must not wait until a question for problems has ended.
+        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
+        # A folder's rescan is some stat calls as a rule, and then worth waiting for. Not where the last one took long:
+        # a slow disk, a folder of very many files. Over a socket or a network it may take until a time limit.
+        self._is_quick = isinstance(self.store, FileStore)
+        self._rescanning: Future[None] | None = None
+        self._looking: Future[None] | None = None
+        self._publish = publish
+        self._next_rescan = self._next_publish = 0.0
+        self._entries: Sequence[IndexEntry] = ()
+        self._problems: list[str] = []
+        self._scan_problem: str | None = None
+        self._look()
+        for problem in self._problems:
+            logger.warning("sparse attention: ignored in the store: %s", problem)
 
     def lookup(self, namespace_fields: Mapping[str, str | None], prompt: Sequence[int]) -> Lookup:
         """Find the longest index whose tokens all stand at the start of this prompt.
@@ -93,59 +106,14 @@ class PrefixDirectory:
         ask = Ask(namespace_digest(namespace_fields), hashes, self._model, self._profile_digest)
         if time.monotonic() >= self._next_rescan:
             self._next_rescan = time.monotonic() + RESCAN_S
-            self._rescan()
-        entry = self._store.longest(ask)
+            self.rescan()
+        entry = self.store.longest(ask)
         if entry is None:
-            why = self._store.near_miss(ask)
+            why = self.store.near_miss(ask)
             return Lookup(None, "index_mismatch" if why else "no_index", why or None, hashes)
         if entry.identity.num_tokens < self._min_prefix_len:
             return Lookup(None, "short_prefix", None, hashes)
         return Lookup(entry, hashes=hashes)
-
-
-def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str) -> str | None:
-    """Why an index can serve no request of a server, in few words; None where it can."""
-    if identity.model != model:
-        return "of another model"
-    return "built with other settings" if identity.profile_digest != profile_digest else None
-
-
-class StoreWatch:
-    """Owns the store that the settings name. Used by the scheduler thread, which waits for a store at start only.
-
-    Args:
-        settings: checked settings.
-        misfit: why an index can serve nobody here, in few words; None where it can.
-        publish: receives (usable indexes, bytes of all) now and then, for exported metrics.
-
-    Raises:
-        IndexStoreError: the store cannot be used, or its service or remote tier does not answer.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        misfit: Callable[[IndexIdentity], str | None],
-        publish: Callable[[int, int], None] | None = None,
-    ) -> None:
-        builds = settings.config.build in (Build.SHARED, Build.PREFILL)
-        self.store: IndexStore = configured_store(settings.store, settings.config, write=builds)
-        # Two threads, since a rescan must not wait until a question for problems has ended.
-        self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
-        # A folder's rescan is some stat calls as a rule, and then worth waiting for. Not where the last one took long:
-        # a slow disk, a folder of very many files. Over a socket or a network it may take until a time limit.
-        self._is_quick = isinstance(self.store, FileStore)
-        self._rescanning: Future[None] | None = None
-        self._looking: Future[None] | None = None
-        self._misfit = misfit
-        self._publish = publish
-        self._next_publish = 0.0
-        self._entries: Sequence[IndexEntry] = ()
-        self._problems: list[str] = []
-        self._scan_problem: str | None = None
-        self._look()
-        for problem in self._problems:
-            logger.warning("sparse attention: ignored in the store: %s", problem)
 
     def rescan(self) -> None:
         """Learn what other processes changed, on a thread of its own: now, for a folder that is quick, else soon."""
@@ -169,6 +137,12 @@ class StoreWatch:
             self._next_publish = now + _PUBLISH_SECONDS
             self._entries = entries = self.store.list()
             self._publish(self._fitting(entries)[None], sum(entry.nbytes for entry in entries))
+
+    def _misfit(self, identity: IndexIdentity) -> str | None:
+        """Why an index can serve no request here, in few words; None where it can."""
+        if identity.model != self._model:
+            return "of another model"
+        return "built with other settings" if identity.profile_digest != self._profile_digest else None
 
     def _fitting(self, entries: Sequence[IndexEntry]) -> Counter[str | None]:
         """How many can serve requests here (None), and how many cannot, by the reason."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config import PrefetchPolicy, SparseAttnConfig
 from sglang_ext.metrics import REASONS, Counters
+from sglang_ext.options import PrefetchPolicy, SparseAttnConfig
 from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.prefix.suffix_index import SuffixIndex
-from sglang_ext.ranks import LOADING, READY, Agreement, Ranks, Word, dense
+from sglang_ext.ranks import LOADING, READY, Agreement, Ranks, Word
 
 if TYPE_CHECKING:
     from prefix_index import IndexEntry
@@ -284,4 +284,4 @@ class Readiness:
 
 def _dense(reason: str) -> int:
     """What ranks exchange for a named reason."""
-    return dense(REASONS.index(reason))
+    return -REASONS.index(reason)

@@ -190,9 +190,7 @@ class Residency:
             nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             with self._lock:  # at once, for whoever looks at the books
                 index.layers, index.nbytes, index.state = layers, nbytes, State.READY
-        except IndexStoreError as error:
-            self._fail(index, error.reason, str(error))
-        except UnusableIndexError as error:
+        except (IndexStoreError, UnusableIndexError) as error:
             self._fail(index, error.reason, str(error))
         except (torch.OutOfMemoryError, MemoryError) as error:
             self._fail(index, "index_memory", f"no memory is left for this index: {error}")

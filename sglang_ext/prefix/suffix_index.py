@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.types import PagedKV
-from sglang_ext.config import PAGE_TOKENS, SparseAttnConfig
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.token_index import index_behind
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays, ResidentIndex
 
 

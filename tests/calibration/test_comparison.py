@@ -1,5 +1,6 @@
 """The fitted settings and their held-out comparison, on made-up tables whose best choice is known."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -61,36 +62,39 @@ def test_recall_takes_each_heads_own_size():
 
 
 def test_adaptive_sizes_win_where_heads_differ():
-    row = compared().blocks
-    assert len(row.sizes) == 4, "layer 0 takes no part"
-    assert all(first <= 32 and second == 64 for first, second in row.sizes)
-    assert row.adaptive_average >= 32
-    assert row.difference.mean == pytest.approx(row.adaptive - row.uniform)
-    assert (row.difference.wins, row.difference.reason) == (True, "")
+    """Head 0 takes blocks of 16 and 32 tokens, head 1 of 64: not of fewer bytes than 32 for all."""
+    found = compared()
+    row = found.blocks
+    assert found.num_heads == 8, "layer 0 takes no part"
+    average = float(re.fullmatch(r"sizes per head, ([0-9.]+) tokens on average", row.choice)[1])
+    assert (average >= 32, row.against) == (True, "32 tokens")
+    assert row.rival == pytest.approx(0.5 + 0.0015)
+    assert row.calibrated > row.rival
+    assert row.gain == pytest.approx(row.calibrated - row.rival)
+    assert row.reason == ""
     alike = [made(differ=False)] * 2
-    assert compared(alike, alike).blocks.difference.reason == "one size is best at these bytes"
+    assert compared(alike, alike).blocks.reason == "one size is best at these bytes"
 
 
 @pytest.mark.parametrize("dim", [1, 2], ids=["other heads", "other sizes"])
 def test_what_does_not_carry_over_is_told(dim):
     held = [replace(one, recall=one.recall.flip(dim)) for one in HELD]
     row = compared(held=held).blocks
-    assert row.difference.mean < 0
-    assert "do not carry over" in row.difference.reason
+    assert row.gain < 0
+    assert "do not carry over" in row.reason
 
 
 def test_anchors_of_the_programme_stand_where_families_begin():
-    rows = {row.num_anchors: row for row in compared().anchors}
-    row = rows[2]
-    assert (row.programme, row.even) == ((1, 3), (1, 3))
-    assert "evenly spaced anchors; there are 3 choices" in row.difference.reason
-    assert "one choice" in rows[1].difference.reason
+    one, two, *_ = compared().anchors
+    assert (two.choice, two.against) == ("1, 3", "1, 3")
+    assert "evenly spaced anchors; there are 3 choices" in two.reason
+    assert "one choice" in one.reason
     three = [replace(one, recovery=shifted()) for one in FITTED]
-    row = next(r for r in compared(three, three[:2]).anchors if r.num_anchors == 2)
-    assert (row.programme, row.even) == ((1, 4), (1, 3))
-    assert row.recovery_programme == pytest.approx((0.9 + 0.8 + 0.8 + 0.9) / 4)
-    assert row.recovery_even == pytest.approx((0.9 + 0.8 + 0.9 + 0.2) / 4)
-    assert row.difference.wins
+    row = compared(three, three[:2]).anchors[1]
+    assert (row.choice, row.against) == ("1, 4", "1, 3")
+    assert row.calibrated == pytest.approx((0.9 + 0.8 + 0.8 + 0.9) / 4)
+    assert row.rival == pytest.approx((0.9 + 0.8 + 0.9 + 0.2) / 4)
+    assert (row.gain > 0, row.reason) == (True, "")
 
 
 def shifted():
@@ -103,14 +107,15 @@ def shifted():
 
 
 def test_head_maps_win_where_heads_are_swapped():
-    row = next(r for r in compared().head_maps if r.anchors == (1, 3))
-    assert row.remapped == pytest.approx((0.9 + 0.8 + 0.9 + 0.8) / 4)
-    assert row.identity == pytest.approx((0.9 + 0.8 + 0.9 + 0.3) / 4)
-    assert row.difference.wins
+    row = compared().head_maps[1]
+    assert (row.choice, row.against) == ("maps of anchors 1, 3", "identity")
+    assert row.calibrated == pytest.approx((0.9 + 0.8 + 0.9 + 0.8) / 4)
+    assert row.rival == pytest.approx((0.9 + 0.8 + 0.9 + 0.3) / 4)
+    assert row.gain > 0
     same = [made(swap=False)] * 2
-    row = next(r for r in compared(same, same).head_maps if r.anchors == (1, 3))
-    assert (row.difference.mean, row.difference.wins) == (0.0, False)
-    assert "is the identity" in row.difference.reason
+    row = compared(same, same).head_maps[1]
+    assert row.gain == 0.0
+    assert "is the identity" in row.reason
 
 
 def test_plan_recovery_against_loops():
@@ -127,30 +132,35 @@ def test_plan_recovery_against_loops():
 ALONE = torch.arange(10)
 
 
+def gain(differences, groups):
+    """Of a choice that holds so much more of each prompt than its rival."""
+    return paired("a", "b", torch.tensor(differences, dtype=torch.float64), torch.zeros(()), "why", groups)
+
+
 def test_the_interval_covers_the_mean_and_needs_two_groups():
-    many = paired(torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64), "why", ALONE[:4])
-    assert many.mean == pytest.approx(0.25)
-    assert 0.1 <= many.low < many.mean < many.high <= 0.4
-    one = paired(torch.tensor([-0.1, -0.1]), "why", torch.tensor([0, 0]))
+    many = gain([0.1, 0.2, 0.3, 0.4], ALONE[:4])
+    assert many.gain == pytest.approx(0.25)
+    assert 0.1 <= many.low < many.gain < many.high <= 0.4
+    one = gain([-0.1, -0.1], torch.tensor([0, 0]))
     assert (one.low, one.high, one.reason) == (None, None, "why")
 
 
 def test_the_interval_draws_groups():
     """Ten prompts of two texts hold no more than two independent figures."""
-    values = torch.tensor([0.1] * 5 + [0.3] * 5, dtype=torch.float64)
-    grouped = paired(values, "why", torch.tensor([0] * 5 + [1] * 5))
+    values = [0.1] * 5 + [0.3] * 5
+    grouped = gain(values, torch.tensor([0] * 5 + [1] * 5))
     assert (grouped.low, grouped.high) == (pytest.approx(0.1), pytest.approx(0.3))
-    alone = paired(values, "why", ALONE)
+    alone = gain(values, ALONE)
     assert 0.1 < alone.low < alone.high < 0.3
     # Of unequal groups the mean is over prompts.
-    found = paired(torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64), "why", torch.tensor([0, 1, 1, 1]))
-    assert (found.mean, found.low, found.high) == (0.75, 0.0, 1.0)
+    found = gain([0.0, 1.0, 1.0, 1.0], torch.tensor([0, 1, 1, 1]))
+    assert (found.gain, found.low, found.high) == (0.75, 0.0, 1.0)
 
 
 def test_groups_reach_every_comparison():
     for groups, ends in ((["one text"] * 2, {True}), (["a text", "another"], {False})):
         found = compared(groups=groups)
-        assert {row.difference.low is None for row in [found.blocks, *found.anchors, *found.head_maps]} == ends
+        assert {row.low is None for row in [found.blocks, *found.anchors, *found.head_maps]} == ends
 
 
 # -- what is fitted ----------------------------------------------------------------------------------------------------

@@ -17,10 +17,8 @@ from sglang_ext.calibration.layer_statistics import (
     keys_for_mass,
     recall_by_block_size,
     reuse_recovery,
-    served_budget,
 )
 from sglang_ext.calibration.prompt_capture import LayerCapture
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 from tests.calibration.captures import attention, make_layers, softmax
 from tests.examples import examples
@@ -122,13 +120,6 @@ def test_uniform_attention_reaches_the_keep_ratio_rounded_as_in_serving(prefix_l
     recall, best = recalls(layer._replace(keys=torch.ones(prefix_len, 2, 8)), budget_of(keep_ratio), 1.0)
     for found in (recall, best):
         torch.testing.assert_close(found, torch.full_like(found, int(keep_ratio * prefix_len) / prefix_len))
-
-
-@pytest.mark.parametrize("prefix_len", [1, 100, 1024, 1300, 8191])
-@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.2, 1.0])
-def test_budgets_are_those_of_serving(prefix_len, ratio):
-    config = SparseAttnConfig(keep_ratio=ratio)
-    assert served_budget(prefix_len, ratio, config.min_top_k) == config.budget(prefix_len)
 
 
 @pytest.mark.parametrize("mass", [0.5, 0.95])

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.calibration.plans import (
-    anchor_total,
     assigned_anchors,
     best_head_map,
     choose_anchors,
@@ -36,8 +35,15 @@ BLOCKS = torch.tensor(
 ALIKE = torch.ones(6)
 
 
+def total(similarity, importance, anchors):
+    """The sum of the paper's 3.3 over the layers from the first anchor on, written with plain loops."""
+    matrix, weights = similarity.tolist(), importance.tolist()
+    layers = range(anchors[0], len(weights))
+    return sum(weights[b] * matrix[max(a for a in anchors if a <= b)][b] for b in layers)
+
+
 @pytest.mark.parametrize(
-    ("num_anchors", "first", "importance", "anchors", "total"),
+    ("num_anchors", "first", "importance", "anchors", "worth"),
     [
         (1, 0, ALIKE, (0,), 2.6),
         (2, 0, ALIKE, (0, 2), 4.8),
@@ -47,9 +53,9 @@ ALIKE = torch.ones(6)
         (2, 1, ALIKE, (1, 2), 1 + 1 + 0.9 + 0.9 + 0.1),
     ],
 )
-def test_anchors_by_hand(num_anchors, first, importance, anchors, total):
+def test_anchors_by_hand(num_anchors, first, importance, anchors, worth):
     assert choose_anchors(BLOCKS, importance, num_anchors, first) == anchors
-    assert anchor_total(BLOCKS, importance, anchors) == pytest.approx(total)
+    assert total(BLOCKS, importance, anchors) == pytest.approx(worth)
     unread = BLOCKS.masked_fill(torch.ones(6, 6).tril(-1).bool(), torch.nan)
     assert choose_anchors(unread, importance, num_anchors, first) == anchors
 
@@ -63,24 +69,18 @@ def test_anchors_against_exhaustive_search(data, size):
     first = data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, size - first))
 
-    def objective(anchors):
-        """The sum of the paper's 3.3, written with plain loops."""
-        return sum(weights[b] * matrix[max(a for a in anchors if a <= b)][b] for b in range(first, size))
-
     tensors = torch.tensor(matrix), torch.tensor(weights, dtype=torch.float64)
     choice = choose_anchors(*tensors, count, first)
     choices = [(first, *rest) for rest in itertools.combinations(range(first + 1, size), count - 1)]
-    best = pytest.approx(max(map(objective, choices)), abs=1e-6)
-    assert (len(choice), choice[0], objective(choice)) == (count, first, best)
-    even = evenly_spaced_anchors(size, count, first)
-    assert anchor_total(*tensors, even) == pytest.approx(objective(even), abs=1e-6)
+    best = pytest.approx(max(total(*tensors, one) for one in choices), abs=1e-6)
+    assert (len(choice), choice[0], total(*tensors, choice)) == (count, first, best)
 
 
 def test_a_large_model_is_quick_enough_and_right_at_the_ends():
     matrix, weights = torch.rand(126, 126, generator=torch.Generator().manual_seed(0)), torch.ones(126)
     matrix.fill_diagonal_(1.0)
     counts = (1, 2, 9, 30, 126)
-    totals = [anchor_total(matrix, weights, choose_anchors(matrix, weights, count)) for count in counts]
+    totals = [total(matrix, weights, choose_anchors(matrix, weights, count)) for count in counts]
     assert totals == sorted(totals)
     assert (totals[0], totals[-1]) == (pytest.approx(float(matrix[0].double().sum())), pytest.approx(126))
 
@@ -156,7 +156,7 @@ def test_a_dense_layer_between_is_skipped():
         (lambda: choose_anchors(BLOCKS, ALIKE * torch.nan, 1), "expected finite similarities"),
         (lambda: assigned_anchors((0, 2, 2), 4), "expected at least one anchor, ascending"),
         (lambda: assigned_anchors((), 4), "expected at least one anchor"),
-        (lambda: anchor_total(BLOCKS, ALIKE, (0, 6)), r"in 0\.\.5, got \[0, 6\]"),
+        (lambda: assigned_anchors((0, 6), 6), r"in 0\.\.5, got \[0, 6\]"),
         (lambda: evenly_spaced_anchors(4, 5), r"expected num_anchors in 1\.\.4"),
         (lambda: make_layer_plan((0, 6), head_similarity()), r"in 0\.\.5, got \[0, 6\]"),
         (lambda: make_layer_plan((2,), head_similarity()), "got layer 1 with nothing to reuse"),
@@ -193,9 +193,6 @@ def test_a_published_file_and_its_name(tmp_path):
     tricky = tmp_path / "odd_layers_9_x_layers_0_2_3.npy"
     np.save(tricky, HEAD_MAP)
     assert load_published_plan(tricky, **SIZES) == plan
-    whole = load_published_plan(tmp_path / NAME, **SIZES, dense_layers=())
-    assert whole.anchor_layers == ANCHORS
-    assert (whole[1].anchor_layer, whole[1].head_map) == (0, (0, 0))
 
 
 def changed(layer, head, value):

@@ -337,5 +337,5 @@ def test_the_report_is_one_page_with_all_figures(calibrate: Any, tmp_path: Path)
     held = values["held_out"]
     assert (held["fitted"], held["held_out"], held["num_heads"]) == (2, 2, 4)
     for row in [held["blocks"], *held["anchors"], *held["head_maps"]]:
-        assert row["difference"]["mean"] > 0 or row["difference"]["reason"]
-    assert f"{held['anchors'][0]['recovery_programme']:.4f}" in text
+        assert row["gain"] > 0 or row["reason"]
+    assert f"{held['anchors'][0]['calibrated']:.4f}" in text

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.compat import tensor_parallel, versions
 from sglang_ext.config import config_from_dict
-from sglang_ext.ranks import OneRank
+from sglang_ext.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_sglang_knows_these_fields() -> None:
 
 
 def test_one_rank_needs_no_group_and_others_one_process_each() -> None:
-    assert isinstance(tensor_parallel.ranks_of(0, 1), OneRank)
+    assert isinstance(tensor_parallel.ranks_of(0, 1), Ranks)
     with pytest.raises(RuntimeError, match="expected 2 processes, one for each tensor-parallel rank; got 1"):
         tensor_parallel.ranks_of(0, 2)

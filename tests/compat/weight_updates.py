@@ -50,7 +50,7 @@ class Server:
 
     def __init__(self, hooks: Any, folder: Path) -> None:
         from sglang_ext.compat.runner import RunnerView
-        from sglang_ext.ranks import OneRank
+        from sglang_ext.ranks import Ranks
         from sglang_ext.weights import ServedWeights
 
         self.model = Model()
@@ -74,7 +74,7 @@ class Server:
         }  # fmt: skip
         for name, value in fields.items():
             setattr(self.manager, name, value)
-        self.served = ServedWeights(lambda: RunnerView.weights(self), OneRank())
+        self.served = ServedWeights(lambda: RunnerView.weights(self), Ranks())
         self.served.note()
         self.kept: list[bool] = []
         hooks._runtime = self

@@ -19,7 +19,7 @@ from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
-from sglang_ext.ranks import OneRank, Ranks
+from sglang_ext.ranks import Ranks
 
 PREFIX, LONGEST, DIM = 128, 256, 64
 
@@ -53,7 +53,7 @@ def planner(
         kv_dtype=torch.float32, num_slots=rows * LONGEST, max_requests=rows, decode_graphs=True, device=cpu,
         req_to_token=table, kv=lambda layer: kv,
     )  # fmt: skip
-    made = DecodePlanner(config, view, requests, counters, spec or TokenIndexSpec(), plan, ranks or OneRank())
+    made = DecodePlanner(config, view, requests, counters, spec or TokenIndexSpec(), plan, ranks or Ranks())
     assert made.sparse is not None or spec is not None
     return made
 

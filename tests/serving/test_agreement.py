@@ -18,25 +18,13 @@ from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import State
-from sglang_ext.ranks import (
-    EVERY,
-    KEPT,
-    LOADING,
-    READY,
-    Agreement,
-    OneRank,
-    ProcessRanks,
-    Ranks,
-    Word,
-    check_alike,
-    dense,
-)
+from sglang_ext.ranks import EVERY, KEPT, LOADING, READY, Agreement, ProcessRanks, Ranks, Word, check_alike
 from tests.serving.admitting import LAYERS, PROMPT, Model, Request, Runtime, planned
 from tests.serving.meeting import Meeting
 
 A, B = "a" * 64, "b" * 64
-MISMATCH = dense(REASONS.index("index_mismatch"))
-MEMORY = dense(REASONS.index("index_memory"))
+MISMATCH = -REASONS.index("index_mismatch")
+MEMORY = -REASONS.index("index_memory")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +34,7 @@ MEMORY = dense(REASONS.index("index_memory"))
         ([Word(READY, True, A), Word(LOADING, True, A)], LOADING, True),
         ([Word(READY, True, A), Word(READY, True, B)], MISMATCH, True),
         ([Word(LOADING, True, A), Word(READY, True, B)], MISMATCH, True),
-        ([Word(READY, True, A), Word(dense(0), True)], dense(0), True),
+        ([Word(READY, True, A), Word(0, True)], 0, True),
         ([Word(READY, True, A), Word(LOADING, True, A), Word(MEMORY, True, A)], MEMORY, True),
         ([Word(READY, True, A), Word(READY, False, A)], READY, False),
     ],
@@ -78,7 +66,7 @@ def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    votes = Agreement(OneRank(), MISMATCH)
+    votes = Agreement(Ranks(), MISMATCH)
     for number in range(KEPT + 50):
         votes.settle(["stays", f"r{number}"], lambda _: Word(READY, True, A), refused=False)
         assert votes.ready("stays")

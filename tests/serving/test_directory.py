@@ -13,9 +13,9 @@ import pytest
 
 from prefix_index import FileStore, StoreFolderError, page_hashes
 from sglang_ext.config import Settings, config_from_dict
-from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch
+from sglang_ext.prefix.directory import PrefixDirectory
 from tests.prefix_index.conformance import find
-from tests.prefix_index.samples import sample_identity, sample_payload
+from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 from tests.prefix_index.test_index_refusals import stuck_listing
 from tests.serving.admitting import eventually
 
@@ -25,10 +25,17 @@ PROMPT = list(range(200))
 @pytest.fixture
 def directory(bench: Any) -> Iterator[Callable[..., PrefixDirectory]]:
     """Directories of the bench's store, as another process sees it."""
-    watch = StoreWatch(Settings(config=bench.config, store=str(bench.store.folder)), lambda _: None)
-    known = {"model": bench.model, "profile_digest": bench.profile, "min_prefix_len": 16, "rescan": watch.rescan}
-    yield lambda **changes: PrefixDirectory(watch.store, **{**known, **changes})
-    watch.close()
+    made: list[PrefixDirectory] = []
+
+    def make(min_prefix_len: int = 16, **changes: Any) -> PrefixDirectory:
+        config = msgspec.structs.replace(bench.config, min_sparse_prompt_len=min_prefix_len)
+        known = {"model": bench.model, "profile_digest": bench.profile, **changes}
+        made.append(PrefixDirectory(Settings(config=config, store=str(bench.store.folder)), **known))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
 def test_another_model_or_profile_is_a_mismatch_that_names_the_field(bench: Any, directory: Any) -> None:
@@ -69,19 +76,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def settings(folder: Path, build: str = "off") -> Settings:
-    return Settings(config=config_from_dict({"build": build}), store=str(folder))
+def watched(folder: Path, build: str = "off") -> PrefixDirectory:
+    settings = Settings(config=config_from_dict({"build": build}), store=str(folder))
+    return PrefixDirectory(settings, sample_model(), "a profile")
 
 
 @pytest.fixture
-def watch(folder: Path) -> Iterator[StoreWatch]:
-    watch = StoreWatch(settings(folder), lambda _: None)
+def watch(folder: Path) -> Iterator[PrefixDirectory]:
+    watch = watched(folder)
     yield watch
     watch.close()
 
 
 def test_nobody_waits_for_a_folder_that_takes_long(
-    folder: Path, watch: StoreWatch, monkeypatch: pytest.MonkeyPatch
+    folder: Path, watch: PrefixDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FileStore(folder) as other:
         other.put(sample_payload(sample_identity(range(64))))
@@ -99,9 +107,9 @@ def test_nobody_waits_for_a_folder_that_takes_long(
 
 def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    watch = StoreWatch(settings(folder), lambda _: None)
+    watch = watched(folder)
     assert watch.snapshot()["indexes_in_store"] == 1
     watch.close()
     for build in ("shared", "prefill"):
         with pytest.raises(StoreFolderError, match="expected a writable folder"):
-            StoreWatch(settings(folder, build), lambda _: None)
+            watched(folder, build)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext import fingerprint
-from sglang_ext.fingerprint import model_fingerprint, resolve_folder, weights_digest
+from sglang_ext.fingerprint import config_digests, resolve_folder, weights_digest
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 64,
@@ -22,38 +22,23 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def _fingerprint(config: dict[str, Any], **changes: Any) -> Any:
-    fields: dict[str, Any] = {
-        "weights": "w",
-        "quantization": None,
-        "kv_dtype": "float32",
-        "num_layers": 2,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "v_head_dim": 16,
-    }
-    fields.update(changes)
-    return model_fingerprint(config, fields.pop("weights"), **fields)
-
-
-def test_what_the_model_computes_and_what_sglang_makes_of_it_change_the_fingerprint() -> None:
-    old = _fingerprint(CONFIG)
+def test_what_the_model_computes_and_what_sglang_makes_of_it_change_a_digest() -> None:
+    config, rope = config_digests(CONFIG, None)
     for change in ({"hidden_size": 65}, {"rms_norm_eps": 1e-5}, {"attention_bias": True}):
-        assert _fingerprint({**CONFIG, **change}).config_digest != old.config_digest
+        assert config_digests({**CONFIG, **change}, None)[0] != config
     ropes = {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4}, "max_position_embeddings": 2048}
     for name, value in ropes.items():
-        assert _fingerprint({**CONFIG, name: value}).rope_digest != old.rope_digest
-    made = {"weights": "x", "quantization": "fp8", "kv_dtype": "bfloat16", "num_layers": 3, "head_dim": 32}
-    for name, value in made.items():
-        assert _fingerprint(CONFIG, **{name: value}) != old
+        assert config_digests({**CONFIG, name: value}, None)[1] != rope
+    assert config_digests(CONFIG, "fp8")[0] != config
 
 
 def test_volatile_keys_and_the_order_of_keys_do_not() -> None:
+    same = config_digests(CONFIG, None)
     volatile = {"transformers_version": "6.0", "torch_dtype": "float32", "_name_or_path": "x", "use_cache": False}
     for name, value in volatile.items():
-        assert _fingerprint({**CONFIG, name: value}) == _fingerprint(CONFIG)
-    assert _fingerprint(dict(reversed(CONFIG.items()))) == _fingerprint(CONFIG)
-    assert _fingerprint(json.loads(json.dumps(CONFIG))) == _fingerprint(CONFIG)
+        assert config_digests({**CONFIG, name: value}, None) == same
+    assert config_digests(dict(reversed(CONFIG.items())), None) == same
+    assert config_digests(json.loads(json.dumps(CONFIG)), None) == same
 
 
 def _checkpoint(folder: Path, size: int = 5000) -> Path:

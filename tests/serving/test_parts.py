@@ -21,7 +21,7 @@ from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
-from sglang_ext.ranks import OneRank
+from sglang_ext.ranks import Ranks
 from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model, hashes
 from tests.serving.meeting import Meeting
 
@@ -129,7 +129,7 @@ class Rank:
 
     def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
         self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=hashes(prompt)))
-        chunks = self.builds.begin_prefill([rid], [cached], [len(prompt) - cached], torch.device("cpu"))
+        chunks = self.builds.begin_prefill([rid], [cached], [len(prompt) - cached])
         for layer in range(LAYERS):
             q = self.queries[layer, cached : len(prompt)].reshape(len(prompt) - cached, -1)
             self.builds.recorder.record(chunks, layer, q, DIM**-0.5)
@@ -269,7 +269,7 @@ def test_ranks_that_build_while_a_request_ends_store_what_one_builds_or_nothing(
         rank.builds.finish("a", 0)
         rank.builds.close()
 
-    built(one, OneRank())
+    built(one, Ranks())
     Meeting(2).run(lambda ranks: built(two, ranks))
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     assert [line["status"] for line in lines] == ["built", "failed" if lacks else "built"]

@@ -106,10 +106,14 @@ def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one(
 
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
     counter = HitCounter(after=9, least=16, align=16)
-    for n in range(MAX_PREFIXES + 5):
-        counter.hit("", hashes([n] * 16 + PROMPT), 16 + 16 * (n % 3), 0)
+    prompts = [hashes([n] * 16 + PROMPT) for n in range(MAX_PREFIXES + 5)]
+    for n, prompt in enumerate(prompts):
+        counter.hit("", prompt, 16 + 16 * (n % 3), 0)
     assert len(counter) == MAX_PREFIXES
-    assert len(counter._known) == sum(counter._pages.values())
+    oldest = next(iter(counter._known.values()))
+    counter.hit("", prompts[5], 64, 0)
+    assert (len(counter), oldest.hits) == (MAX_PREFIXES, 2), "the one that is hit stays, also for what begins with it"
+    assert oldest in counter._known.values()
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prefix_index import FileStore, StoreFolderError, StoreUnavailable
-from sglang_ext.prefill.builder import take_lease
+from sglang_ext.prefill.builder import IndexFactory
 from sglang_ext.runtime import SparseRuntime
 from tests.prefix_index.faults.service_process import Service
 from tests.serving.admitting import (
@@ -175,7 +175,7 @@ def test_an_error_in_the_second_look_gives_the_lease_back(make_bench: Callable[.
 
     identity = bench.identity(OTHER)
     with Failing(bench.store.folder) as store, pytest.raises(StoreFolderError):
-        take_lease(store, identity)
+        IndexFactory(store, bench.config).take_lease(identity)
     assert bench.store.lease(identity) is not None
 
 

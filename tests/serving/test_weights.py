@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_ext import weights
-from sglang_ext.ranks import OneRank, Ranks
+from sglang_ext.ranks import Ranks
 from sglang_ext.weights import ServedWeights, WeightsDigest
 from tests.serving.meeting import Meeting
 
@@ -93,7 +93,7 @@ def test_weights_that_cannot_be_read_count_as_changed(caplog: pytest.LogCaptureF
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         yield "sparse", torch.eye(3).to_sparse()
 
-    served = ServedWeights(read, OneRank())
+    served = ServedWeights(read, Ranks())
     served.note()
     assert not served.unchanged(replaced=False)
     assert "cannot be compared" in caplog.text

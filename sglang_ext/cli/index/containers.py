@@ -6,39 +6,35 @@ import argparse
 import math
 import os
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prefix_index import (
-    ArrayKey,
     IndexCorrupt,
     IndexEntry,
     IndexFile,
     IndexForeign,
     IndexMismatch,
     IndexNotFound,
-    IndexPayload,
     IndexStore,
     IndexStoreError,
     IndexTooNew,
     IndexUnreadable,
-    LazyArray,
     OutOfMemory,
     Problem,
     Retention,
 )
-from prefix_index.folder import SUFFIX, os_errors
+from prefix_index.folder import SUFFIX, closing_fd, os_errors
 from prefix_index.retention import KEEP_SUFFIX, read_retention
 from prefix_index.store import has_expired
 from prefix_index.writer import replace_file
-from sglang_ext.cli.index.targets import digest_in, find, open_unused, opened
+from sglang_ext.cli.index.targets import digest_in, find, length, open_unused, opened
 from sglang_ext.cli.index.text import SHORT, complain, emit, progress, size, wrapped
 
 #: Statuses of one index, in the report and in JSON. `gone`: it left the store while it waited to be read.
@@ -52,42 +48,21 @@ _STATUSES: dict[type[IndexStoreError], str] = {
     IndexNotFound: "gone",
 }
 _FINE = ("good", "gone")
-_BATCH_NBYTES = 32 << 20
 
 
 class Verdict(NamedTuple):
-    """What was found of one index or file."""
+    """What was found, or done, of one index or file; in JSON, too."""
 
     digest: str | None
     path: str | None
     nbytes: int
     status: str
-    detail: str | None
+    detail: str | None = None
 
 
 def status_of(error: IndexStoreError) -> str:
     """The word for an error that kept an index from being read (or, while it was imported, stored: `failed`)."""
     return _STATUSES.get(type(error), "failed")
-
-
-def check_arrays(index: IndexFile, add: Callable[[int], None], stop: threading.Event, threads: int = 1) -> None:
-    """Compares every array of an open index, and the padding behind it, with its checksum; ends early on `stop`.
-
-    By reads, not by a mapping: a disk that fails, or somebody who cuts the file, is then an error and no signal.
-    Raises what is wrong with the first bad array.
-    """
-    batches: list[list[ArrayKey]] = [[]]
-    nbytes = 0
-    for key in index.keys:
-        batches[-1].append(key)
-        nbytes += index.record(key).nbytes
-        if nbytes >= _BATCH_NBYTES:
-            batches.append([])
-            nbytes = 0
-    for batch in batches:
-        if not stop.is_set():
-            index.read_many(batch, threads=threads)
-            add(index.read_nbytes(batch))
 
 
 def sample_size(text: str, entries: int) -> int:
@@ -123,52 +98,40 @@ def run_verify(args: argparse.Namespace) -> int:
         known = len(entries)
         if args.sample:
             entries = random.sample(entries, sample_size(args.sample, known))
-        statuses = Counter(verdict.status for verdict in bad)
-        for verdict in bad:
-            _report(verdict, as_json=args.json)
+        statuses: Counter[str] = Counter()
         checked = 0
-        for verdict in _verify_all(entries, args.jobs or min(4, os.cpu_count() or 1)):
+        for verdict in chain(bad, _verify_all(entries, args.jobs or min(4, os.cpu_count() or 1))):
             statuses[verdict.status] += 1
             checked += verdict.nbytes if verdict.status == "good" else 0
             if args.json or verdict.status not in _FINE:
-                _report(verdict, as_json=args.json)
+                _say(args, verdict)
     if not args.json:
         seconds = time.perf_counter() - begun
         of = f" of {known}" if len(entries) < known else ""
-        found = ", ".join(f"{number} {status}" for status, number in sorted(statuses.items())) or "nothing to check"
+        found = _counted(statuses) or "nothing to check"
         print(wrapped(f"{len(entries)}{of} read, {size(checked)} good in {seconds:.1f} s: {found}"))
     return 1 if any(status not in _FINE for status in statuses) else 0
 
 
-def _report(verdict: Verdict, *, as_json: bool) -> None:
-    if as_json:
-        emit(verdict._asdict())
-        return
-    print(f"{verdict.status:<10}  {verdict.digest[:SHORT] if verdict.digest else 'a file'}")
-    detail = verdict.detail or ""
-    print(wrapped(detail.removeprefix(f"{verdict.path}: ") if verdict.digest else detail, "  "))
-
-
 def _verify_all(entries: Sequence[IndexEntry], jobs: int) -> Iterator[Verdict]:
-    stop = threading.Event()
     inner = max(1, jobs // max(1, len(entries)))
     with progress(sum(entry.nbytes for entry in entries), "verify") as add, ThreadPoolExecutor(jobs) as pool:
         try:
-            tasks = [pool.submit(_verify_one, entry, add, stop, inner) for entry in entries]
-            for task in as_completed(tasks):
+            for task in as_completed([pool.submit(_verify_one, entry, inner) for entry in entries]):
+                add(task.result().nbytes)
                 yield task.result()
         finally:
-            stop.set()  # on Ctrl-C too: those that run end at their next array, the others do not begin
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)  # on Ctrl-C too: the others do not begin
 
 
-def _verify_one(entry: IndexEntry, add: Callable[[int], None], stop: threading.Event, threads: int) -> Verdict:
+def _verify_one(entry: IndexEntry, threads: int) -> Verdict:
+    """By reads, not by a mapping: a disk that fails, or somebody who cuts the file, is then an error and no signal."""
     try:
         with open_unused(entry) as index:
-            check_arrays(index, add, stop, threads)
+            index.verify(threads=threads)
     except IndexStoreError as error:
         return Verdict(entry.digest, entry.path, entry.nbytes, status_of(error), str(error))
-    return Verdict(entry.digest, entry.path, entry.nbytes, "good", None)
+    return Verdict(entry.digest, entry.path, entry.nbytes, "good")
 
 
 # -- export and import -------------------------------------------------------------------------------------------------
@@ -191,49 +154,33 @@ def run_export(args: argparse.Namespace) -> int:
         if not into_folder and os.path.lexists(to) and not args.replace:
             complain("export", f"expected no file at {to}, found one; name another, or give --replace")
             return 1
-        statuses: Counter[str] = Counter({"damaged": len(damaged)})
+        statuses = Counter(damaged=len(damaged))
         for path, error in damaged:
-            _say(args, digest_in(path), path, "damaged", str(error), 0)
+            _say(args, Verdict(digest_in(path), path, 0, "damaged", str(error)))
         with progress(sum(entry.nbytes for entry in entries), "export") as add:
             for entry in entries:
                 file = to / f"{entry.digest}{SUFFIX}" if into_folder else to
-                status, detail = _export_one(store, entry, file, add, replace_it=args.replace)
-                statuses[status] += 1
-                _say(args, entry.digest, str(file), status, detail, entry.nbytes)
+                verdict = _export_one(entry, file, replace_it=args.replace)
+                add(entry.nbytes)
+                statuses[verdict.status] += 1
+                _say(args, verdict)
     return _summary(args, statuses, ("exported", "exists"))
 
 
-def _export_one(
-    store: IndexStore, entry: IndexEntry, path: Path, add: Callable[[int], None], *, replace_it: bool
-) -> tuple[str, str | None]:
+def _export_one(entry: IndexEntry, path: Path, *, replace_it: bool) -> Verdict:
+    verdict = Verdict(entry.digest, str(path), entry.nbytes, "exported")
     if os.path.lexists(path) and not replace_it:
-        return "exists", "give --replace to write it anew"
+        return verdict._replace(status="exists", detail="give --replace to write it anew")
     try:
-        with open_unused(entry) as index:
-            payload = _counted(index.payload(), add)
-            with os_errors(path.parent):
-                fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    replace_file(fd, path.name, payload, mode=0o600)
-                finally:
-                    os.close(fd)
+        with open_unused(entry) as index, os_errors(path.parent), _folder_fd(path.parent) as fd:
+            replace_file(fd, path.name, index.payload(), mode=0o600)
     except IndexStoreError as error:
-        return "failed", str(error)
-    return "exported", None
+        return verdict._replace(status="failed", detail=str(error))
+    return verdict
 
 
-def _counted(payload: IndexPayload, add: Callable[[int], None]) -> IndexPayload:
-    """The same payload; each array's bytes are counted when it is read."""
-
-    def counted(array: Any) -> LazyArray:
-        def load() -> Any:
-            loaded = array.load()
-            add(loaded.nbytes)
-            return loaded
-
-        return LazyArray(array.dtype, array.shape, load)
-
-    return replace(payload, arrays={key: counted(array) for key, array in payload.arrays.items()})
+def _folder_fd(folder: Path) -> AbstractContextManager[int]:
+    return closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -241,11 +188,12 @@ def run_import(args: argparse.Namespace) -> int:
     statuses: Counter[str] = Counter()
     with opened(args, create=True) as store:
         files = list(_files(args.file))
-        with progress(sum(_length(path) for path in files), "import") as add:
+        with progress(sum(map(length, files)), "import") as add:
             for path in files:
-                digest, status, detail, nbytes = _import_one(store, path, add, replace_it=args.replace)
-                statuses[status] += 1
-                _say(args, digest, str(path), status, detail, nbytes)
+                verdict = _import_one(store, path, replace_it=args.replace)
+                add(length(path))
+                statuses[verdict.status] += 1
+                _say(args, verdict)
     return _summary(args, statuses, ("imported", "exists", "expired"))
 
 
@@ -259,37 +207,28 @@ def _files(paths: Sequence[str]) -> Iterator[Path]:
         yield from sorted(inside) or [path]
 
 
-def _length(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _import_one(
-    store: IndexStore, path: Path, add: Callable[[int], None], *, replace_it: bool
-) -> tuple[str | None, str, str | None, int]:
-    """(digest, status, detail, bytes) of one file."""
-    digest = None
+def _import_one(store: IndexStore, path: Path, *, replace_it: bool) -> Verdict:
+    verdict = Verdict(None, str(path), 0, "missing")
     try:
         if path.is_dir():
-            return None, "missing", f"expected files named *{SUFFIX} in this folder, found none", 0
+            return verdict._replace(detail=f"expected files named *{SUFFIX} in this folder, found none")
         with IndexFile.open(path) as index:
-            digest = index.identity.digest
-            if not replace_it and store.contains(digest):
-                return digest, "exists", "give --replace to take this one", index.nbytes
-            kept = _retention_beside(path, digest)
+            verdict = Verdict(index.identity.digest, str(path), index.nbytes, "exists")
+            if not replace_it and store.contains(index.identity.digest):
+                return verdict._replace(detail="give --replace to take this one")
+            kept = _retention_beside(path, index.identity.digest)
             if kept is not None and has_expired(kept, time.time()):
                 why = f"remove the {KEEP_SUFFIX} file beside it to take it all the same"
-                return digest, "expired", why, index.nbytes
-            check_arrays(index, add, threading.Event())
-            return digest, "imported", None, store.put(index.payload(), retention=kept).nbytes
+                return verdict._replace(status="expired", detail=why)
+            index.verify()  # first: no index leaves a full store for a damaged one
+            return verdict._replace(status="imported", nbytes=store.put(index.payload(), retention=kept).nbytes)
     except IndexNotFound as error:
-        return None, "missing", str(error), 0
+        return verdict._replace(detail=str(error))
     except IndexStoreError as error:
-        return digest, status_of(error), str(error), 0
+        return verdict._replace(nbytes=0, status=status_of(error), detail=str(error))
     except OSError as error:
-        return digest, "failed", f"{path}: expected a readable file, found {error.strerror or error}", 0
+        detail = f"{path}: expected a readable file, found {error.strerror or error}"
+        return verdict._replace(nbytes=0, status="failed", detail=detail)
 
 
 def _retention_beside(path: Path, digest: str) -> Retention | None:
@@ -298,31 +237,35 @@ def _retention_beside(path: Path, digest: str) -> Retention | None:
     """
     if path.name != digest + SUFFIX:
         return None
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        kept = read_retention(fd, digest)
+        with _folder_fd(path.parent) as fd:
+            kept = read_retention(fd, digest)
     except IndexUnreadable as error:
         raise error.at(path.with_suffix(KEEP_SUFFIX)) from None
     except IndexStoreError:  # counts as the default in its own store, too
         return None
-    finally:
-        os.close(fd)
     return None if kept == Retention() else kept
 
 
-def _say(args: argparse.Namespace, digest: str | None, path: str, status: str, detail: str | None, nbytes: int) -> None:
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def _say(args: argparse.Namespace, verdict: Verdict) -> None:
     if args.json:
-        emit({"digest": digest, "path": path, "status": status, "detail": detail, "nbytes": nbytes})
+        emit(verdict._asdict())
         return
-    name = digest[:SHORT] if digest else os.path.basename(path)
-    print(wrapped(f"{status:<9} {name}  {size(nbytes) if nbytes else ''}".rstrip(), hanging=" " * 10))
-    if detail:
-        print(wrapped(detail.removeprefix(f"{path}: "), " " * 10))
+    name = verdict.digest[:SHORT] if verdict.digest else os.path.basename(verdict.path or "")
+    nbytes = size(verdict.nbytes) if verdict.nbytes else ""
+    print(wrapped(f"{verdict.status:<10} {name}  {nbytes}".rstrip(), hanging=" " * 11))
+    if verdict.detail:
+        print(wrapped(verdict.detail.removeprefix(f"{verdict.path}: "), " " * 11))
+
+
+def _counted(statuses: Counter[str]) -> str:
+    return ", ".join(f"{number} {status}" for status, number in sorted(statuses.items()) if number)
 
 
 def _summary(args: argparse.Namespace, statuses: Counter[str], fine: Sequence[str]) -> int:
-    bad = {status: number for status, number in statuses.items() if number and status not in fine}
     if not args.json:
-        found = ", ".join(f"{number} {status}" for status, number in sorted(statuses.items()) if number)
-        print(found or "nothing to do")
-    return 1 if bad else 0
+        print(_counted(statuses) or "nothing to do")
+    return 1 if any(number and status not in fine for status, number in statuses.items()) else 0

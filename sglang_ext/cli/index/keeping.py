@@ -6,19 +6,19 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError, Retention
+from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
 from prefix_index.eviction import Candidate, choose_victims, policy_of
-from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, open_fd, shard_fd
+from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, os_errors
 from prefix_index.lease import LEASE
-from prefix_index.reader import read_entry
-from prefix_index.retention import KEEP_SUFFIX, read_retention
+from prefix_index.retention import KEEP_SUFFIX
 from prefix_index.store import has_expired
 from sglang_ext.cli.index.targets import HEADER, RIGHT, Target, fields, find, listing, opened, row, store_address
 from sglang_ext.cli.index.text import SHORT, complain, count, emit, size, table, wrapped
@@ -147,7 +147,7 @@ def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
     plan = _plan(folder, args)
     if args.dry_run:
         # Opening the store would already clear away what dead writers left.
-        _tell(args, plan.victims, _leftovers(folder))
+        _tell(args, plan.victims, _leftovers(folder).keys())
         too_few = plan.too_few
     else:
         before = _leftovers(folder)
@@ -159,7 +159,7 @@ def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
             eviction=args.eviction,
         ) as store:
             removed, left = store.collect(), store.list()
-        _tell(args, removed, before - _leftovers(folder), left)
+        _tell(args, removed, before.keys() - _leftovers(folder).keys(), left)
         # What others wrote to the disk meanwhile is no failure, nor is what they removed.
         too_few = min(plan.too_few + _nbytes(plan.victims) - _nbytes(removed), _plan(folder, args).short)
     if too_few <= 0:
@@ -173,7 +173,10 @@ def _nbytes(entries: Sequence[IndexEntry]) -> int:
 
 
 def _tell(
-    args: argparse.Namespace, removed: Sequence[IndexEntry], gone: set[str], left: Sequence[IndexEntry] | None = None
+    args: argparse.Namespace,
+    removed: Sequence[IndexEntry],
+    gone: Collection[str],
+    left: Sequence[IndexEntry] | None = None,
 ) -> None:
     now = time.time()
     if args.json:
@@ -195,11 +198,11 @@ def _why(entry: IndexEntry, now: float) -> str:
     return "expired" if has_expired(entry.retention, now) else "over limit"
 
 
-def _leftovers(folder: Path) -> set[str]:
-    """Files that a collection removes and no index needs, relative to the folder: of dead writers and builders, and
-    retentions of indexes that are gone.
+def _leftovers(folder: Path) -> dict[str, int]:
+    """Files that a collection removes and no index needs, relative to the folder, with their bytes: of dead writers
+    and builders, and retentions of indexes that are gone.
     """
-    found = set()
+    found = {}
     held = _locked()
     now = time.time()
     for path in folder.glob("[0-9a-f][0-9a-f]/*"):
@@ -212,7 +215,7 @@ def _leftovers(folder: Path) -> set[str]:
         old = abs(now - status.st_mtime) >= PARTIAL_GRACE_S
         dead = path.name.startswith((PARTIAL, LEASE)) and old and status.st_ino not in held
         if orphan or dead:
-            found.add(str(path.relative_to(folder)))
+            found[str(path.relative_to(folder))] = status.st_size
     return found
 
 
@@ -231,46 +234,21 @@ def _plan(folder: Path, args: argparse.Namespace) -> Plan:
     Limits that even an empty store would exceed are no reason to lose what is pinned: all others leave.
     """
     now = time.time()
-    candidates: list[Candidate] = []
-    used, leftovers = 0, _leftovers(folder)
-    for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")):
-        is_index = path.name.endswith(SUFFIX) and not path.name.startswith(".")
-        is_partial = path.name.startswith(PARTIAL) and str(path.relative_to(folder)) not in leftovers
-        try:
-            used += path.lstat().st_size if is_index or is_partial else 0
-            if is_index:
-                candidates.append(_candidate(folder, path))
-        except (IndexStoreError, OSError):
-            continue  # damaged, or gone meanwhile
+    books = FolderBooks(folder, time.time)
+    with os_errors(folder):
+        books.rescan()
+    candidates = [Candidate(entry, used) for _, entry, used in books.uses()]
+    dead = sum(nbytes for name, nbytes in _leftovers(folder).items() if Path(name).name.startswith(PARTIAL))
     expired = [c.entry for c in candidates if has_expired(c.entry.retention, now)]
     rest = [c for c in candidates if not has_expired(c.entry.retention, now)]
     freed = _nbytes(expired)
-    used, free = used - freed, free_bytes(folder) + freed
+    used, free = books.used_bytes - dead - freed, free_bytes(folder) + freed
     short = max(args.min_free_bytes - free, 0 if args.max_bytes is None else used - args.max_bytes, 0)
     out_of_reach = short > sum(c.entry.nbytes for c in rest)
     leaving = [c for c in rest if not c.entry.retention.pinned] if out_of_reach else rest
     wanted = sum(c.entry.nbytes for c in leaving) if out_of_reach else short
-    victims = [*expired, *(choose_victims(leaving, wanted, policy=policy_of(args.eviction), now=now) or ())]
+    policy, latest = policy_of(args.eviction), books.latest_use
+    victims = [*expired, *(choose_victims(leaving, wanted, policy=policy, now=now, latest=latest) or ())]
     if out_of_reach:
         return Plan(victims, used - wanted, 0, short, short - wanted)
     return Plan(victims, args.max_bytes, args.min_free_bytes, short, 0)
-
-
-def _candidate(folder: Path, path: Path) -> Candidate:
-    with shard_fd(folder, path.parent.name) as dir_fd:
-        fd = open_fd(path.name, dir_fd=dir_fd, follow=False)
-        try:
-            header, nbytes = read_entry(fd)
-            last_used = os.fstat(fd).st_atime
-        finally:
-            os.close(fd)
-        retention = read_retention(dir_fd, path.name.removesuffix(SUFFIX))
-    entry = IndexEntry(
-        identity=header.identity,
-        nbytes=nbytes,
-        created=header.info.created,
-        build_seconds=header.info.build_seconds,
-        path=str(path),
-        retention=retention,
-    )
-    return Candidate(entry, last_used)

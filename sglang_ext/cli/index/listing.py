@@ -14,7 +14,7 @@ import msgspec
 
 from prefix_index import IndexEntry, IndexFile, IndexStore
 from prefix_index.format import is_digest
-from sglang_ext.cli.index.targets import digest_in, fields, find, listing, open_unused, opened, store_address
+from sglang_ext.cli.index.targets import digest_in, fields, find, length, listing, open_unused, opened, store_address
 from sglang_ext.cli.index.text import TAG, count, emit, retention, size, span, table, wrapped
 
 
@@ -156,18 +156,11 @@ def _usage(store: IndexStore) -> dict[str, Any]:
         "indexes": len(entries),
         "nbytes": sum(entry.nbytes for entry in entries),
         "unusable": len(problems),
-        "unusable_nbytes": sum(_length(path) for path, _ in problems),
+        "unusable_nbytes": sum(length(path) for path, _ in problems if digest_in(path) is not None),
         "free_bytes": free,
         "disk_bytes": disk,
         **{f"by_{name}": _grouped(entries, name) for name in _GROUPS},
     }
-
-
-def _length(path: str) -> int:
-    try:
-        return 0 if digest_in(path) is None else os.lstat(path).st_size
-    except OSError:
-        return 0
 
 
 def _disk(store: IndexStore) -> tuple[int | None, int | None]:

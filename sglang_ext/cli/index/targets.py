@@ -64,6 +64,14 @@ def digest_in(path: str) -> str | None:
     return name if is_digest(name) else None
 
 
+def length(path: str | os.PathLike[str]) -> int:
+    """Bytes of a file; 0 where there is none to ask."""
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
 def find(store: IndexStore, words: Sequence[str], *, several: bool = False) -> list[Target]:
     """The indexes that names, digests, or beginnings of digests name; each once.
 

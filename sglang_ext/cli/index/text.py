@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,21 +85,15 @@ def complain(command: str, message: str) -> None:
 
 
 @contextmanager
-def progress(total_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on standard error, where that is a terminal; the function adds bytes, from any thread."""
+def progress(total_bytes: int, label: str) -> Iterator[Callable[[int], object]]:
+    """A bar of bytes on standard error, where that is a terminal; the function adds bytes."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return
     from tqdm import tqdm
 
-    lock = threading.Lock()
     scale: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     # A container's terminal may say that it has 0 rows and columns; tqdm would then draw nothing.
     screen: dict[str, Any] = {"ncols": width() - 1, "nrows": 24}
     with tqdm(total=total_bytes, desc=label, file=sys.stderr, leave=False, **screen, **scale) as bar:
-
-        def add(nbytes: int) -> None:
-            with lock:
-                bar.update(nbytes)
-
-        yield add
+        yield bar.update

@@ -11,11 +11,11 @@ from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import CandidateForm
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.methods.ab_sparse.spec import BITS, ABSparseSpec, ragged_name
 from sglang_ext.methods.arrays import ROW_INDPTR
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays
 
 _FORMS = {"mean": CandidateForm.MEAN, "minmax": CandidateForm.MINMAX, "ball": CandidateForm.BALL}

@@ -25,11 +25,11 @@ from prefix_kernels.launching import send
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import SelectionGroup, place_scores
 from prefix_kernels.types import SelectedLists
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, ScoringOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.csattention.lists import compact_lists
 from sglang_ext.methods.csattention.spec import CSAttentionSpec
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays
 
 _MOST_RATIO = 0.115

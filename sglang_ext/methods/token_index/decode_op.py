@@ -11,10 +11,10 @@ from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import CandidateForm
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays
 
 

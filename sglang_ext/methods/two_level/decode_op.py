@@ -11,13 +11,13 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, pack_lists
 from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.token_index.decode_op import TokenIndexOp
 from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.options import SparseAttnConfig
 
 
 class TwoLevelOp(CombinedOp):

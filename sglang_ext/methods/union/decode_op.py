@@ -11,11 +11,11 @@ from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import SelectedLists
 from prefix_kernels.union_selection import UnionSelection
-from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.select_op import ListSizes, ScoringOp, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.union import UnionSpec
+from sglang_ext.options import SparseAttnConfig
 
 
 class UnionOp(CombinedOp):
