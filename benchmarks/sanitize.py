@@ -84,12 +84,12 @@ CASES = (
     Case(
         ("score_kernel", "list_kernel"),
         "triton/test_anchor_selection.py",
-        "test_tokens or some_channels or groups_share or windows_that",
+        "scores_and_lists or some_channels or groups_share",
     ),
     Case(
         ("pick_kernel", "score_kernel", "list_kernel"),
         "triton/test_csa_selection.py",
-        "test_tokens or test_codes or any_size or groups_share",
+        "test_tokens or tables_and_codes or groups_share",
     ),
     Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "unions"),
     Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),

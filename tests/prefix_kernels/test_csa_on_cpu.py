@@ -19,26 +19,16 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import rank_by_keys
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, run_together
-from tests.prefix_kernels.triton.test_csa_selection import (
-    GQA,
-    KV_HEADS,
-    LIMIT,
-    SHAPE,
-    SHORT,
-    SM_SCALE,
-    Problem,
-    problem,
-    runner,
-    slot_table,
-)
+from tests.prefix_kernels.selecting import KV_HEADS
+from tests.prefix_kernels.triton.test_csa_selection import GQA, SHAPE, SHORT, CsaProblem, problem, runner
 
 
-def scored(made: Problem, form: Form, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(made: CsaProblem, form: Form, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, and counts of keys [max_items, KV_HEADS, COARSE + NUM_BINS], by the launches before the lists'."""
     one, scores = runner(made, form, programs), torch.full((made.room,), torch.nan)
     one.plan(made.scored, made.selected)
     with recording() as kept:
-        one.run(made.q, SM_SCALE, scores, one.new_lists(with_slots=True), slot_table=slot_table(made))
+        one.run(made.q, made.sm_scale, scores, one.new_lists(with_slots=True), slot_table=made.slot_table)
     tensors = [array for of in made.scored for array in of.arrays]
     *launches, _ = kept.launches
     for launched in launches:
@@ -49,14 +39,14 @@ def scored(made: Problem, form: Form, programs: int) -> tuple[torch.Tensor, torc
     return scores, launches[-1].arguments["at_least_ptr"]
 
 
-def check(made: Problem, scores: torch.Tensor) -> None:
+def check(made: CsaProblem, scores: torch.Tensor) -> None:
     """Those of the reference, and nothing else."""
     written = torch.zeros_like(scores, dtype=torch.bool)
     for g, (of, group) in enumerate(zip(made.scored, made.selected, strict=True)):
         if group.budget < group.prefix_len:
             for wanted, begin in zip(made.wanted(g), of.score_begins, strict=True):
                 there = slice(begin, begin + group.prefix_len)
-                torch.testing.assert_close(scores[there], wanted, atol=LIMIT, rtol=1e-5)
+                torch.testing.assert_close(scores[there], wanted, atol=made.limit, rtol=1e-5)
                 written[there] = True
     assert bool((scores.isnan() | written).all())
 
