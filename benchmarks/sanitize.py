@@ -73,13 +73,13 @@ CASES = (
     ),
     Case(
         ("attend_items_sm90_kernel",),
-        "test_specialized_attention.py",
-        "share_a_launch or bits_that_the_merge_would or reuse_heads",
+        "triton/test_grouped_attention.py",
+        "(split_list and 65-) or bits_that_the_merge_would or reuse_heads or own_lists",
     ),
     Case(
         ("attend_items_kernel", "merge_items_kernel"),
         "triton/test_grouped_attention.py",
-        "groups_and_suffixes or split_list or fp8 or own_lists",
+        "groups_and_suffixes or (split_list and 65-) or fp8 or own_lists",
     ),
     Case(
         ("score_kernel", "list_kernel"),

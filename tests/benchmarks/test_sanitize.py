@@ -92,7 +92,7 @@ def test_races_of_the_dispatch_of_warp_groups_are_counted_apart(
     sanitize: Any, tool: Any, body: bool, apart: bool, others: str, count: int, errors: int, good: bool
 ) -> None:
     tool("cat <<'END'\n" + report(body, apart, others, count) + "\nEND", 86)
-    case = sanitize.Case(("attend_items_sm90_kernel",), "test_specialized_attention.py", "share_a_launch")
+    case = sanitize.Case(("attend_items_sm90_kernel",), "triton/test_grouped_attention.py", "reuse_heads")
     work = ("racecheck", "attend_items_sm90_kernel", case)
     row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), work)
     assert (row["errors"], row["of the dispatch"], row["good"]) == (errors, int(apart and not body), good)
@@ -118,7 +118,10 @@ def test_every_kernel_is_looked_at_and_none_that_is_not_there(sanitize: Any) -> 
     there = re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)
     named = {kernel for case in sanitize.CASES for kernel in case.kernels}
     assert named == set(there)
-    assert all((ROOT / "tests" / "prefix_kernels" / case.file).exists() for case in sanitize.CASES)
+    for case in sanitize.CASES:
+        tests = re.findall(r"def (test_\w+)", (ROOT / "tests" / "prefix_kernels" / case.file).read_text())
+        for word in re.findall(r"[a-z_]{4,}", case.tests):
+            assert any(word in test for test in tests), (case.file, word)
 
 
 def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
