@@ -19,7 +19,6 @@ from sglang_ext.calibration.layer_statistics import (
     reuse_recovery,
     served_budget,
 )
-from sglang_ext.calibration.prompt_capture import LayerCapture
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 from tests.calibration.captures import attention, make_layers, softmax
@@ -99,22 +98,6 @@ def test_is_the_recall_of_whole_blocks_and_a_cut_one():
         torch.testing.assert_close(recall[i, :, 0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_scattered_keys_need_small_blocks_and_clustered_ones_do_not():
-    """Head 0: one critical key every 64; head 1: 16 critical keys in a row."""
-    keys = torch.zeros(1024, 2, 4)
-    keys[::64, 0, 0] = 12.0
-    keys[512:576, 1, 0] = 12.0
-    noise = torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
-    layer = LayerCapture(torch.ones(1, 2, 4), keys + 1e-3 * noise, torch.tensor([2000]))
-    recall, best = recalls(layer, budget_of(0.25), 1.0)
-    scattered, clustered = recall[:, 0, 0].tolist(), recall[:, 1, 0].tolist()
-    assert clustered == pytest.approx([1.0, 1.0, 1.0], abs=1e-2)
-    assert scattered[0] > 0.9
-    assert scattered[0] > scattered[1] + 0.3
-    assert scattered[1] > scattered[2] + 0.15
-    assert best.min() > 0.95
-
-
 @pytest.mark.parametrize(("prefix_len", "keep_ratio"), [(1000, 0.1), (100, 0.29)])
 def test_uniform_attention_reaches_the_keep_ratio_rounded_as_in_serving(prefix_len, keep_ratio):
     """0.29 * 100 is 28.999999999999996 in fp64 and 29 in fp32."""
@@ -169,14 +152,6 @@ def test_recovery_against_plain_loops(num_layers, num_tokens, prefix_len, kv_hea
     layers = make_layers(num_layers, **sizes, seed=seed)
     mean = pairs_by_loops(layers, 0.4, top_k)
     np.testing.assert_allclose(reuse_recovery(iter(layers), 0.4, top_k).numpy(), mean, rtol=2e-5, atol=1e-7)
-
-
-def test_future_keys_are_not_seen():
-    layers = make_layers(2, prefix_len=30, positions=torch.tensor([4, 11, 20]))
-    changed = [layer._replace(keys=layer.keys.clone()) for layer in layers]
-    for layer in changed:
-        layer.keys[21:] = 1e4
-    assert torch.equal(reuse_recovery(layers, 0.4, 3), reuse_recovery(changed, 0.4, 3))
 
 
 def test_vanishing_probabilities_still_rank():
