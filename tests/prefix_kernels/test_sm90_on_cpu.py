@@ -283,7 +283,7 @@ def test_what_the_machine_has_not_is_named() -> None:
 def test_no_address_outside_of_the_tensors_is_read() -> None:
     (scores,), index, _ = Problem(1, 200).launches()
     with pytest.raises(IndexError, match=r"ld\.global"):
-        Machine(scores, compiled(scores, 90), (0, HEAD), index[:1]).run()
+        run_together([Machine(scores, compiled(scores, 90), (0, HEAD), index[:1])])
 
 
 @pytest.mark.parametrize(("requests", "reader"), [(1, "ldmatrix"), (32, "wgmma")])

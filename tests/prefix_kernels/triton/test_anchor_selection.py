@@ -240,15 +240,6 @@ def test_raw_scores_of_few_rows_are_kept(rows: int, pooling: Pooling, form: Form
     check(made, *select(runner(made, form, max_groups=1), made, raw=raw))
 
 
-def test_many_more_groups_than_programs(form: Form, device: torch.device) -> None:
-    """Lists of all lengths, one behind the other, where programs take groups in turns."""
-    made = problem(device, [((n,), 40 + 11 * n, 7 + 5 * n) for n in range(20)], windows=(2, 4))
-    one = runner(made, form, max_groups=24)
-    check(made, *select(one, made))
-    some = made.part(slice(4, 7))
-    check(some, *select(one, some))
-
-
 def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.device) -> None:
     """What programs read of all chunks they read 32 at a time."""
     made = problem(device, SHORT)

@@ -140,12 +140,6 @@ def test_entries_are_added_a_few_at_a_time(form: Form, device: torch.device) -> 
         runner(made, form, config=CsaConfig(32, num_warps=8, programs_per_sm=2))
 
 
-@pytest.mark.parametrize("windows", [(0, 0), (16, 0), (150, 60)], ids=str)
-def test_windows(windows: tuple[int, int], form: Form, device: torch.device) -> None:
-    made = problem(device, [((0,), 1301, 211)], windows=windows)
-    check(made, *select(runner(made, form), made))
-
-
 def test_queries_of_all_lengths_keep_their_precision(form: Form, device: torch.device) -> None:
     """Each row has a unit of its own; a query of zeros says that all that is listed is equal."""
     made = problem(device, [((0, 1, 2, 3), 300, 60)])

@@ -149,18 +149,6 @@ def test_heads_read_their_own_lists(kernel: Kernel, device: torch.device) -> Non
     assert bool((lse[:, 8:] == -torch.inf).all())
 
 
-@pytest.mark.parametrize("lengths", [[0], [1, 0, 17], [65, 3, 64, 0, 63]], ids=lambda x: "-".join(map(str, x)))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_suffixes(lengths: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values, kv, slots = paged(max(sum(lengths), 1), len(lengths), 2, 4, 64, 64, dtype, device)
-    bounds = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
-    segments = [Segment((row,), end - start, list_begin=start) for row, (start, end) in enumerate(bounds)]
-    out, lse = attended(q, kv, slots.int(), segments, 0.125)
-    for row, (start, end) in enumerate(bounds):
-        oracle = dense_attention(q[row : row + 1], keys[start:end], values[start:end], 0.125)
-        close(out[row : row + 1], lse[row : row + 1], oracle, dtype)
-
-
 class Batch:
     """Two groups on prefixes of their own, one request alone; everyone has a suffix; one arena of slots."""
 
