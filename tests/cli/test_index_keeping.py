@@ -189,6 +189,11 @@ def test_a_damaged_index_is_not_exported_and_leaves_no_file(shelf: Any, index: A
     assert said.out.splitlines()[-1] == "1 damaged, 1 exported, 1 failed"
     assert "checksum of ('csa." in " ".join(said.out.split())
     assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{words[2]}.pfxindex"]
+    said = index("export", "--all", "--json", "--to", tmp_path / "all")
+    (row,) = (line for line in said.lines if line["status"] == "damaged")
+    assert (row["digest"], row["path"], row["nbytes"]) == (words[1], str(shelf.path(1)), 0)
+    assert row["detail"]
+    assert (said.status, sum(line["status"] == "exported" for line in said.lines)) == (1, 3)
 
 
 def test_export_needs_indexes_or_all(index: Any, shelf: Any, tmp_path: Path) -> None:
