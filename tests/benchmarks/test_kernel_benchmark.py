@@ -5,7 +5,6 @@ What runs kernels does so in processes of its own: Triton's interpreter must be 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -15,6 +14,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -289,60 +289,17 @@ def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
         bench.problem.Sizes(4096, 3, 2, 16, 16)
 
 
-class FakeEvent:
-    """Its time is its place in the journal."""
-
-    journal: list[str] = []  # noqa: RUF012
-
-    def __init__(self, *, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.place = len(self.journal)
-        self.journal.append("event")
-
-    def elapsed_time(self, other):
-        return (other.place - self.place) * 1e-3
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    """torch.cuda as far as the timer uses it; replaying a graph runs what it captured."""
-
-    class FakeGraph:
-        def replay(self):
-            FakeEvent.journal.append("replay")
-
-    @contextlib.contextmanager
-    def graph(made):
-        yield
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {
-        "Event": FakeEvent,
-        "CUDAGraph": FakeGraph,
-        "graph": graph,
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": lambda own: contextlib.nullcontext(),
-        "synchronize": lambda: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    FakeEvent.journal.clear()
-
-
-def test_only_the_work_stands_between_the_events(bench, fake_cuda, monkeypatch):
+def test_only_the_work_stands_between_the_events(bench, monkeypatch):
+    cuda = MagicMock()
+    cuda.Event.return_value.elapsed_time.return_value = 2e-3
+    monkeypatch.setattr(bench.timing, "torch", SimpleNamespace(cuda=cuda, zeros=torch.zeros, float32=torch.float32))
     monkeypatch.setattr(bench.timing, "_FLUSH_BYTES", 64)
     timer = bench.timing.GpuTimer(torch.device("cpu"), repeats=(3, 3))
-    timer.flush = lambda: FakeEvent.journal.append("flush")
-
-    def work():
-        FakeEvent.journal.append("work")
-
-    replay = timer.prepare(work)
-    assert FakeEvent.journal == ["work"] * 3  # twice to warm up, once captured
-    FakeEvent.journal.clear()
+    timer.flush = cuda.flush
+    replay = timer.prepare(cuda.work)
+    assert cuda.work.call_count == 3  # twice to warm up, once captured
+    cuda.reset_mock()
     times = timer.time(replay)
-    assert times.repeats == 3
-    assert times.us == 2  # one entry between the events
-    assert FakeEvent.journal[8:] == ["flush", "event", "replay", "event"] * 3
+    assert (times.repeats, times.us) == (3, 2.0)
+    once = ["flush", "Event().record", "CUDAGraph().replay", "Event().record"]
+    assert [name for name, *_ in cuda.mock_calls if name in once] == once * (2 + 3)
