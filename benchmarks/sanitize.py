@@ -91,7 +91,7 @@ CASES = (
         "triton/test_csa_selection.py",
         "test_tokens or tables_and_codes or groups_share",
     ),
-    Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "unions"),
+    Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "every_method and union"),
     Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),
 )
 

@@ -160,7 +160,7 @@ def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
 )
 def test_a_broken_selection_is_red(how, case, tmp_path):
     out = tmp_path / "rows.jsonl"
-    command(out, how, "selection", "--batches", "1", "--only", case, code=BREAK, status=1)
+    command(out, how, "selection", "--groups", "--batches", "1", "--only", case, code=BREAK, status=1)
     (row,) = rows_of(out)
     assert row["gate_share"] > 1
     assert "us" not in row

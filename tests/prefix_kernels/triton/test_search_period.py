@@ -13,12 +13,10 @@ from tests.sparse_server import FIRST, Server, searches, until_search
 CROSSED: list[Any] = ["anchor", {"reuse": 0, "head_map": [1, 0]}, "anchor", {"reuse": 0, "head_map": [1, 1]}]
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_a_selection_serves_its_steps_until_a_group_changes(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
-) -> None:
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_a_selection_serves_its_steps_until_a_group_changes(kind: Any, device: torch.device) -> None:
     """Each anchor layer's own selection, in a step with other queries; suffix tokens grow in all of them."""
-    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, search_period=3)
+    server = Server(device, 6, *kind, search_period=3)
     first, second = server.prefix(300), server.prefix(210)
     for serial in (1, 2):
         server.join(serial, *first, 5 + serial)

@@ -38,53 +38,54 @@ CENTROIDS = CSAttentionSpec(num_subspaces=8, num_centroids=4)
 @pytest.mark.parametrize(
     "sum_every", [pytest.param(1, id="all summed", marks=pytest.mark.full), pytest.param(None, id="as by default")]
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
+@pytest.mark.parametrize("kind", LAST, ids=str)
 def test_groups_and_single_requests_with_and_without_an_index(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, sum_every: int | None, device: torch.device
+    kind: Any, sum_every: int | None, device: torch.device
 ) -> None:
     """Where all tokens are summed, raw scores of few rows are kept, in fp32 as in Triton's interpreter."""
-    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, sum_every=sum_every)
+    server = Server(device, 6, *kind, sum_every=sum_every)
     walk_groups(server)
     kept = server.sparse.op._raw
-    if dtype is torch.float32:
+    if kind[0] is torch.float32:
         assert bool(kept) == (sum_every == 1)
 
 
+def _two_levels(first: IndexSpec) -> TwoLevelSpec:
+    return TwoLevelSpec(first=first, second=SPEC, candidate_factor=2)
+
+
+def _union(first: IndexSpec) -> UnionSpec:
+    return UnionSpec(first=first, second=ABSparseSpec(sizes="profile"))
+
+
+SPECS: dict[str, IndexSpec] = {
+    "blocks of sizes of heads": ABSparseSpec(sizes="profile"),
+    "minmax": ABSparseSpec(representation="minmax", quantization="int2"),
+    "ball of sizes": ABSparseSpec(sizes="profile", representation="ball", quantization="int8"),
+    "two levels of blocks": _two_levels(ABSparseSpec(sizes="profile")),
+    "union of lists": _union(CENTROIDS),
+    "lists": CENTROIDS,
+}
+RARER: dict[str, IndexSpec] = {
+    "mean": ABSparseSpec(),
+    "minmax of sizes": ABSparseSpec(sizes="profile", representation="minmax"),
+    "ball of halves": ABSparseSpec(representation="ball", quantization="none"),
+    "mean of halves": ABSparseSpec(block_size=32, quantization="none"),
+    "two levels of tokens": _two_levels(SPEC),
+    "union of tokens": _union(SPEC),
+}
+
+
 @pytest.mark.parametrize(
-    "parameters",
+    "spec",
     [
-        pytest.param({}, id="mean", marks=pytest.mark.full),
-        pytest.param({"sizes": "profile"}, id="sizes of heads"),
-        pytest.param({"representation": "minmax", "quantization": "int2"}, id="minmax"),
-        pytest.param({"sizes": "profile", "representation": "minmax"}, id="minmax of sizes", marks=pytest.mark.full),
-        pytest.param({"sizes": "profile", "representation": "ball", "quantization": "int8"}, id="ball of sizes"),
-        pytest.param({"representation": "ball", "quantization": "none"}, id="ball of halves", marks=pytest.mark.full),
-        pytest.param({"block_size": 32, "quantization": "none"}, id="mean of halves", marks=pytest.mark.full),
+        *(pytest.param(spec, id=name) for name, spec in SPECS.items()),
+        *(pytest.param(spec, id=name, marks=pytest.mark.full) for name, spec in RARER.items()),
     ],
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
-def test_blocks(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, parameters: dict[str, Any], device: torch.device
-) -> None:
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=ABSparseSpec(**parameters)))
-
-
-@pytest.mark.parametrize(
-    "first", [ABSparseSpec(sizes="profile"), pytest.param(SPEC, marks=pytest.mark.full)], ids=["blocks", "tokens"]
-)
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
-def test_two_levels(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, first: IndexSpec, device: torch.device
-) -> None:
-    spec = TwoLevelSpec(first=first, second=SPEC, candidate_factor=2)
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
-
-
-@pytest.mark.parametrize("first", [CENTROIDS, pytest.param(SPEC, marks=pytest.mark.full)], ids=["lists", "tokens"])
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_unions(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, first: IndexSpec, device: torch.device) -> None:
-    spec = UnionSpec(first=first, second=ABSparseSpec(sizes="profile"))
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
+@pytest.mark.parametrize("kind", LAST, ids=str)
+def test_every_method(kind: Any, spec: IndexSpec, device: torch.device) -> None:
+    walk_groups(Server(device, 6, *kind, spec=spec))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +118,6 @@ def test_blocks_of_a_long_prefix(sizes: str, device: torch.device) -> None:
         server.step([1, 2, 3])
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_groups_and_single_requests_with_lists_of_centroids(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
-) -> None:
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=CENTROIDS))
-
-
 def test_a_prefix_is_too_short_for_lists_of_offsets(device: torch.device) -> None:
     server = Server(device, spec=CENTROIDS)
     serials = join_many(server, [1, 2])
@@ -135,10 +129,10 @@ def test_a_prefix_is_too_short_for_lists_of_offsets(device: torch.device) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device) -> None:
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_sums_of_a_sample(kind: Any, device: torch.device) -> None:
     """Of the long prefix every second token is summed, of the short one all."""
-    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=9, sum_every=16)
+    server = Server(device, 6, *kind, 9, sum_every=16)
     first, second = server.prefix(4500), server.prefix(210)
     server.join(1, *first, 5)
     server.join(2, *first, 9)
@@ -147,12 +141,10 @@ def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, d
         server.step([1, 2, 3])
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_long_own_tokens_are_selected_from(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
-) -> None:
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_long_own_tokens_are_selected_from(kind: Any, device: torch.device) -> None:
     """Beside requests with few of their own, with none of an index, and while indexes grow, come and go."""
-    server = Server(device, 5, dtype=dtype, kv_dtype=kv_dtype, dim=dim, suffix_dense_tokens=64)
+    server = Server(device, 5, *kind, suffix_dense_tokens=64)
     index, slots = walk_own_tokens(server)
     for _ in range(24):
         server.lens[1] += 1
@@ -173,11 +165,9 @@ def test_long_own_tokens_are_selected_from(
         pytest.param([1] * 63, id="63", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_any_number_of_prefixes_has_an_index(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, members: list[int], device: torch.device
-) -> None:
-    server = Server(device, 64, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=3, keep_ratio=0.5)
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_any_number_of_prefixes_has_an_index(kind: Any, members: list[int], device: torch.device) -> None:
+    server = Server(device, 64, *kind, 3, keep_ratio=0.5)
     serials = join_many(server, members)
     assert len(server.step(serials, padded=1)) == sum(members), "nothing is known of their slots yet"
     if max(members) > 1 or device.type == "cuda":
@@ -242,14 +232,20 @@ def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.devi
                     assert group.mask(layer)[head].nonzero()[0].tolist() == positions[head, :count].tolist()
 
 
+def copied(server: Server, slots: torch.Tensor) -> torch.Tensor:
+    """Other slots, with the same keys and values."""
+    copy = server.slots(len(slots))
+    for cache in server.caches:
+        for part in (cache.k_cache, cache.v_cache):
+            part[copy.long()] = part[slots.long()]
+    return copy
+
+
 def test_one_index_on_other_slots_is_another_group(device: torch.device) -> None:
     """Two cold prefills of one prompt: equal tokens, one index, but no slot in common."""
     server = Server(device)
     slots, index = server.prefix(128)
-    copy = server.slots(128)
-    for cache in server.caches:
-        for part in (cache.k_cache, cache.v_cache):
-            part[copy.long()] = part[slots.long()]
+    copy = copied(server, slots)
     server.join(1, slots, index, 3)
     server.join(2, copy, index, 5)
     for _ in range(4):
@@ -262,10 +258,7 @@ def test_slots_that_the_prefix_cache_replaces_are_read_anew(device: torch.device
     """
     server = Server(device)
     slots, index = server.prefix(128)
-    copy = server.slots(128)
-    for cache in server.caches:
-        for part in (cache.k_cache, cache.v_cache):
-            part[copy.long()] = part[slots.long()]
+    copy = copied(server, slots)
     server.join(1, slots, index, 3)
     server.join(2, copy, index, 5)
     server.step([1, 2])
@@ -285,10 +278,8 @@ def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.de
     server.join(1, slots, index, 3)
     server.step([1])
     server.leave(1)
-    copy = server.slots(128)
+    copy = copied(server, slots)
     for cache in server.caches:
-        for part in (cache.k_cache, cache.v_cache):
-            part[copy.long()] = part[slots.long()]
         cache.v_cache[slots.long()] += 100
     server.join(1, copy, index, 3)
     for _ in range(4):
