@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import BENCHMARKS, RESULTS, ROOT, cells, document, documented_table, rows_of
+from tests.benchmarks.results import BENCHMARKS, RESULTS, ROOT, cells, documented_table, prose, rows_of
 from tests.server.jobs import run_job
 
 GRID, CHOSEN, BEFORE, AFTER, EVERY, FOUR = (
@@ -67,7 +67,7 @@ def test_the_table_of_both_commits_is_the_rows(bench: SimpleNamespace) -> None:
     for batch, *times in shown:
         assert times == [one["131072", batch] for pair in zip(*paths, strict=True) for one in pair]
     more = [100 * (after / before - 1) for before, after in (map(_first, line[5:]) for line in shown)]
-    assert f"`sparse` takes {min(more):.1f} to {max(more):.1f}% longer" in " ".join(document("benchmarks").split())
+    assert f"`sparse` takes {min(more):.1f} to {max(more):.1f}% longer" in prose("benchmarks")
     assert {row["commit"] for row in bench.decode.read([str(AFTER), str(EVERY)])} == {"6ad4e25"}
 
 
@@ -91,7 +91,7 @@ def test_the_table_of_many_prefixes_is_the_rows(bench: SimpleNamespace) -> None:
 def test_the_documented_times_of_the_default_are_the_rows(bench: SimpleNamespace) -> None:
     ((_, found),) = by_size(bench, RESULTS / "decode-h100-default.jsonl").items()
     one, few, many = (found["131072", batch] for batch in BATCHES)
-    assert f"takes {one}, {few} and {many} ms at 131,072 tokens" in " ".join(document("benchmarks").split())
+    assert f"takes {one}, {few} and {many} ms at 131,072 tokens" in prose("benchmarks")
 
 
 def _first(cell: str) -> float:

@@ -9,9 +9,6 @@ import torch
 
 from tests.sparse_server import FIRST, Server, searches, until_search
 
-#: Layer 3 follows the first anchor, not the one before it.
-CROSSED: list[Any] = ["anchor", {"reuse": 0, "head_map": [1, 0]}, "anchor", {"reuse": 0, "head_map": [1, 1]}]
-
 
 @pytest.mark.parametrize("kind", FIRST, ids=str)
 def test_a_selection_serves_its_steps_until_a_group_changes(kind: Any, device: torch.device) -> None:
@@ -35,14 +32,6 @@ def test_a_selection_serves_its_steps_until_a_group_changes(kind: Any, device: t
     assert searches(server, [3, 1, 2], 2) == [True, False], "rows have moved"
     server.join(5, *first, 4)
     assert searches(server, [3, 1, 2, 5], 1) == [True]
-
-
-@pytest.mark.full
-def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(device: torch.device) -> None:
-    server = Server(device, search_period=3, layer_plan=CROSSED)
-    for serial in (1, 2):
-        server.join(serial, *server.prefix(300), 5)
-    assert searches(server, [1, 2], 9).count(False) >= 4
 
 
 @pytest.mark.full

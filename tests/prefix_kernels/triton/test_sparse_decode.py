@@ -26,10 +26,8 @@ from tests.sparse_server import (
     SPEC,
     Server,
     join_many,
-    searches,
     walk_groups,
     walk_own_tokens,
-    walk_surplus,
 )
 
 CENTROIDS = CSAttentionSpec(num_subspaces=8, num_centroids=4)
@@ -175,17 +173,6 @@ def test_any_number_of_prefixes_has_an_index(kind: Any, members: list[int], devi
         assert [one.rows for one in server.step(serials)] == members
     server.leave(2)
     assert sum(one.rows for one in server.step([serial for serial in serials if serial != 2][::-1])) == sum(members) - 1
-
-
-@pytest.mark.full
-def test_every_set_of_lists_has_all_groups(device: torch.device) -> None:
-    server = Server(device, 20, size=2, search_period=3, layer_plan=["anchor", {"reuse": 0}, "anchor", {"reuse": 0}])
-    serials = join_many(server, [1, 2] * 6 + [1])
-    assert searches(server, serials, 9).count(False) >= 3
-
-
-def test_where_lists_are_full_the_surplus_attends_all(device: torch.device) -> None:
-    walk_surplus(Server(device))
 
 
 @pytest.mark.full
