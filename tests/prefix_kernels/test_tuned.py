@@ -28,7 +28,10 @@ def entry(shape: AttentionShape = SHAPE, config: AttentionConfig = FAST) -> Tune
 
 def test_what_was_saved_is_found_by_its_whole_key(tmp_path: Path) -> None:
     saved = TunedConfigs("cpu", [entry(), entry(WIDE, AttentionConfig(32, 32, 4, 3, 2))])
-    assert saved.save(tmp_path / "new" / "folder").is_file()
+    before = os.umask(0o022)
+    path = saved.save(tmp_path / "new" / "folder")
+    os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644, "others may read it"
     found = TunedConfigs.for_device(CPU, tmp_path / "new" / "folder")
     assert found.entries == saved.entries
     assert found(SHAPE, 1) == found(SHAPE, 4) == FAST
@@ -188,15 +191,6 @@ def test_a_folder_that_cannot_be_looked_into_is_left_aside(
     with caplog.at_level(logging.WARNING, logger=module.__name__):
         assert TunedConfigs.for_device(CPU, tmp_path).entries == []
     assert "Permission denied" in caplog.text
-
-
-def test_others_may_read_what_was_saved(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        path = TunedConfigs("cpu", [entry()]).save(tmp_path)
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_specialized_entry_is_higher_than_what_it_serves_and_does_for_suffixes_too() -> None:
