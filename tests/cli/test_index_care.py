@@ -161,16 +161,6 @@ def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Any,
     assert kept(tmp_path / "new")[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
 
 
-def test_import_goes_on_after_a_path_that_the_system_refuses(shelf: Any, index: Any, tmp_path: Path) -> None:
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    said = index("import", "--json", tmp_path / ("x" * 300), loop, shelf.path(0), "--store", tmp_path / "new")
-    assert said.status == 1
-    assert [line["status"] for line in said.lines][-1] == "imported"
-    assert len(said.lines) == 3
-    assert all(line["detail"] for line in said.lines[:2])
-
-
 def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Any, tmp_path: Path) -> None:
     said = index("export", shelf.entries[0].digest, "--to", tmp_path / ("x" * 300))
     assert said.status == 1

@@ -215,11 +215,13 @@ def test_import_refuses_what_is_not_whole_by_name_and_goes_on(shelf: Any, index:
     files[4].write_bytes(raw)
     files[5].write_text("shopping list")
     (tmp_path / "empty").mkdir()
-    order = [*files[1:], tmp_path / "empty", files[0]]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    order = [*files[1:], tmp_path / "empty", tmp_path / "loop", tmp_path / ("x" * 300), files[0]]
     said = index("import", "--json", *order, "--store", tmp_path / "new")
     assert said.status == 1
     statuses = [line["status"] for line in said.lines]
-    assert statuses == ["corrupt", "corrupt", "corrupt", "too_new", "foreign", "missing", "missing", "imported"]
+    assert statuses[:7] == ["corrupt", "corrupt", "corrupt", "too_new", "foreign", "missing", "missing"]
+    assert statuses[9:] == ["imported"], "also behind paths that the system refuses"
     assert all(line["detail"] for line in said.lines[:-1])
     with FileStore(tmp_path / "new") as store:
         assert [entry.digest for entry in store.list()] == [shelf.entries[0].digest]
