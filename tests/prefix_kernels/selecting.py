@@ -191,26 +191,31 @@ def best(scores: Tensor, group: SelectionGroup) -> list[int]:
     return sorted(order[: group.count])
 
 
+def check_scores(made: Problem, scores: Tensor) -> None:
+    """Those of the reference, none of a prefix that is attended whole."""
+    written = torch.zeros_like(scores, dtype=torch.bool)
+    for g, (of, group) in enumerate(zip(made.scored, made.selected, strict=True)):
+        if group.budget < group.prefix_len:
+            for wanted, begin in zip(made.wanted(g), of.score_begins, strict=True):
+                there = slice(begin, begin + group.prefix_len)
+                near = wanted >= made.least
+                torch.testing.assert_close(scores[there][near], wanted[near], atol=made.limit, rtol=1e-5)
+                assert not scores[there].isnan().any()
+                written[there] = True
+    assert bool((scores.isnan() | written).all()), "nothing else"
+
+
 def check(made: Problem, scores: Tensor, lists: SelectedLists) -> None:
-    """Scores of the reference, none of a prefix that is attended whole; the best of these very scores."""
-    written, table = torch.zeros_like(scores, dtype=torch.bool), made.slot_table
-    groups = len(made.selected)
+    """Scores of the reference, and the best of these very scores."""
+    check_scores(made, scores)
+    groups, table = len(made.selected), made.slot_table
     assert lists.counts[:groups].tolist() == [[group.count] * KV_HEADS for group in made.selected]
     assert bool((lists.counts[groups:] == POISON).all())
     assert lists.slots is not None
     for g, (of, group) in enumerate(zip(made.scored, made.selected, strict=True)):
         positions = group.lists_in(lists.positions, KV_HEADS)
         assert torch.equal(group.lists_in(lists.slots, KV_HEADS), table[group.slot_start + positions.long()])
-        whole = group.budget >= group.prefix_len
-        wanted = None if whole else made.wanted(g)
         for head, begin in enumerate(of.score_begins):
-            own = scores[begin : begin + group.prefix_len]
-            if wanted is not None:
-                near = wanted[head] >= made.least
-                torch.testing.assert_close(own[near], wanted[head][near], atol=made.limit, rtol=1e-5)
-                assert not own.isnan().any()
-                written[begin : begin + group.prefix_len] = True
-            assert positions[head].tolist() == best(own, group), (g, head)
-    assert bool((scores.isnan() | written).all()), "nothing else"
+            assert positions[head].tolist() == best(scores[begin : begin + group.prefix_len], group), (g, head)
     for buffer in (lists.positions, lists.slots):
         assert int((buffer != POISON).sum()) == KV_HEADS * sum(group.count for group in made.selected), "nothing else"
