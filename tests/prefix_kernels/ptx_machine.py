@@ -191,7 +191,6 @@ class Machine:
         numbers += [0] * (len(parameters) - len(numbers))
         for (kind, name), number in zip(parameters, numbers, strict=True):
             self.registers[name] = np.full(self.threads, number, DTYPES[kind])
-        self._constants: dict[tuple[str, Any], Array] = {}
 
     def turns(self, done: Counter[str]) -> Iterator[None]:
         """Up to `ret`, counting in `done` how often each instruction is done, by its name's first part; to be asked for
@@ -227,9 +226,7 @@ class Machine:
         self.expect(dtype is not None)
         value = self.registers.get(operand)
         if value is None:
-            if (operand, dtype) not in self._constants:
-                self._constants[operand, dtype] = self._constant(operand, dtype)
-            return self._constants[operand, dtype]
+            return self._constant(operand, dtype)
         if value.dtype.itemsize != dtype.itemsize:
             value = value.astype(UNSIGNED[dtype.itemsize])
         return value.view(dtype)
