@@ -10,11 +10,10 @@ import pytest
 
 from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.faults.tools import Clock
+from tests.prefix_index.remote_stores import Make, Shaky, machines
 from tests.prefix_index.samples import sample_identity
-from tests.prefix_index.shared_stores import Make, Shaky, machines
-from tests.prefix_index.tiers import TIERS
+from tests.prefix_index.small_stores import Clock
+from tests.prefix_index.tiers import TIERS, Service
 
 #: By day of each kind the one that costs least.
 BY_DAY = ("file", "copied", "service", "shared-file", "shared-memory")

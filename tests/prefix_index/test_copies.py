@@ -25,9 +25,8 @@ from prefix_index import (
 )
 from prefix_index.store import digest_of
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.tools import SOON, remove
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.small_stores import fill_of, flip, in_threads, place_of
+from tests.prefix_index.samples import fill_of, read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, flip, in_threads, place_of, remove
 from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))
@@ -77,7 +76,7 @@ def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
         entry = store.put(sample_payload(fill=7))
         assert entry.path == str(store.path_of(DIGEST))
         assert copied(store)
-        assert fill_of(store.get(DIGEST)) == 7
+        assert read_fill(store) == 7
         assert copies(folder) == {DIGEST}
         assert store.counters is not None
         assert (store.counters.hits_fast, store.counters.promotions, store.counters.promotion_failures) == (2, 1, 0)
@@ -96,7 +95,7 @@ def test_what_does_not_fit_is_stored_and_served_and_not_read_again_at_each_get(f
         assert store.counters is not None
         failures = store.counters.promotion_failures
         for _ in range(3):
-            assert fill_of(store.get(DIGEST)) == 7
+            assert read_fill(store) == 7
         assert store._copier.settle(SOON)
         assert store.counters.promotion_failures == failures
         assert not copied(store), "asked for, it is tried again"
@@ -122,11 +121,11 @@ def test_a_replacement_by_another_process_is_served_though_size_and_times_are_eq
         before = store.path_of(DIGEST).stat()
         put_elsewhere(folder, fill=2)
         os.utime(store.path_of(DIGEST), ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert fill_of(store.get(DIGEST)) == 2
+        assert read_fill(store) == 2
         assert store.counters is not None
         assert store.counters.stale_dropped == 1
         assert copied(store)
-        assert fill_of(store.get(DIGEST)) == 2
+        assert read_fill(store) == 2
 
 
 def test_what_was_deleted_or_has_expired_is_a_miss_and_loses_its_copy(folder: Path) -> None:
@@ -159,7 +158,7 @@ def test_copies_of_an_earlier_life_are_compared_before_they_are_served(folder: P
         other.delete(OTHER)
     with opened(folder) as store:
         assert copies(folder) == {DIGEST}
-        assert fill_of(store.get(DIGEST)) == 2
+        assert read_fill(store) == 2
 
 
 @pytest.mark.parametrize("where", ["magic", "footer", "cut", "a folder"])
@@ -199,7 +198,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
                 reader.verify()
             assert not store.report(reader, caught.value)
             assert list(store.problems()) == []
-            assert fill_of(store.get(DIGEST)) == 4
+            assert read_fill(store) == 4
         eventually(lambda: copied(store))  # the copy that was removed last may have been a job that still ran
         damage(path)
         reader = store.get(DIGEST)
@@ -220,7 +219,7 @@ def test_damage_found_while_copying_takes_the_index_out_of_the_offer(folder: Pat
         assert [type(p.error) for p in store.problems()] == [IndexCorrupt]
         assert copies(folder) == set()
         store.put(sample_payload(fill=5))
-        assert fill_of(store.get(DIGEST)) == 5
+        assert read_fill(store) == 5
         assert list(store.problems()) == []
 
 
@@ -229,10 +228,10 @@ def test_the_copies_folder_may_go(folder: Path) -> None:
         store.put(sample_payload(fill=4))
         assert copied(store)
         remove(folder.parent / "dram")
-        assert fill_of(store.get(DIGEST)) == 4
+        assert read_fill(store) == 4
         store.put(sample_payload(fill=5))
         assert not copied(store)
-        assert fill_of(store.get(DIGEST)) == 5
+        assert read_fill(store) == 5
         store.rescan()
         assert [type(p.error) for p in store.problems()] == [StoreFolderError]
         assert store.delete(DIGEST)
@@ -276,7 +275,7 @@ def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Pat
             while not stop.is_set():
                 least = latest[0]
                 with contextlib.suppress(IndexNotFound):
-                    assert fill_of(store.get(DIGEST)) >= least
+                    assert read_fill(store) >= least
 
         def crowd_out() -> None:
             while not stop.is_set():
@@ -297,4 +296,4 @@ def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Pat
                     time.sleep(0.005)
 
         in_threads(write, read, read, read, crowd_out)
-        assert fill_of(store.get(DIGEST)) == 59
+        assert read_fill(store) == 59

@@ -12,17 +12,8 @@ import pytest
 
 from prefix_index import FileStore, IndexEntry, IndexWriter, InvalidPayload, Retention, StoreFull
 from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
-from tests.prefix_index.faults.tools import Clock, opened
-from tests.prefix_index.samples import sample_payload
-from tests.prefix_index.small_stores import (
-    IDS,
-    ONE,
-    PINNED,
-    built_in,
-    held,
-    index_file,
-    refuse_call,
-)
+from tests.prefix_index.samples import IDS, PINNED, sample_payload
+from tests.prefix_index.small_stores import ONE, Clock, built_in, held, index_file, opened, refuse_call
 
 # Policies.
 

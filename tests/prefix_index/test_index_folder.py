@@ -25,8 +25,8 @@ from prefix_index import (
     page_hashes,
 )
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.tools import opened
 from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
+from tests.prefix_index.small_stores import opened
 
 
 def put_file(folder: Path, **options: Any) -> Path:

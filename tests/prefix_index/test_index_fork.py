@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from prefix_index import FileStore, background
-from tests.prefix_index.faults.tools import fork, opened, reap
-from tests.prefix_index.samples import sample_payload
-from tests.prefix_index.small_stores import IDS, python
+from tests.prefix_index.samples import IDS, sample_payload
+from tests.prefix_index.small_stores import fork, opened, python, reap
 from tests.prefix_index.tiers import copies_in
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import random
 import subprocess
@@ -32,6 +33,7 @@ from prefix_index import (
     StoreClosed,
 )
 from prefix_index.folder import bulk_reads, open_direct
+from prefix_index.format import aligned
 from prefix_index.reader import fresh_buffer, pieces_of, run
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import flip, in_memory, place_of
@@ -155,12 +157,30 @@ def test_damage_is_found_in_every_array_and_named(path: Path, where: str) -> Non
             flip(path, start + at)
             what = "padding after" if where == "padding" else "checksum of"
             message = rf"x.pfxindex: {what} \('{record.name}', {record.layer}, {record.kv_head}\)"
-            with pytest.raises(IndexCorrupt, match=message):
-                index.read_many()
+            for direct in (True, False):
+                with pytest.raises(IndexCorrupt, match=message):
+                    index.read_many(direct=direct)
             others = [k for k in index.keys if k != key]
             assert len(index.read_many(others)) == len(others)
             flip(path, start + at)
         index.read_many()
+
+
+def test_a_file_that_is_cut_after_it_was_opened_gives_the_right_bytes_or_an_error(path: Path, payload: Any) -> None:
+    whole = path.read_bytes()
+    for cut in (at for edge in range(0, len(whole), 4096) for at in (edge - 1, edge, edge + 1) if at >= 0):
+        with IndexFile.open(path) as index:
+            os.truncate(path, cut)
+            for key, direct in itertools.product(index.keys, (True, False)):
+                record = index.record(key)
+                if not record.nbytes or place_of(index, key) + aligned(record.nbytes) <= cut:
+                    assert np.array_equal(index.read_many([key], direct=direct)[key], payload.arrays[key])
+                else:
+                    with pytest.raises(IndexCorrupt):
+                        index.read_many([key], direct=direct)
+            with pytest.raises(IndexCorrupt):
+                index.array("ids", 1, 0)
+        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("threads", [1, 4])

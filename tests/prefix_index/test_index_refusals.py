@@ -29,19 +29,19 @@ from prefix_index import (
     books,
 )
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.conformance import find
-from tests.prefix_index.faults.refusals import Refusals, refusing
-from tests.prefix_index.faults.tools import Clock, fork, opened, reap
-from tests.prefix_index.samples import sample_payload
+from tests.prefix_index.refusals import Refusals, refusing
+from tests.prefix_index.samples import IDS, PINNED, find, sample_payload
 from tests.prefix_index.small_stores import (
-    IDS,
     ONE,
-    PINNED,
+    Clock,
     few_descriptors,
+    fork,
     held,
     index_file,
     keep_file,
     open_below,
+    opened,
+    reap,
     refuse,
     refuse_call,
     settled,

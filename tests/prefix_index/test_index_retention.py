@@ -24,9 +24,8 @@ from prefix_index import (
 )
 from prefix_index.retention import remove_orphans
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.tools import Clock, opened
-from tests.prefix_index.samples import sample_payload
-from tests.prefix_index.small_stores import IDS, PINNED, index_file, keep_file, refuse_call
+from tests.prefix_index.samples import IDS, PINNED, sample_payload
+from tests.prefix_index.small_stores import Clock, index_file, keep_file, opened, refuse_call
 
 
 def test_a_sidecar_on_disk(folder: Path) -> None:
@@ -125,6 +124,20 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
         balanced(store)
         assert store.delete(IDS[0])
         assert target.read_bytes() == b'{"pinned":true}'
+
+
+def test_no_damage_of_a_sidecar_makes_a_retention_that_nobody_set(folder: Path) -> None:
+    """Every flipped bit and every cut of it."""
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]), retention=PINNED)
+        path = keep_file(folder, IDS[0])
+        raw = path.read_bytes()
+        bits = [bytes([*raw[:i], raw[i] ^ 1 << bit, *raw[i + 1 :]]) for i in range(len(raw)) for bit in range(8)]
+        for damaged in bits + [raw[:cut] for cut in range(len(raw))]:
+            path.write_bytes(damaged)
+            store.rescan(full=True)
+            assert [entry.retention for entry in store.list()] in ([Retention()], [PINNED]), damaged
+            assert store.collect() == ()
 
 
 def test_sidecars_without_an_index_are_cleared_away(folder: Path) -> None:

@@ -24,10 +24,9 @@ from prefix_index import (
     link,
 )
 from prefix_index.remote import ObjectBlobs, RemoteStore
-from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
-from tests.prefix_index.small_stores import python
+from tests.prefix_index.remote_stores import DIGEST, LONG, Make, Shaky, chunks_of, damage, flip_bit, flushed, longest
+from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, python
 from tests.prefix_index.tiers import eventually
 
 ERROR = IndexCorrupt("a test", expected="a", found="b", remedy="none")
@@ -39,16 +38,16 @@ def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: P
     one, two = make("a"), make("b")
     entry = one.put(sample_payload(fill=7), retention=Retention(pinned=True))
     assert flushed(one)
-    assert find(two) == 0
+    assert longest(two) == 0
     two.rescan(full=True)
-    assert find(two) == 32
+    assert longest(two) == 32
     assert two.contains(DIGEST)
-    assert fill_of(two) == 7
+    assert read_fill(two) == 7
     eventually(lambda: two.counters.fetched == 1)
     (copy,) = (tmp_path / "b").glob("*/*.pfxindex")
     assert copy.read_bytes() == Path(str(entry.path)).read_bytes()
     assert [entry.retention for entry in two.list()] == [Retention()], "retention is a folder's own"
-    assert fill_of(two) == 7
+    assert read_fill(two) == 7
     assert two.counters[:4] == (1, 1, 1, 0)
     assert one.counters.published == 1
 
@@ -61,14 +60,14 @@ def test_the_longer_prefix_wins_wherever_it_is_but_not_from_a_remote_store_that_
     two.put(sample_payload())
     assert flushed(one)
     two.rescan(full=True)
-    assert find(two) == 64
+    assert longest(two) == 64
     monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
     blobs.fails = True
     with pytest.raises(StoreUnavailable, match="the network is gone"):
         two.get(sample_identity(LONG))
-    assert find(two) == 32
+    assert longest(two) == 32
     two.local.delete(DIGEST)
-    assert find(two) == 64, "the reason of the miss is the remote store's"
+    assert longest(two) == 64, "the reason of the miss is the remote store's"
 
 
 def test_one_lease_among_machines_and_a_local_one_while_the_remote_store_is_away(make: Make, blobs: Shaky) -> None:
@@ -99,7 +98,7 @@ def test_an_older_build_there_stays_and_the_folder_s_is_served_here(make: Make, 
     one.open()
     assert flushed(one)
     assert {name: blobs.fetch(name, 1 << 20) for name in blobs.names("prefix_index")} == before
-    assert (fill_of(one), fill_of(two)) == (2, 1)
+    assert (read_fill(one), read_fill(two)) == (2, 1)
 
 
 def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky) -> None:
@@ -109,13 +108,13 @@ def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky)
     store.retain(DIGEST, Retention(expires=1.0))
     for full in (False, True):
         store.rescan(full=full)
-        assert (find(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
+        assert (longest(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
     with pytest.raises(IndexNotFound):
         store.get(DIGEST)
     assert flushed(store)
     assert blobs.names("prefix_index") == {}
     assert [entry.digest for entry in store.collect()] == [DIGEST]
-    assert (find(store), store.contains(DIGEST)) == (0, False)
+    assert (longest(store), store.contains(DIGEST)) == (0, False)
 
 
 def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make) -> None:
@@ -139,7 +138,7 @@ def test_what_the_remote_store_lacks_is_published_at_the_start_by_one_process(
             assert blobs.names("prefix_index") == {}, "another process is at it"
     store.close()
     assert flushed(make("a"))
-    assert fill_of(make("b")) == 7
+    assert read_fill(make("b")) == 7
 
 
 # A remote store that loses
@@ -150,13 +149,13 @@ def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs
     one.put(sample_payload(fill=5))
     assert flushed(one)
     two.rescan(full=True)
-    damage(blobs, chunks_of(blobs)[1], flip(8 * 900))
+    damage(blobs, chunks_of(blobs)[1], flip_bit(8 * 900))
     with pytest.raises(IndexCorrupt, match="chunk 1"):
         two.get(DIGEST)
-    assert find(two) == 0
+    assert longest(two) == 0
     assert list(two.local.list()) == []
     one.rescan(full=True)
-    assert fill_of(one) == 5
+    assert read_fill(one) == 5
 
 
 def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> None:
@@ -171,10 +170,10 @@ def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> Non
         index.verify()
     for _ in range(2):  # there is a second reader of the same file
         assert store.report(index, caught.value)
-    assert find(store) == 32
-    assert fill_of(store) == 5
+    assert longest(store) == 32
+    assert read_fill(store) == 5
     assert list(store.problems()) == []
-    assert fill_of(store.local) == 5
+    assert read_fill(store.local) == 5
 
 
 def test_a_report_about_an_older_index_changes_nothing(make: Make) -> None:
@@ -185,9 +184,9 @@ def test_a_report_about_an_older_index_changes_nothing(make: Make) -> None:
         store.put(sample_payload(fill=2))
     assert not store.report(old, ERROR)
     assert flushed(store)
-    assert fill_of(store) == 2
+    assert read_fill(store) == 2
     store.local.delete(DIGEST)
-    assert fill_of(store) == 1, "the remote store's"
+    assert read_fill(store) == 1, "the remote store's"
     assert list(store.problems()) == []
 
 
@@ -200,7 +199,7 @@ def test_what_is_wrong_though_its_bytes_are_whole_goes_there_too_and_is_put_agai
         assert store.report(index, ERROR)
     blobs.gate.set()
     assert flushed(store)
-    assert (find(store), store.contains(DIGEST), blobs.names("prefix_index")) == (0, False, {})
+    assert (longest(store), store.contains(DIGEST), blobs.names("prefix_index")) == (0, False, {})
     with pytest.raises(IndexCorrupt, match="a test"):
         store.get(DIGEST)
     for fill in (1, 2):
@@ -228,14 +227,14 @@ def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_repo
         raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
 
     monkeypatch.setattr(folder, "open_fd", refuse)
-    assert fill_of(store) == 5
+    assert read_fill(store) == 5
     assert store.counters.hits_remote == 1
     store.put(sample_payload(sample_identity(LONG), fill=6))
     assert not store.flush(0.2), "the publication is tried again"
     monkeypatch.setattr(folder, "open_fd", opened)
     assert flushed(store)
     assert Path(str(entry.path)).stat().st_ino == inode
-    assert (fill_of(store), fill_of(store, sample_identity(LONG))) == (5, 6)
+    assert (read_fill(store), read_fill(store, sample_identity(LONG))) == (5, 6)
     assert store.remotes[0].contains(sample_identity(LONG))
     assert list(store.problems()) == []
 
@@ -255,7 +254,7 @@ def test_what_local_has_no_room_for_is_served_from_remote(make: Make) -> None:
     one, two = make("a"), make("b", max_bytes=4096)
     one.put(sample_payload(fill=5))
     assert flushed(one)
-    assert [fill_of(two) for _ in range(3)] == [5, 5, 5]
+    assert [read_fill(two) for _ in range(3)] == [5, 5, 5]
     assert (two.counters.hits_remote, two.counters.fetch_failures) == (3, 1)
 
 
@@ -263,7 +262,7 @@ def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs
     with RemoteStore(blobs) as other:
         other.put(sample_payload(sample_identity(LONG), fill=9))
     store = make()
-    eventually(lambda: find(store) == 64)
+    eventually(lambda: longest(store) == 64)
     digest = sample_identity(LONG).digest
     held, done = threading.Event(), threading.Event()
 
@@ -276,7 +275,7 @@ def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs
     thread.start()
     held.wait(60)
     try:
-        assert fill_of(store, digest) == 9
+        assert read_fill(store, digest) == 9
     finally:
         done.set()
         thread.join()
@@ -299,7 +298,7 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
     assert flushed(two)
     assert two._fetcher.settle(SOON)
     assert two.local.contains(DIGEST) == (change == "put")
-    assert change == "delete" or fill_of(two) == 2
+    assert change == "delete" or read_fill(two) == 2
 
 
 @pytest.mark.parametrize("options", [{"rescan_s": float("nan")}, {"timeout_s": -1.0}], ids=str)

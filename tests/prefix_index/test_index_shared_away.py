@@ -10,9 +10,9 @@ import pytest
 
 from prefix_index import FileStore, IndexFormatError, IndexNotFound, StoreUnavailable, link
 from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
-from tests.prefix_index.remote_stores import DIGEST, damage, flip
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed, reached
+from tests.prefix_index.remote_stores import DIGEST, LONG, Make, Shaky, damage, flip_bit, flushed, longest, reached
+from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON
 from tests.prefix_index.tiers import eventually
 
 
@@ -26,11 +26,11 @@ def test_the_store_opens_without_its_remote_store_and_finds_it_later(make: Make,
     assert not store.flush(0.2)
     with pytest.raises(IndexNotFound):
         store.get(sample_identity(LONG))
-    assert fill_of(store) == 5
+    assert read_fill(store) == 5
     eventually(lambda: store.counters.publish_failures > 0)
     blobs.fails = False
     store.rescan(full=True)
-    assert find(store) == 64
+    assert longest(store) == 64
     assert flushed(store)
     assert list(store.problems()) == []
     assert store.counters.published == 1
@@ -42,12 +42,12 @@ def test_a_deletion_reaches_a_remote_store_that_was_away(make: Make, blobs: Shak
     assert flushed(store)
     blobs.fails = True
     assert store.delete(DIGEST)
-    assert (find(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
+    assert (longest(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
     assert blobs._store is not None
     assert ObjectBlobs.names(blobs, "prefix_index") != {}  # past the network, which fails until this was looked at
     blobs.fails = False
     store.rescan()
-    assert find(store) == 0
+    assert longest(store) == 0
     assert flushed(store)
     assert blobs.names("prefix_index") == {}
     assert not store.delete(DIGEST)
@@ -62,7 +62,7 @@ def test_a_hanging_remote_store_costs_its_time_limit_once_and_local_answers_noth
     one.put(sample_payload(sample_identity(LONG)))
     assert flushed(one)
     assert reached(impatient)
-    assert find(impatient) == 64
+    assert longest(impatient) == 64
     monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
     blobs.answers.clear()
     before, begun = blobs.calls, time.monotonic()
@@ -76,7 +76,7 @@ def test_a_hanging_remote_store_costs_its_time_limit_once_and_local_answers_noth
     assert blobs.calls == asked, "it was asked again"
     begun = time.monotonic()
     two.put(sample_payload(fill=5))
-    assert fill_of(two) == 5
+    assert read_fill(two) == 5
     assert time.monotonic() - begun < SOON / 2
     impatient.put(sample_payload(fill=5))
     begun = time.monotonic()
@@ -98,7 +98,7 @@ def test_closing_while_something_is_published_takes_a_bounded_time(make: Make, b
     blobs.gate.set()
     eventually(lambda: not any(t.name == "prefix_index-promoter" for t in threading.enumerate()))
     store.open()
-    assert fill_of(store) == 5
+    assert read_fill(store) == 5
     assert flushed(store), "what was not published then is now"
     eventually(lambda: store.remotes[0].contains(DIGEST))
 
@@ -113,10 +113,10 @@ def test_what_is_damaged_there_says_nothing_of_the_folder_s_which_takes_its_plac
     store = make("a")
     store.put(sample_payload(fill=5))
     assert flushed(store)
-    damage(blobs, next(name for name in blobs.names("prefix_index") if name.endswith(what)), flip(900))
+    damage(blobs, next(name for name in blobs.names("prefix_index") if name.endswith(what)), flip_bit(900))
     with pytest.raises(IndexFormatError):
         store.remotes[0].get(DIGEST)
-    assert fill_of(store) == 5
+    assert read_fill(store) == 5
     assert list(store.local.problems()) == []
     store.close()
     store.open()
@@ -126,7 +126,7 @@ def test_what_is_damaged_there_says_nothing_of_the_folder_s_which_takes_its_plac
         store.put(sample_payload(fill=5))
     assert flushed(store)
     with RemoteStore(blobs) as remote:
-        assert fill_of(remote) == 5
+        assert read_fill(remote) == 5
 
 
 def test_a_store_without_room_is_asked_later_and_later_and_is_a_problem(
@@ -162,4 +162,4 @@ def test_what_another_process_held_is_published_once_it_lets_go(make: Make, blob
         lease.release()
     assert flushed(store)
     with RemoteStore(blobs) as remote:
-        assert fill_of(remote) == 3
+        assert read_fill(remote) == 3

@@ -20,17 +20,9 @@ from prefix_index import IndexNotFound
 from prefix_index.remote import ObjectBlobs, claims
 from prefix_index.remote.values import LEASE, LEASES, unpack_record
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.tools import Clock
-from tests.prefix_index.remote_stores import (
-    DIGEST,
-    OBJECT_STORE_NAMES,
-    OBJECT_STORES,
-    chunks_of,
-    file_blobs,
-    machine,
-)
-from tests.prefix_index.samples import sample_payload
-from tests.prefix_index.small_stores import fill_of, in_threads, python
+from tests.prefix_index.remote_stores import DIGEST, OBJECT_STORE_NAMES, OBJECT_STORES, chunks_of, file_blobs, machine
+from tests.prefix_index.samples import read_fill, sample_payload
+from tests.prefix_index.small_stores import Clock, in_threads, python
 from tests.prefix_index.tiers import eventually
 
 
@@ -156,7 +148,7 @@ def test_a_writer_killed_at_any_moment_leaves_an_index_or_none(tmp_path: Path) -
         store.sweep()
         (entry,) = store.list()
         assert len(chunks_of(blobs)) in (3, -(-entry.nbytes // 4096))
-        fill_of(store.get(DIGEST))
+        read_fill(store)
 
 
 def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

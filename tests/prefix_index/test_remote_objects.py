@@ -24,7 +24,7 @@ from tests.prefix_index.remote_stores import (
     chunks_of,
     damage,
     file_blobs,
-    flip,
+    flip_bit,
     machine,
 )
 from tests.prefix_index.samples import sample_identity, sample_payload
@@ -73,10 +73,10 @@ def test_every_bit_of_a_chunk_header_and_of_the_manifest_counts(tmp_path: Path) 
             (chunks_of(blobs)[1], range(HEADER.size * 8, blobs.size(chunks_of(blobs)[1]) * 8, 8009)),
         ):
             for bit in bits:
-                damage(blobs, name, flip(bit))
+                damage(blobs, name, flip_bit(bit))
                 with pytest.raises(IndexFormatError):
                     store.get(DIGEST)
-                damage(blobs, name, flip(bit))
+                damage(blobs, name, flip_bit(bit))
                 tried += 1
         assert tried > 900
         with store.get(DIGEST) as index:

@@ -20,9 +20,8 @@ from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from prefix_index.store import Catalog
 from tests.prefix_index import s3_server
-from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, MANIFEST
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.shared_stores import LONG, Make, Shaky, fill_of
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, LONG, MANIFEST, Make, Shaky
+from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import refuse_call
 from tests.prefix_index.tiers import eventually
 
@@ -87,7 +86,7 @@ def test_a_store_that_stops_answering(tmp_path: Path) -> None:
             relay.silent = False
             store._calls.timeout_s = 30.0
 
-            eventually(lambda: fill_of(store) == 1, but=(StoreUnavailable,))
+            eventually(lambda: read_fill(store) == 1, but=(StoreUnavailable,))
 
 
 class Relay:
@@ -208,7 +207,7 @@ def test_an_index_of_absurd_length_is_damaged_and_the_others_are_served(
     assert listed == (nbytes <= 1 << 46), "more than any container has is refused before anybody asks for it"
     with pytest.raises(IndexCorrupt):
         store.get(DIGEST)
-    assert fill_of(store, sample_identity(LONG)) == 7, "the remote store is asked as before"
+    assert read_fill(store, sample_identity(LONG)) == 7, "the remote store is asked as before"
     assert [problem.path for problem in store.problems()] == [DIGEST]
 
 
@@ -225,7 +224,7 @@ def test_no_memory_here_is_not_an_absent_store(
         with pytest.raises(OutOfMemory, match="free memory") as raised:
             store.get(DIGEST)
     assert raised.value.reason == "index_memory"
-    assert fill_of(store) == 3
+    assert read_fill(store) == 3
     assert list(store.problems()) == []
 
 
