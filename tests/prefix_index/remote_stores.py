@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, SharedStore, link
+from prefix_index import SharedStore
 from prefix_index.remote import BlobMissing, Blobs, BlobsFailed, BlobTooLong, ObjectBlobs, RemoteStore
 from tests.prefix_index import s3_server
 from tests.prefix_index.samples import find, sample_identity
@@ -104,10 +103,6 @@ class Shaky(ObjectBlobs):
             (self.reading if name == "fetch" else self.writing).set()
             self.gate.wait(SOON)
 
-    def wipe(self) -> None:
-        for name in self.names("prefix_index"):
-            super().delete(name)
-
 
 def _shaky(name: str) -> Callable[..., Any]:
     def call(self: Shaky, *args: Any) -> Any:
@@ -120,29 +115,6 @@ def _shaky(name: str) -> Callable[..., Any]:
 for _name in ("open", "fetch", "size", "write", "create", "delete", "names"):
     setattr(Shaky, _name, _shaky(_name))
 Make = Callable[..., SharedStore]
-
-
-@contextmanager
-def machines(folder: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Machines on one remote store, each with a folder of its name, open; hardly a pause after failures."""
-    monkeypatch.setattr(link, "FIRST_AWAY_S", 0.0)
-    stores: list[SharedStore] = []
-
-    def machine(name: str = "a", *, on: ObjectBlobs = blobs, remote: Any = None, **options: Any) -> SharedStore:
-        limits = {key: options.pop(key) for key in ("max_bytes",) if key in options}
-        local = FileStore(folder / name, create=True, **limits)
-        over = RemoteStore(on, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, **(remote or {})})
-        store = SharedStore(local, [over], **{"timeout_s": SOON, "rescan_s": 0.0, **options})
-        store.open()
-        stores.append(store)
-        return store
-
-    yield machine
-    blobs.fails = False
-    blobs.answers.set()
-    blobs.gate.set()
-    for store in stores:
-        store.close()
 
 
 def reached(store: SharedStore) -> bool:

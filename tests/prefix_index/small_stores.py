@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import io
 import os
-import resource
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,28 +101,6 @@ def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16
 def held(store: FileStore) -> set[int]:
     """Which of IDS the store has."""
     return {IDS.index(e.identity) for e in store.list()}
-
-
-@contextlib.contextmanager
-def few_descriptors(left: int) -> Iterator[None]:
-    """This process may open ``left`` more files; then the system says EMFILE. For a process of one thread: others
-    could close files meanwhile.
-    """
-    gc.collect()  # nor may files of objects that nobody has any more be closed then
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(len(os.listdir("/proc/self/fd")) + 32, hard), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
-        for _ in range(left):
-            os.close(taken.pop())
-        yield
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def open_below(folder: Path) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 
 from prefix_index import FileStore, StoreFolderError
 from tests.prefix_index.samples import sample_identity
-from tests.prefix_index.small_stores import in_threads, open_below
 
 DIGEST = sample_identity().digest
 
@@ -104,17 +103,3 @@ def test_a_lease_that_nobody_has_any_more_is_free(folder: Path) -> None:
         assert store.lease(DIGEST) is not None
         gc.collect()
         assert store.lease(DIGEST) is not None
-
-
-def test_no_descriptor_is_lost(folder: Path, store: FileStore) -> None:
-    def busy() -> None:
-        for _ in range(50):
-            lease = store.lease(DIGEST)
-            if lease is not None:
-                lease.release()
-
-    busy()
-    with store.lease(DIGEST) or pytest.fail("held"):
-        assert open_below(folder) == [str(lease_file(folder))]
-    in_threads(*[busy] * 4)
-    assert open_below(folder) == []

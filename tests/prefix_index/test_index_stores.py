@@ -62,16 +62,6 @@ def test_put_then_get(store: IndexStore) -> None:
     assert store.contains(entry.digest)
 
 
-def test_empty_store(store: IndexStore) -> None:
-    assert list(store.list()) == []
-    assert list(store.problems()) == []
-    assert find(store) is None
-    assert not store.contains(sample_identity())
-    assert not store.delete(sample_identity())
-    with pytest.raises(IndexNotFound, match="index: expected"):
-        store.get(sample_identity())
-
-
 def test_put_replaces_and_open_readers_keep_the_old(store: IndexStore) -> None:
     store.put(sample_payload(fill=1))
     old = store.get(sample_identity())
@@ -81,19 +71,6 @@ def test_put_replaces_and_open_readers_keep_the_old(store: IndexStore) -> None:
     assert old.array("channels")[0] == 1
     old.verify()
     old.close()
-
-
-def test_delete(store: IndexStore) -> None:
-    store.put(sample_payload())
-    reader = store.get(sample_identity())
-    assert store.delete(sample_identity())
-    assert not store.delete(sample_identity())
-    assert not store.contains(sample_identity())
-    assert find(store, range(32)) is None
-    with pytest.raises(IndexNotFound):
-        store.get(sample_identity())
-    reader.verify()
-    reader.close()
 
 
 def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStore) -> None:
@@ -310,21 +287,6 @@ def test_one_lease_per_index(store: IndexStore) -> None:
     other.release()
     assert store.collect() is not None
     assert len(store.list()) == 1
-
-
-def test_a_lease_ends_with_its_block(store: IndexStore) -> None:
-    lease = store.lease(sample_identity())
-    assert lease is not None
-
-    def build() -> None:
-        with lease:
-            assert store.lease(sample_identity()) is None
-            raise RuntimeError("the build failed")
-
-    with pytest.raises(RuntimeError, match="the build failed"):
-        build()
-    with store.lease(sample_identity()) or pytest.fail("still held") as again:
-        assert again.digest == sample_identity().digest
 
 
 def test_of_many_threads_one_gets_the_lease(store: IndexStore) -> None:

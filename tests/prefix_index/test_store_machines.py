@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -15,9 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefix_index import FileStore, IndexNotFound, IndexStore, SharedStore, link
-from prefix_index.copies import digest_in
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
-from prefix_index.service import StoreClient
 from tests.examples import examples
 from tests.prefix_index import s3_server
 from tests.prefix_index.balance import balanced
@@ -25,7 +24,7 @@ from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, T
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, Shaky, flushed, machine
 from tests.prefix_index.samples import read_fill, sample_payload
 from tests.prefix_index.small_stores import ONE, SOON, Clock
-from tests.prefix_index.tiers import copies_in, patient, served, two_tiers
+from tests.prefix_index.tiers import TIERS
 
 MOMENTS = (None, 0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)
 
@@ -126,53 +125,34 @@ TestSmallFileMachine = SmallFileMachine.TestCase
 TestSmallFileMachine.settings = MORE_STEPS
 
 
-class CopiedMachine(StoreMachine):
-    """A folder with copies of two of its indexes, against the dictionary."""
+class TierMachine(StoreMachine):
+    """A store of the conformance suite."""
+
+    tier: str
 
     def make(self) -> IndexStore:
-        self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name)
-        return FileStore(path / "store", create=True, copies=copies_in(path / "dram", 100 << 10))
+        self.stack = contextlib.ExitStack()
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
+        return self.stack.enter_context(TIERS[self.tier](Path(folder)))
 
     def teardown(self) -> None:
         super().teardown()
-        self.folder.cleanup()
+        self.stack.close()
 
     def reopen(self) -> None:
         """What was reported would be offered again: another machine's."""
+
+
+class CopiedMachine(TierMachine):
+    tier = "copied"
+
+
+class ServiceMachine(TierMachine):
+    tier = "service"
 
 
 TestCopiedMachine = CopiedMachine.TestCase
 TestCopiedMachine.settings = settings(STEPS, max_examples=examples(20, day=4))
-
-
-class ServiceMachine(StoreMachine):
-    """One client of a service with both tiers, against the dictionary; a second client sees the same."""
-
-    def make(self) -> StoreClient:
-        self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name)
-        self.context = served(path, two_tiers(path))
-        endpoint = self.context.__enter__()
-        self.other = patient(endpoint)
-        self.other.open()
-        return patient(endpoint)
-
-    def teardown(self) -> None:
-        try:
-            self.other.rescan()
-            reported = {digest_in(problem.path) for problem in self.store.problems()}  # by this client, to itself
-            assert [e for e in self.other.list() if e.digest not in reported] == list(self.store.list())
-            self.other.close()
-            super().teardown()
-        finally:
-            self.context.__exit__(None, None, None)
-            self.folder.cleanup()
-
-    def reopen(self) -> None:
-        """What was reported would be offered again: another machine's."""
-
-
 TestServiceMachine = ServiceMachine.TestCase
 TestServiceMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
 
