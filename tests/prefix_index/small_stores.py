@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
@@ -101,15 +100,6 @@ def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16
 def held(store: FileStore) -> set[int]:
     """Which of IDS the store has."""
     return {IDS.index(e.identity) for e in store.list()}
-
-
-def open_below(folder: Path) -> list[str]:
-    """What this process has open there: other threads have descriptors of their own, which come and go."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [link for link in links if link.startswith(str(folder))]
 
 
 def settled(folder: Path) -> None:

@@ -1,9 +1,12 @@
-"""Copies of hot indexes in DRAM: never wrong, whoever changes the folder, and never an error of its store."""
+"""Copies of hot indexes in DRAM: never wrong, whoever changes the folder, and never an error of its store. And work in
+the background, which makes them: across a fork, and at the end of a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,11 +25,12 @@ from prefix_index import (
     IndexNotFound,
     Retention,
     StoreFolderError,
+    background,
 )
 from prefix_index.store import digest_of
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.samples import fill_of, read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import SOON, flip, in_threads, place_of, remove
+from tests.prefix_index.samples import IDS, fill_of, read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, flip, fork, in_threads, place_of, python, reap, remove
 from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))
@@ -297,3 +301,90 @@ def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Pat
 
         in_threads(write, read, read, read, crowd_out)
         assert read_fill(store) == 59
+
+
+# Work in the background
+
+
+class SlowInParent(FileStore):
+    """Copying from it begins, and does not end before ``go``; not so in a child."""
+
+    parent = os.getpid()
+    began, go = threading.Event(), threading.Event()
+
+    def _copy(self, digest: str, check: background.Check) -> None:
+        if os.getpid() == self.parent and threading.current_thread().name.startswith("prefix_index-promoter"):
+            self.began.set()
+            assert self.go.wait(200)  # longer than the child may take
+        super()._copy(digest, check)
+
+
+def test_a_child_does_its_own_jobs_and_waits_for_none_of_its_parent_s(folder: Path) -> None:
+    with FileStore(folder, create=True) as writer:
+        writer.put(sample_payload(IDS[0]))
+    slow = SlowInParent(folder, copies=copies_in(folder.parent / "dram"))
+    with slow as store:
+        store._copier.request(IDS[0].digest)
+        assert slow.began.wait(60)
+        job = store._copier.request(IDS[0].digest)
+
+        def work() -> None:
+            signal.alarm(60)
+            assert not job.wait()
+            store._copier.request(IDS[0].digest)
+            assert store._copier.settle(60)
+            with store.get(IDS[0]) as index:
+                assert "/dram/" in str(index.path)
+            store.close()
+
+        assert reap(fork(work), 120) == 0
+        slow.go.set()
+
+
+def test_jobs_are_one_a_digest_few_and_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Semaphore(0), threading.Event()
+    steps: list[str] = []
+
+    def slow(self: FileStore, digest: str, check: background.Check) -> None:
+        steps.append(digest)
+        begun.release()
+        assert go.wait(60)
+        check()
+        steps.append("second")
+
+    monkeypatch.setattr(FileStore, "_copy", slow)
+    store = FileStore(folder, create=True)
+    store.open()
+    for _ in range(1000):
+        for identity in IDS[:2]:
+            store._copier.request(identity.digest)
+    assert begun.acquire(timeout=60)  # else it may be dropped for those that follow
+    for number in range(1000):
+        store._copier.request(f"{number:064x}")
+    assert len(store._copier._pending) <= background.MAX_PENDING
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    until = time.monotonic() + 60
+    while not store._copier._closed and time.monotonic() < until:
+        time.sleep(0.01)
+    go.set()  # not before: a job that goes on earlier is right to take its second step
+    closing.join(60)
+    assert not closing.is_alive()
+    assert len(steps) == 1  # neither its second step nor another job
+
+
+EXIT = """
+import sys, time
+from prefix_index import FileStore
+FileStore._copy = lambda *_: time.sleep(10)
+store = FileStore(sys.argv[1], create=True)
+store.open()
+for i in range(60):
+    store._copier.request(f"{i:064x}")
+"""
+
+
+def test_a_process_with_jobs_under_way_ends(folder: Path) -> None:
+    """Without doing them all: that takes ten minutes, ten seconds each."""
+    with python(EXIT, folder) as process:
+        assert process.wait(300) == 0

@@ -247,13 +247,6 @@ def test_a_bad_row_among_fifty_thousand_good_ones(name: str, at: int) -> None:
     assert problem[0].startswith(what)
 
 
-def test_rows_that_do_not_fill_the_data() -> None:
-    rows = rows_of(100)
-    total = rows[-1].offset + aligned(rows[-1].nbytes)
-    for wrong in (0, total - 4096, total + 4096):
-        assert table_problem(rows, wrong) == ("bytes of data", total, wrong)
-
-
 @pytest.mark.parametrize(
     "table",
     [

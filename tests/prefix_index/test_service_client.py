@@ -25,7 +25,6 @@ from prefix_index import (
 from prefix_index.folder import come_back
 from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
-from prefix_index.service.endpoint import socket_path
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, fork, reap, remove
@@ -108,14 +107,6 @@ def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
         with patient(endpoint) as client:
             assert read_fill(client) == 3
-
-
-def test_sigterm_ends_it_well(process: Service) -> None:
-    path = socket_path(process.endpoint)
-    assert path.exists()
-    assert process.stop() == 0
-    assert not path.exists()
-    process.start()
 
 
 def test_a_forked_child_uses_the_folder_and_tells_nobody(process: Service) -> None:

@@ -19,6 +19,7 @@ import zmq
 from prefix_index import IndexNotFound, IndexStoreError, IndexWriter
 from prefix_index.folder import PARTIAL
 from prefix_index.service import StoreClient, messages
+from prefix_index.service.endpoint import socket_path
 from prefix_index.writer import PartialFile
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
@@ -102,6 +103,7 @@ def test_who_asks_and_reads_no_answer_costs_the_others_nothing(tmp_path: Path) -
 def check_ends_well(service: Service, good: StoreClient) -> None:
     assert good.status().counts.get("defects", 0) == 0
     assert service.stop() == 0
+    assert not socket_path(service.endpoint).exists()
     assert service.start()
 
 

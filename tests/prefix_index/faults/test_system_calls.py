@@ -44,17 +44,19 @@ class Store:
         self.hindered = 0
         self._fill = 0
         self._calls: dict[tuple[str, str], int] = {}
+        """The most that an operation made of those that may be refused: each of them is, in the course of time."""
 
     def step(self) -> None:
         """One operation in which the system refuses something, then a look at what is there."""
-        operations = {self.put: 8, self.get: 4, self.retain: 6, self.lease: 3, self.collect: 3}
+        operations = {self.put: 8, self.get: 4, self.retain: 6, self.delete: 2}
+        operations |= {self.lease: 3, self.collect: 3, self.rescan: 2, self.reopen: 2}
         operation: Callable[[int, Refusals], None] = self.rng.choices([*operations], [*operations.values()])[0]
         kind = self.rng.choice(list(KINDS))
         at = operation.__name__, kind
         refusals = Refusals(kind, self.rng.randrange(self._calls.get(at, 0) + 1), self.rng.choice((1, 1, 2, 1000)))
         descriptors = _descriptors()
         operation(self.rng.randrange(NUMBERS), refusals)
-        self._calls[at] = max(refusals.asked - 1, 0)
+        self._calls[at] = max(self._calls.get(at, 0), refusals.asked)
         self.hindered += refusals.refused > 0
         assert _descriptors() - descriptors == set(), at
         self.store.rescan()  # with nothing refused any more, the store knows all there is
@@ -99,9 +101,10 @@ class Store:
         there = before is not None and before.kept != EXPIRED
 
         def read() -> None:
-            found = fill_of(self.store.get(identity_of(number)))
-            assert before is not None
-            assert found == before.fill
+            with self.store.get(identity_of(number)) as index:
+                index.read_many()
+                assert before is not None
+                assert fill_of(index) == before.fill
 
         self.attempt(read, refusals, there=there)
         assert self.store.contains(identity_of(number)) or not there
@@ -134,6 +137,21 @@ class Store:
     def collect(self, number: int, refusals: Refusals) -> None:
         self.attempt(self.store.collect, refusals, there=False)
         self.look("collect", {}, evicts=True)
+
+    def delete(self, number: int, refusals: Refusals) -> None:
+        before = self.held.get(number)
+        done = self.attempt(lambda: self.store.delete(identity_of(number)), refusals, there=False)
+        self.look("delete", {number: lambda found: found is None or (not done and found == before)})
+
+    def rescan(self, number: int, refusals: Refusals) -> None:
+        self.attempt(lambda: self.store.rescan(full=number % 2 == 0), refusals, there=False)
+        self.look("rescan", {})
+
+    def reopen(self, number: int, refusals: Refusals) -> None:
+        self.store.close()
+        self.attempt(self.store.open, refusals, there=False)
+        self.store.open()
+        self.look("reopen", {})
 
     def may_leave(self, number: int) -> bool:
         before = self.held.get(number)
@@ -177,5 +195,5 @@ def hinder(path: Path, count: int) -> None:
 
 
 def test_what_the_system_refuses_costs_an_error_and_no_index_pin_retention_or_descriptor(tmp_path: Path) -> None:
-    """In put, get, retain, lease and collect, in a child of one thread."""
+    """In each operation, in a child of one thread."""
     assert reap(fork(partial(hinder, tmp_path / "store", examples(5_000, 400))), 10 * SOON) == 0
