@@ -88,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def pass_time(self, seconds: float) -> None:
         if self.clock is not None:
-            self.clock.now += seconds
+            self.clock.now = max(self.clock.now + seconds, 1e6)
         for key, fill in (self.model | self.expired).items():
             over, there = (
                 (self.expired, self.model) if self.is_over(self.retention[key]) else (self.model, self.expired)

@@ -178,6 +178,7 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
 WRITER = """
 import sys
 from prefix_index import FileStore, IndexNotFound, folder
+from tests.prefix_index.samples import sample_identity, sample_payload
 folder._EXCLUSIVE_WAIT_S = 120.0  # who gives up waiting may exceed the cap: here nobody does, however slow
 with FileStore(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
     for step in range(60):

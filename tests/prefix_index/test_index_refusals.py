@@ -130,10 +130,12 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
                 with pytest.raises(StoreFolderError, match="folder of indexes: expected one that can be listed, found"):
                     raise store.problems()[0].error
                 balanced(store)
-        store.rescan()
-        assert list(store.problems()) == []
-        assert {e.identity for e in store.list()} == {IDS[0], IDS[1]}
-        assert [e.retention for e in store.list() if e.identity == IDS[0]] == [PINNED]
+            late = opened(folder)
+        for one in (store, late):
+            one.rescan()
+            assert list(one.problems()) == []
+            assert {e.identity for e in one.list()} == {IDS[0], IDS[1]}
+            assert [e.retention for e in one.list() if e.identity == IDS[0]] == [PINNED]
 
 
 def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
