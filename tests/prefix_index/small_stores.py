@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -77,6 +78,20 @@ def keep_file(folder: Path, identity: IndexIdentity) -> Path:
 
 def index_file(folder: Path, identity: IndexIdentity) -> Path:
     return keep_file(folder, identity).with_suffix(".pfxindex")
+
+
+def dump(payload: IndexPayload) -> bytes:
+    """The container of an index."""
+    out, writer = io.BytesIO(), IndexWriter(payload)
+    writer.write(out)
+    assert writer.nbytes == len(out.getvalue())
+    return out.getvalue()
+
+
+def drop_from_page_cache(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def in_memory(raw: bytes) -> IndexFile:

@@ -139,20 +139,6 @@ def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make)
     assert [entry.retention for entry in two.local.list()] == [kept]
 
 
-def test_what_the_remote_store_lacks_is_published_at_the_start_by_one_process(
-    make: Make, blobs: Shaky, tmp_path: Path
-) -> None:
-    with FileStore(tmp_path / "a", create=True) as folder:
-        folder.put(sample_payload(fill=7))
-        with folder.lease(DIGEST) or pytest.fail("held"):
-            store = make("a")
-            assert store._teller.settle(SOON)
-            assert blobs.names("prefix_index") == {}, "another process is at it"
-    store.close()
-    assert flushed(make("a"))
-    assert read_fill(make("b")) == 7
-
-
 # A remote store that loses
 
 
@@ -506,6 +492,7 @@ def test_what_another_process_held_is_published_once_it_lets_go(make: Make, blob
         assert lease is not None
         store = make("a")
         assert not store.flush(1)
+        assert blobs.names("prefix_index") == {}
         lease.release()
     assert flushed(store)
     with RemoteStore(blobs) as remote:

@@ -25,8 +25,8 @@ import pytest
 
 from prefix_index import (
     FileStore,
-    IndexCorrupt,
     IndexFile,
+    IndexFormatError,
     IndexNotFound,
     IndexUnreadable,
     Retention,
@@ -37,7 +37,7 @@ from prefix_index.folder import PARTIAL
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import MEDIUM, SMALL, fill_of, identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, fork, opened, reap, remove, stored_files
+from tests.prefix_index.small_stores import SOON, drop_from_page_cache, fork, opened, reap, remove, stored_files
 
 CLONE_NEWNS = 0x0002_0000
 NO_NAMESPACE = 77
@@ -205,8 +205,8 @@ def test_sectors_that_cannot_be_read(tmp_path: Path) -> None:
 
     def read(get: Callable[[], IndexFile], number: int, how: str) -> None:
         faulthandler.disable()
-        # IndexCorrupt: a loop device fills a short read with zeros, as a broken disk may.
-        with contextlib.suppress(IndexUnreadable, IndexCorrupt):
+        # Of the format: a loop device fills a short read with zeros, as a broken disk may.
+        with contextlib.suppress(IndexUnreadable, IndexFormatError):
             found: dict[Any, Any] = reads[how](get()) or {}
             wanted: Any = payload_of(number, 1, 2 * MEDIUM).arrays
             assert all(np.array_equal(array, wanted[key]) for key, array in found.items())
@@ -222,7 +222,7 @@ def test_sectors_that_cannot_be_read(tmp_path: Path) -> None:
                 os.truncate(place.with_suffix(".img"), rng.randrange(3 * MEDIUM, 14 * MEDIUM))
                 for how in reads:
                     for number in range(6):
-                        drop_from_cache(store.path_of(identity_of(number)))
+                        drop_from_page_cache(store.path_of(identity_of(number)))
                         for get in (partial(before.__getitem__, number), partial(store.get, identity_of(number))):
                             code = reap(fork(partial(read, get, number, how)), SOON)
                             assert code == 0 or (how == "array" and code == -signal.SIGBUS)
@@ -230,13 +230,6 @@ def test_sectors_that_cannot_be_read(tmp_path: Path) -> None:
                     index.close()
 
     mounting(work)
-
-
-def drop_from_cache(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 # A folder that goes
