@@ -49,7 +49,10 @@ def mounting(work: Callable[[], None]) -> None:
     def child() -> None:
         if os.geteuid() != 0 or ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
             os._exit(NO_NAMESPACE)
-        run("mount", "--make-rprivate", "/")
+        try:
+            run("mount", "--make-rprivate", "/")
+        except (OSError, subprocess.SubprocessError):
+            os._exit(NO_NAMESPACE)
         work()
 
     code = reap(fork(child), 10 * SOON)

@@ -143,7 +143,7 @@ def test_what_is_no_message_is_told_so_and_harms_nobody(tmp_path: Path) -> None:
     store_of(tmp_path / "store", 20)
     with Service(tmp_path, rescan_s=1.0, max_file=16 << 20) as service, patient(service.endpoint) as good:
         wire, before = Wire(service.endpoint), 0
-        for sent in range(1, examples(20_000, 4_000) + 1):
+        for sent in range(1, examples(12_000, 4_000) + 1):
             send_one(service, wire, rng, valid)
             if sent % 500 == 0:
                 check_alive(wire, good, rng)

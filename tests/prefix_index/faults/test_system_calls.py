@@ -196,4 +196,4 @@ def hinder(path: Path, count: int) -> None:
 
 def test_what_the_system_refuses_costs_an_error_and_no_index_pin_retention_or_descriptor(tmp_path: Path) -> None:
     """In each operation, in a child of one thread."""
-    assert reap(fork(partial(hinder, tmp_path / "store", examples(5_000, 250))), 10 * SOON) == 0
+    assert reap(fork(partial(hinder, tmp_path / "store", examples(2_000, 250))), 10 * SOON) == 0
