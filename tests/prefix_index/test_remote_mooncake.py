@@ -28,7 +28,7 @@ def test_everything_over_mooncake_in_a_network_namespace(tmp_path: Path) -> None
     suites = ET.parse(report).getroot().findall("testsuite")
     count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "skipped", "failures")}
     print(done.stdout[-2000:])
-    assert count["tests"] >= 40
+    assert count["tests"] >= 25
     assert count["skipped"] == count["failures"] == 0
 
 

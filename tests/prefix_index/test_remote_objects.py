@@ -113,12 +113,12 @@ def test_chunks_that_belong_elsewhere(store: RemoteStore, blobs: ObjectBlobs) ->
     store.put(sample_payload(fill=1))
     store.put(sample_payload(sample_identity(range(64)), fill=2))
     mine, others = chunks_of(blobs), chunks_of(blobs, sample_identity(range(64)).digest)
-    good = blobs.fetch(mine[1], 1 << 20)
-    for other in (mine[0], others[1], MANIFEST):
-        blobs.write(mine[1], memoryview(blobs.fetch(other, 1 << 20)))
-        with pytest.raises(IndexCorrupt, match=r"\(version, kind, index, digest, generation\) of chunk 1: expected"):
+    for name, other in ((mine[1], mine[0]), (mine[1], others[1]), (mine[0], MANIFEST)):
+        good = blobs.fetch(name, 1 << 20)
+        blobs.write(name, memoryview(blobs.fetch(other, 1 << 20)))
+        with pytest.raises(IndexCorrupt, match=r"\(version, kind, index, digest, generation\) of chunk \d: expected"):
             store.get(DIGEST)
-    blobs.write(mine[1], memoryview(good))
+        blobs.write(name, memoryview(good))
     store.get(DIGEST).verify()
     blobs.write(MANIFEST, memoryview(blobs.fetch(MANIFEST.replace(DIGEST, others[0].split("/")[1][:64]), 1 << 20)))
     with pytest.raises(IndexCorrupt, match="of manifest: expected"):

@@ -133,7 +133,7 @@ def one_call(store: FileStore, name: str) -> None:
 
 def test_what_is_planted_is_never_followed_nor_waited_for_and_nothing_outside_changes(tmp_path: Path) -> None:
     cases = [*product(ROLES, PLANTS, CALLS, (True, False))]
-    for number, case in enumerate(random.Random(7).sample(cases, examples(len(cases), 30))):
+    for number, case in enumerate(random.Random(7).sample(cases, examples(400, 30))):
         role, plant, call, early = case
         path = tmp_path / str(number)
         store = prepare(path, role, plant, early)

@@ -131,7 +131,7 @@ def check_after(path: Path, cap: int | None) -> None:
 def test_what_nobody_deletes_is_there_and_every_byte_read_was_put(tmp_path: Path, cap: int | None) -> None:
     """With a cap every second put evicts something; what is pinned stays."""
     prepare(tmp_path)
-    steps = range(examples(2_500, 300))
+    steps = range(examples(1_200, 300))
     hammers = [Hammer(FileStore(tmp_path, max_bytes=cap), seed) for seed in range(PROCESSES)]
     pids = [fork(partial(hammer.run, steps)) for hammer in hammers]
     assert [reap(pid, 5 * SOON) for pid in pids] == [0] * PROCESSES
@@ -146,7 +146,7 @@ def test_every_few_milliseconds_one_is_killed_and_another_one_takes_its_place(tm
         return fork(partial(Hammer(FileStore(folder, max_bytes=CAP), seed).run, until(stop)))
 
     pids = [start(seed) for seed in range(PROCESSES)]
-    for seed in range(examples(500, 60)):
+    for seed in range(examples(200, 60)):
         time.sleep(rng.uniform(0, 0.04))
         victim = pids.pop(rng.randrange(PROCESSES))
         os.kill(victim, signal.SIGKILL)
