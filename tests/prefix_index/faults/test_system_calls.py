@@ -128,7 +128,8 @@ class Store:
         def hold() -> None:
             lease = self.store.lease(identity_of(number))
             assert lease is not None
-            lease.release()
+            with lease:
+                assert self.store.lease(identity_of(number)) is None
 
         self.attempt(hold, refusals, there=False)
         hold()
