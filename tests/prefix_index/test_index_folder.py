@@ -4,6 +4,7 @@ and its build leases.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xxhash
@@ -230,6 +232,21 @@ def test_what_is_planted_by_the_name_of_a_lease(folder: Path, store: FileStore, 
     assert target.exists() == (kind == "link")
     if kind == "link":
         assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOLCK])
+def test_a_lock_that_the_system_does_not_give(
+    folder: Path, store: FileStore, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system has no locks, a lease is one among the users of this store."""
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(error, "no lock")))
+    if error == errno.EIO:
+        with pytest.raises(StoreFolderError, match="no lock"):
+            store.lease(DIGEST)
+        return
+    with store.lease(DIGEST) or pytest.fail("held"):
+        assert store.lease(DIGEST) is None
+    assert store.lease(DIGEST) is not None
 
 
 def test_an_unlinked_lease_file_is_not_taken_for_the_new_one(folder: Path, store: FileStore) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prefix_index import IndexCorrupt, OutOfMemory, StoreUnavailable, link
-from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.remote.calls import Calls
 from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
@@ -84,6 +84,8 @@ def test_a_refused_connection_says_so() -> None:
     blobs = ObjectBlobs("s3://b/x", endpoint="http://127.0.0.1:1", region="r", client_options={"allow_http": True})
     with pytest.raises(StoreUnavailable, match="s3://b/x: expected the request done, found GenericError"):
         RemoteStore(blobs, timeout_s=60).open()
+    with pytest.raises(BlobsFailed, match="GenericError"):
+        blobs.create("a", memoryview(b"a"))
 
 
 def test_a_call_that_overran_keeps_the_client_open_until_it_is_back() -> None:
