@@ -24,7 +24,7 @@ SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 DAY := $(SPREAD) -m 'not full'
 ALL := $(SPREAD) --hypothesis-profile=full
 # Of the newest release by day: one job and one server.
-SERVED := tests/server/test_exact.py tests/server/test_faults.py tests/server/test_vanished_store.py
+SERVED := tests/server/test_exact.py tests/server/test_faults.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all models models-small serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean

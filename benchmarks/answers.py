@@ -400,6 +400,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--table", nargs="+", metavar="FILE", help="print rows of --in-flight as Markdown, measure nothing"
     )
+    parser.add_argument("--against", default=DENSE, metavar="NAME", help="with --table: whose answers others are less")
     parser.add_argument("--plot", metavar="FILE.png", help="with --table: answers lost and KL against time")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS")
     args = parser.parse_args(argv)
@@ -419,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.table is not None:
         rows = [row for row in read(args.table) if row["in_flight"] in args.in_flight]
-        print(table(rows))
+        print(table(rows, args.against))
         if args.plot:
             plot(rows, args.plot)
         return 0

@@ -18,11 +18,11 @@ COUNTS_FROM = 0.2
 
 @dataclass(frozen=True)
 class Difference:
-    """Answers of one configuration less dense's, over the cells that count. Shares of right answers, 0 to 1.
+    """Answers of one configuration less those of dense, or of another one. Shares of right answers, 0 to 1.
 
     Attributes:
         questions: in counting cells.
-        dense, other: shares of right answers.
+        dense, other: shares of right answers; dense stands for what is compared with.
         difference: other - dense.
         low, high: its 95% interval; questions of one document are one cluster.
         lost, won: questions whose score is lower, higher than dense's.
@@ -88,22 +88,24 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
     )
 
 
-def differences(rows: Sequence[Row]) -> dict[tuple[str, str, int], tuple[Difference, list[Row]]]:
-    """(suite, configuration, requests in flight) -> its difference from dense, and its rows.
+def differences(
+    rows: Sequence[Row], against: str = "dense"
+) -> dict[tuple[str, str, int], tuple[Difference, list[Row]]]:
+    """(suite, configuration, requests in flight) -> its difference from dense or `against`, and its rows.
 
-    Dense is that of the same commit, where it was measured then.
+    What is compared with is of the same commit, where it was measured then.
     """
     asked = [row for row in rows if "scores" in row]
     key = ("suite", "cell", "task", "length", "in_flight", "seed", "model")
     dense: dict[tuple[Any, ...], Row] = {}
     for row in asked:
-        if row["config"] == "dense":
+        if row["config"] == against:
             own = tuple(row[name] for name in key)
             dense.setdefault(own, row)
             dense.setdefault((*own, row.get("commit")), row)
     groups: dict[tuple[str, str, int], list[Row]] = {}
     for row in asked:
-        if row["config"] != "dense" and tuple(row[name] for name in key) in dense:
+        if row["config"] not in ("dense", against) and tuple(row[name] for name in key) in dense:
             groups.setdefault((row["suite"], row["config"], row["in_flight"]), []).append(row)
     found = {}
     for group, own in groups.items():
@@ -121,7 +123,7 @@ def points(share: float) -> str:
     return f"{100 * share:+.2f}"
 
 
-def answers_table(rows: Sequence[Row]) -> list[str]:
+def answers_table(rows: Sequence[Row], against: str = "dense") -> list[str]:
     """A line for each suite, configuration and number of requests in flight, with KL and time where they are known."""
     lengths = {tuple(row["length"] for row in own) for own, _ in forced(rows).values()}
     one_head = len(lengths) == 1
@@ -135,11 +137,11 @@ def answers_table(rows: Sequence[Row]) -> list[str]:
     ms = times(rows)
     longest = max((length for _, length, _ in ms), default=0)
     lines = [
-        "| suite | configuration | in flight | questions | dense | right | points [95%] | lost, won | worst cell "
+        f"| suite | configuration | in flight | questions | {against} | right | points [95%] | lost, won | worst cell "
         f"| kept | sparse steps | KL {at} | ms a step, {longest} tokens |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for (suite, config, in_flight), (said, own) in differences(rows).items():
+    for (suite, config, in_flight), (said, own) in differences(rows, against).items():
         counts = {(row["cell"], row["length"]): row for row in own}.values()
         sparse = sum(row["sparse_rows"] for row in counts)
         steps = sparse + sum(row["dense_rows"] for row in counts)  # cascade's are among these
@@ -216,8 +218,8 @@ def times_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def table(rows: Sequence[Row]) -> str:
-    """All tables that the rows have something for, as Markdown.
+def table(rows: Sequence[Row], against: str = "dense") -> str:
+    """All tables that the rows have something for, as Markdown; answers are compared with those of `against`.
 
     Raises:
         ValueError: rows of several models, or of several settings under one name.
@@ -230,7 +232,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"expected rows of one model, device and settings by name, got several of {row['config']}; print "
                 "them apart"
             )
-    tables = [answers_table(rows), forced_table(rows), times_table(rows)]
+    tables = [answers_table(rows, against), forced_table(rows), times_table(rows)]
     return "\n\n".join("\n".join(lines) for lines in tables if len(lines) > 2)
 
 

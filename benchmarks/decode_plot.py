@@ -24,13 +24,17 @@ LOOKS = {
     "auto, kascade": ("-", "*"),
     "auto, anchors": ("-", "P"),
 }
+_OWN_BUDGET = {"keep_ratio": None, "group_growth": "none"}
+"""The plugin's own, as rows say it of the time when `decode.py` had another one."""
 _COLORS = 64
 """Of the PNG: less than a third of the bytes that all would take."""
 
 
 def name_of(row: Row) -> str:
     """Engine and path, or layer plan, of a row, as the table and the plot call it, and the settings that were given."""
-    engine, config = row["engine"], row.get("config")
+    engine, config = row["engine"], dict(row.get("config") or {})
+    if _OWN_BUDGET.items() <= config.items():
+        config = {key: value for key, value in config.items() if key not in _OWN_BUDGET}
     if engine in STOCK:
         return str(engine)
     name = f"{engine}, {row['path' if engine == 'plugin' else 'plan']}"
@@ -44,9 +48,9 @@ def place_of(name: str) -> tuple[bool, int, str]:
 
 
 def lines(rows: Sequence[Row]) -> dict[tuple[int, str], list[tuple[int, float]]]:
-    """Per batch and name the ascending (context, median over the starts in ms)."""
+    """Per batch and name the ascending (context, median over the starts in ms), where all share one prefix."""
     times: dict[tuple[int, str], dict[int, list[float]]] = {}
-    for row in rows:
+    for row in [row for row in rows if row.get("prefixes", 1) == 1]:
         times.setdefault((row["batch"], name_of(row)), {}).setdefault(row["context"], []).append(row["ms"])
     order = {name: place for place, name in enumerate(LOOKS)}
     keys = sorted(times, key=lambda key: (key[0], order.get(key[1], len(order)), key[1]))

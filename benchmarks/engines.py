@@ -104,7 +104,7 @@ def plugin_flags(args: argparse.Namespace, engine: str, store: Path) -> list[str
     config: dict[str, Any] = {"share_prefixes": True, "profile": "none"}
     if engine in (*INDEXED, BUILDING):
         roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
-        config |= {"decode_path": engine, "build": "prefill", "keep_ratio": 0.05, "group_growth": "sqrt"}
+        config |= {"decode_path": engine, "build": "prefill"}
         config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
     if engine == BUILDING:
         config |= {"decode_path": "auto", "build": "shared", "prefetch_policy": "best_effort"}

@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0) -> Any:
-    """POST JSON, get JSON.
+    """POST JSON, get JSON; None where no JSON comes back.
 
     Raises:
         OSError: no connection, or an HTTP error status; the server's text is in the message.
@@ -63,9 +63,10 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0) -> A
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
-            return json.load(response)
+            text = response.read()
     except urllib.error.HTTPError as error:
         raise OSError(f"{path}: HTTP {error.code}: {error.read()[:500].decode(errors='replace')}") from error
+    return json.loads(text) if text.strip().startswith((b"{", b"[")) else None
 
 
 def ask_many(

@@ -1,14 +1,10 @@
 """What all tests share: Ctrl-C works in what they start, hypothesis looks at no clock, those marked `gpu` say so where
-there is no CUDA device, tests of one module run in one process, products of parameters are thinned out by day, and
-starts of SGLang are counted.
+there is no CUDA device, tests of one module run in one process, and products of parameters are thinned out by day.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
-from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from pathlib import Path
 
@@ -23,31 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Test modules take over the profile that is loaded when they are imported. `--hypothesis-profile` comes after this.
 settings.load_profile("day")
-
-
-#: The file that names each start of SGLang in a line, of all processes of a run (`tests/server/harness.py` writes).
-BOOTS = "SGLANG_EXT_TEST_BOOTS"
-_BOOTS = pytest.StashKey[Path]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if BOOTS not in os.environ:  # this process began the run; those of pytest-xdist have its environment
-        with tempfile.NamedTemporaryFile(prefix="sglang-ext-boots-", delete=False) as file:
-            os.environ[BOOTS] = file.name
-            config.stash[_BOOTS] = Path(file.name)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    boots = config.stash.get(_BOOTS, None)
-    if boots is not None and (kinds := Counter(boots.read_text().split())):
-        each = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        terminalreporter.write_line(f"SGLang servers and jobs that were begun: {kinds.total()} ({each})")
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if config.stash.get(_BOOTS, None) is not None:
-        config.stash[_BOOTS].unlink(missing_ok=True)
-        del os.environ[BOOTS]
 
 
 def each_value_once(cases: Sequence[Collection[Hashable]]) -> set[int]:

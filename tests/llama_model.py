@@ -72,5 +72,5 @@ def tool(name: str, about: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
-WEATHER, TRAINS, HOTELS = (tool(name, f"tells of {name}") for name in ("weather", "trains", "hotels"))
+WEATHER, TRAINS = (tool(name, f"tells of {name}") for name in ("weather", "trains"))
 SYSTEM = {"role": "system", "content": "Plan journeys for those who ask. " * 36}

@@ -4,7 +4,7 @@ Knows no torch, no GPU and no SGLang. ``open_store`` makes any store of its addr
 """
 
 from .connect import open_store
-from .copies import Copies, TierCounters
+from .copies import Copies
 from .errors import (
     IndexCorrupt,
     IndexForeign,
@@ -26,10 +26,8 @@ from .errors import (
 from .file import FileStore
 from .format import (
     DTYPES,
-    FORMAT_VERSION,
     PAGE_TOKENS,
     ArrayKey,
-    ArrayRecord,
     BuildInfo,
     IndexIdentity,
     ModelFingerprint,
@@ -39,16 +37,14 @@ from .format import (
     page_hashes,
 )
 from .reader import IndexFile, IndexLookup
-from .shared import SharedCounters, SharedStore
+from .shared import SharedStore
 from .store import Ask, BuildLease, IndexEntry, IndexStore, Problem, Retention
 from .writer import IndexPayload, IndexWriter, LazyArray
 
 __all__ = [
     "DTYPES",
-    "FORMAT_VERSION",
     "PAGE_TOKENS",
     "ArrayKey",
-    "ArrayRecord",
     "Ask",
     "BuildInfo",
     "BuildLease",
@@ -75,13 +71,11 @@ __all__ = [
     "OutOfMemory",
     "Problem",
     "Retention",
-    "SharedCounters",
     "SharedStore",
     "StoreClosed",
     "StoreFolderError",
     "StoreFull",
     "StoreUnavailable",
-    "TierCounters",
     "canonical_digest",
     "model_mismatch",
     "namespace_digest",

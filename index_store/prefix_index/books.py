@@ -36,18 +36,6 @@ class Held:
     retention: Retention = DEFAULT
     reported: Signature | None = None
     """The version of the index's file that readers found damaged."""
-    index_unread: bool = False
-    """Whether the system did not give us the bytes of the file: the next scan asks again."""
-    keep_unread: bool = False
-
-
-@dataclass
-class Listing:
-    """One reading of a shard folder."""
-
-    held: dict[str, Held] = field(default_factory=dict)
-    partials: dict[str, int] = field(default_factory=dict)
-    foreign: list[str] = field(default_factory=list)
 
 
 class Look:
@@ -76,9 +64,19 @@ class Look:
         return max(age_s, now - self._since) > _SETTLES_S
 
 
-def list_shard(dir_fd: int, shard: str, known: Container[str]) -> Listing:
+@dataclass
+class _Shard:
+    """A shard folder: ``held`` by digest, bytes of files that are being written, names that mean nothing here."""
+
+    held: dict[str, Held] = field(default_factory=dict)
+    partials: dict[str, int] = field(default_factory=dict)
+    foreign: list[str] = field(default_factory=list)
+    look: Look = field(default_factory=Look)
+
+
+def list_shard(dir_fd: int, shard: str, known: Container[str]) -> _Shard:
     """What is in a shard folder. ``known`` are digests of its last listing. Raises OSError."""
-    seen = Listing()
+    seen = _Shard()
     with os.scandir(dir_fd) as items:
         for item in items:
             name = item.name
@@ -101,13 +99,6 @@ def list_shard(dir_fd: int, shard: str, known: Container[str]) -> Listing:
             else:
                 held.index, held.used_ns = Signature.of(status), status.st_atime_ns
     return seen
-
-
-@dataclass
-class _Shard:
-    look: Look = field(default_factory=Look)
-    held: dict[str, Held] = field(default_factory=dict)
-    partials: dict[str, int] = field(default_factory=dict)
 
 
 class FolderBooks:
@@ -264,7 +255,7 @@ class FolderBooks:
         self._tell_foreign(self._root, "a folder named by two hex digits", foreign)
         for gone in self._shards.keys() - names:
             self.problems.pop(f"{self._root}/{gone}", None)
-            self._take_in(gone, -1, Listing(), full=True)
+            self._take_in(gone, -1, _Shard(), full=True)
             del self._shards[gone]
         for name in names - self._shards.keys():
             self._shards[name] = _Shard()
@@ -286,9 +277,9 @@ class FolderBooks:
         self._shards.setdefault(shard_of(digest), _Shard()).look.settled = False
         self.scan_shard(shard_of(digest))
 
-    def unread(self, digest: str) -> IndexUnreadable | None:
-        """Why the index's header is not known, where the system did not give it when it was asked last."""
-        problem = self.problems.get(self.path_of(digest))
+    def unread(self, digest: str, suffix: str = SUFFIX) -> IndexUnreadable | None:
+        """Why a file of the index is not known, where the system did not give its bytes when asked last."""
+        problem = self.problems.get(self.path_of(digest, suffix))
         return problem if isinstance(problem, IndexUnreadable) else None
 
     def scan_shard(self, name: str, *, full: bool = False) -> None:
@@ -308,27 +299,26 @@ class FolderBooks:
             settled = False
             if err.errno in GONE:
                 self.problems.pop(path, None)
-                self._take_in(name, -1, Listing(), full=full)
+                self._take_in(name, -1, _Shard(), full=full)
             else:
                 remedy = "check its permissions and the disk; until then it counts as it was"
                 found_instead = err.strerror or str(err)
                 self.problems[path] = StoreFolderError(
                     "folder of indexes", "one that can be listed", found_instead, remedy, path
                 )
-        unread = any(held.index_unread or held.keep_unread for held in shard.held.values())
-        shard.look.settled = settled and not unread
+        # What the system did not give is asked for again by the next scan.
+        shard.look.settled = settled and not any(self.unread(d) or self.unread(d, KEEP_SUFFIX) for d in shard.held)
 
-    def _take_in(self, name: str, dir_fd: int, found: Listing, *, full: bool) -> None:
+    def _take_in(self, name: str, dir_fd: int, found: _Shard, *, full: bool) -> None:
         shard = self._shards[name]
         shard.partials = found.partials
         folder = f"{self._root}/{name}"
         self._tell_foreign(folder, f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", found.foreign)
         for digest in shard.held.keys() | found.held.keys():
             held, seen = self._hold(digest), found.held.get(digest, Held())
-            index_is_new = full or held.index_unread or held.index != seen.index
-            keep_is_new = full or held.keep_unread or held.keep != seen.keep
+            index_is_new = full or held.index != seen.index or self.unread(digest) is not None
+            keep_is_new = full or held.keep != seen.keep or self.unread(digest, KEEP_SUFFIX) is not None
             held.index, held.keep, held.used_ns = seen.index, seen.keep, seen.used_ns
-            held.index_unread = held.keep_unread = False
             self.latest_use = max(self.latest_use, seen.used_ns / 1e9)
             if seen.keep is None:
                 self._set_retention(digest, DEFAULT)
@@ -349,7 +339,6 @@ class FolderBooks:
             kept, held = DEFAULT, self._hold(digest)
             if isinstance(err, IndexUnreadable):
                 kept = UNKNOWN if held.retention == DEFAULT else held.retention
-                held.keep_unread = True
             self._set_retention(digest, kept)
             path = self.path_of(digest, KEEP_SUFFIX)
             self.problems[path] = err.at(path)
@@ -367,8 +356,6 @@ class FolderBooks:
         except IndexNotFound:
             self.catalog.remove(digest)
         except IndexStoreError as err:
-            if isinstance(err, IndexUnreadable):
-                self._hold(digest).index_unread = True
             self.catalog.remove(digest)
             self._clear_problem(digest)
             path = self.path_of(digest)

@@ -72,20 +72,14 @@ def _options(query: str) -> dict[str, Any]:
 def open_store(
     address: StoreAddress | Sequence[StoreAddress],
     *,
-    create: bool = False,
-    max_bytes: int | None = None,
-    min_free_bytes: int = 0,
-    eviction: str = "lru",
     timeout_s: float = 5.0,
-    write: bool = True,
-    mode: int | str | None = None,
-    group: str | int | None = None,
+    **options: Any,
 ) -> IndexStore:
     """The store at an address, a folder or a service's, ready to be opened (``open()`` or ``with``).
 
-    Further addresses are remote stores, the fastest first, that it shares its indexes with (``SharedStore``). All
-    options but ``timeout_s`` are those of ``FileStore``, for an address that is a folder. ``timeout_s`` bounds each
-    answer of a service or a remote store. Raises InvalidPayload.
+    Further addresses are remote stores, the fastest first, that it shares its indexes with (``SharedStore``).
+    ``timeout_s`` bounds each answer of a service or a remote store. ``options`` are those of ``FileStore``, for an
+    address that is a folder. Raises InvalidPayload.
     """
     remotes: list[StoreAddress] = []
     if isinstance(address, (str, bytes)) or not isinstance(address, Sequence):
@@ -94,16 +88,7 @@ def open_store(
         first, *remotes = [*address] or [""]
     kind, value, _ = locate(first)
     if kind == "file":
-        local = FileStore(
-            value,
-            create=create,
-            max_bytes=max_bytes,
-            min_free_bytes=min_free_bytes,
-            eviction=eviction,
-            write=write,
-            mode=mode,
-            group=group,
-        )
+        local = FileStore(value, **options)
     elif kind == "service":
         from .service import StoreClient
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
-
-from numpy.typing import NDArray
+from typing import Final, NamedTuple, TypeAlias
 
 from .background import Cancelled, Check
 from .errors import IndexStoreError, IndexUnreadable
@@ -20,10 +16,8 @@ from .folder import open_named, path_in, pread, touch
 from .format import PRELUDE, is_digest
 from .reader import IndexFile, is_damaged
 from .store import IndexEntry, IndexStore, Retention
-from .writer import IndexPayload, LazyArray
 
 _AGAIN_S: Final = 30.0
-_MAX_FAILED: Final = 10_000
 
 Tell: TypeAlias = Callable[[str, bool], None]
 """(digest, whether a copy served it): what the process that makes the copies learns of a use."""
@@ -128,12 +122,10 @@ class Copies:
         digest = index.identity.digest
         pinned = entry is not None and entry.retention.pinned
         try:
-            self.keeper.put(checked(index.payload(), check), retention=Retention(pinned=pinned))
+            self.keeper.put(index.payload(check), retention=Retention(pinned=pinned))
         except Cancelled:
             raise
         except Exception:
-            if len(self.not_before) >= _MAX_FAILED:
-                self.not_before.clear()
             self.not_before[digest] = time.monotonic() + _AGAIN_S
             self.count("promotion_failures")
             raise
@@ -154,18 +146,16 @@ class Copies:
             if counter is not None:
                 self.count(counter)
 
-    def collect(self) -> None:
-        """Removes what dead makers of copies left."""
-        if self.keeper is not None:
-            with contextlib.suppress(IndexStoreError):
-                self.keeper.collect()
-
-    def tidy(self, known: Collection[str], *, full: bool) -> None:
-        """Removes damaged copies, and those of indexes that are not ``known`` (digests)."""
+    def tidy(self, known: Collection[str], *, full: bool = False, collect: bool = False) -> None:
+        """Removes damaged copies, and those of indexes that are not ``known`` (digests); ``collect``: also what dead
+        makers of copies left.
+        """
         if self.keeper is None:
             return
         self.problem = None
         try:
+            if collect:
+                self.keeper.collect()
             self.keeper.rescan(full=full)
             for problem in self.keeper.problems():
                 if (digest := digest_in(problem.path)) is not None:
@@ -175,18 +165,6 @@ class Copies:
                     self.drop(digest, "stale_dropped")
         except IndexStoreError as err:
             self.problem = err
-
-
-def checked(payload: IndexPayload, check: Check) -> IndexPayload:
-    """The same payload; ``check`` may stop it between two arrays."""
-
-    def load(array: LazyArray) -> NDArray[Any]:
-        check()
-        return array.load()
-
-    lazy = {key: array for key, array in payload.arrays.items() if isinstance(array, LazyArray)}
-    arrays = {key: LazyArray(array.dtype, array.shape, partial(load, array)) for key, array in lazy.items()}
-    return dataclasses.replace(payload, arrays={**payload.arrays, **arrays})
 
 
 def digest_in(path: str) -> str | None:

@@ -1,7 +1,9 @@
-"""Indexes in a folder, one file each: atomic to write, mapped to read, shared by any number of processes."""
+"""Indexes in a folder, one file each: atomic to write, checked when read, shared by any number of processes."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
 import time
@@ -12,25 +14,29 @@ from typing import Final
 from .background import Check, Promoter
 from .books import FolderBooks
 from .copies import Copies, TierCounters
-from .errors import IndexCorrupt, IndexNotFound, IndexStoreError, IndexUnreadable
-from .eviction import FolderLimits, Housekeeper, policy_of
+from .errors import IndexCorrupt, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError, StoreFull
+from .eviction import Candidate, FolderLimits, choose_victims, policy_of
 from .folder import (
+    PARTIAL,
+    SUFFIX,
     Access,
     Signature,
     check_folder,
     closing_fd,
     exclusive,
+    free_bytes,
     open_named,
     os_errors,
+    remove_unlocked,
     shard_fd,
     shard_of,
     touch,
 )
 from .format import Entry
-from .lease import FolderLeases
+from .lease import LEASE, FolderLeases
 from .reader import IndexFile, IndexLookup, read_entry
-from .retention import publish, write_retention
-from .store import BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
+from .retention import publish, read_retention, remove_orphans, remove_retention, write_retention
+from .store import DEFAULT, BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
@@ -78,12 +84,11 @@ class FileStore(IndexStore):
         self._access = Access.found(self.folder) if own else Access.of(0o700 if mode is None else mode, group)
         self._partial_grace_s = partial_grace_s
         self._clock = clock
-        self.limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction), clock)
+        self.limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction))
         self.copies = copies
         self._books = FolderBooks(self.folder, clock)
         self.catalog = self._books.catalog
         self._leases = FolderLeases(self.folder, self._access)
-        self._keeper = Housekeeper(self.folder, self._books, self.limits, self._lock, grace_s=partial_grace_s)
         self._copier = Promoter(self._copy)
 
     @property
@@ -106,10 +111,10 @@ class FileStore(IndexStore):
             try:
                 with os_errors(self.folder):
                     self._books.rescan(full=True)
-                    self._keeper.clean_partials()
+                    self._clean_partials(self._partial_grace_s)
                 if self.copies is not None:
                     self.copies.open()
-                    self._tidy_copies(full=False)
+                    self._tidy_copies()
             except BaseException:
                 self._books.clear()
                 raise
@@ -134,7 +139,7 @@ class FileStore(IndexStore):
             PartialFile(fd, mode=self._access.file_mode) as partial,
         ):
             with exclusive(self.folder):
-                self._keeper.make_room(writer.nbytes, digest)
+                self._make_room(writer.nbytes, digest)
                 partial.create(writer.nbytes)
             partial.write(writer)
             with self._lock:
@@ -191,19 +196,17 @@ class FileStore(IndexStore):
     def contains(self, key: IndexLookup) -> bool:
         digest = self._digest(key)
         try:
-            fd, status = open_named(self.folder, digest)
+            fd, _ = self._open_offered(digest)
             with closing_fd(fd):
-                with self._lock:
-                    reported = self._books.verdict(digest, Signature.of(status))
-                entry = None if reported is not None else read_entry(fd)[0]
+                entry, _ = read_entry(fd)
         except IndexStoreError:
             return False
-        return entry is not None and entry.identity.digest == digest and not self._has_expired(digest)
+        return entry.identity.digest == digest and not self._has_expired(digest)
 
     def delete(self, key: IndexLookup) -> bool:
         digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
-            there = self._keeper.remove(digest, sync=True)
+            there = self._remove(digest, sync=True)
         if self.copies is not None:
             self.copies.drop(digest)
         return there
@@ -248,11 +251,18 @@ class FileStore(IndexStore):
         """As in the protocol; also clears away what the dead left. What cannot be removed is a problem."""
         self._check_open()
         with os_errors(self.folder), exclusive(self.folder) as alone:
-            removed = self._keeper.collect(alone=alone)
-        self._tidy_copies(full=False)
-        if self.copies is not None:
-            self.copies.collect()
-        return removed
+            with self._lock:
+                self._books.rescan()
+            self._clean_leftovers(alone=alone)
+            with self._lock:
+                self._books.rescan()
+                self._books.unremovable.clear()
+                expired = self.catalog.expired()
+            removed = [entry for entry in expired if self._remove_unchanged(entry)]
+            if self.limits.any:
+                removed += self._evict(self._shortage(0, None), set())[0]
+        self._tidy_copies(collect=True)
+        return tuple(removed)
 
     def problems(self) -> Sequence[Problem]:
         self._check_open()
@@ -284,11 +294,11 @@ class FileStore(IndexStore):
                 self._books.rescan(full=full)
         self._tidy_copies(full=full)
 
-    def _tidy_copies(self, *, full: bool) -> None:
+    def _tidy_copies(self, **how: bool) -> None:
         if self.copies is not None:
             with self._lock:
                 known = {digest for digest, _ in self.catalog.all_held()}
-            self.copies.tidy(known, full=full)
+            self.copies.tidy(known, **how)
 
     def path_of(self, key: IndexLookup) -> Path:
         """Where the index is, or would be."""
@@ -330,3 +340,137 @@ class FileStore(IndexStore):
                 self._books.look_again(digest)
                 return self.catalog.is_expired(digest)
             return False
+
+    # ---- what leaves: call it while nobody else changes the folder (``exclusive``). Raises OSError ----
+
+    def _remove(self, digest: str, *, sync: bool) -> bool:
+        """Removes an index and its retention. Returns whether there was an index."""
+        there = False
+        with contextlib.suppress(FileNotFoundError), shard_fd(self.folder, shard_of(digest)) as fd:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(digest + SUFFIX, dir_fd=fd)
+                there = True
+            with contextlib.suppress(OSError):
+                remove_retention(fd, digest)
+            if sync:
+                os.fsync(fd)
+        with self._lock:
+            self._books.forget(digest)
+        return there
+
+    def _make_room(self, nbytes: int, replaced: str) -> None:
+        """Evicts until ``nbytes`` fit. Raises StoreFull, having evicted nothing unless some cannot be removed."""
+        if not self.limits.any:
+            return
+        short = self._shortage(nbytes, replaced)
+        if short > 0:
+            # Dead writers' partials count as used: no index leaves for them.
+            self._clean_partials(0.0)
+            short = self._shortage(nbytes, replaced)
+        staying = {replaced}
+        _, missing = self._evict(short, staying)
+        if missing > 0:
+            with self._lock:
+                evictable = sum(entry.nbytes for digest, entry, _ in self._books.uses() if digest not in staying)
+            limits = f"(max_bytes={self.limits.max_bytes}, min_free_bytes={self.limits.min_free_bytes})"
+            found = f"{missing} bytes too few and {evictable} to evict"
+            remedy = "raise the limit, free disk space, or delete what problems() lists"
+            raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self.folder)
+
+    def _clean_partials(self, grace_s: float) -> None:
+        """Removes partial files whose writer is dead and that are older. Always allowed."""
+        for shard in self._books.shards:
+            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
+                remove_unlocked(fd, PARTIAL, grace_s=grace_s)
+
+    def _shortage(self, nbytes: int, replaced: str | None) -> int:
+        """How many bytes must go before ``nbytes`` may come. Raises OSError.
+
+        The index to be replaced counts as gone, but the disk has to hold both for a while.
+        """
+        with self._lock:
+            self._books.rescan()
+            old = None if replaced is None else self._books.signature(replaced)
+            used = self._books.used_bytes
+        gone = 0 if old is None else old.nbytes
+        free = free_bytes(self.folder)
+        needs = [nbytes - free, nbytes + self.limits.min_free_bytes - free - gone]
+        if self.limits.max_bytes is not None:
+            needs.append(used + nbytes - gone - self.limits.max_bytes)
+        return max(needs)
+
+    def _evict(self, nbytes: int, staying: set[str]) -> tuple[list[IndexEntry], int]:
+        """Removes who leaves first for ``nbytes`` bytes: (what was removed, bytes too few). None of ``staying``
+        (digests) leaves. Who cannot be removed is added to it, and others leave instead, as long as there are enough.
+
+        Counted by what was removed, not by what the disk has free then: evicted indexes that are open keep theirs.
+        """
+        removed: list[IndexEntry] = []
+        while nbytes > 0:
+            with self._lock:
+                known, latest = [*self._books.uses()], self._books.latest_use
+            held = [Candidate(entry, _last_used(entry, used)) for digest, entry, used in known if digest not in staying]
+            victims = choose_victims(held, nbytes, policy=self.limits.policy, now=self._clock(), latest=latest)
+            if victims is None:
+                break
+            nbytes = 0
+            for entry in victims:
+                if self._remove_unchanged(entry):
+                    removed.append(entry)
+                else:
+                    staying.add(entry.digest)
+                    nbytes += entry.nbytes
+        return removed, nbytes
+
+    def _remove_unchanged(self, entry: IndexEntry) -> bool:
+        """Removes an index, if its file and its retention are those that the books know. Whether it is gone."""
+        digest, path = entry.digest, self._books.path_of(entry.digest)
+        with self._lock:
+            known = self._books.signature(digest)
+        if known is None:
+            return True
+        try:
+            if Signature.of(os.lstat(path)) != known or not self._is_kept_as(digest, entry.retention):
+                return False
+            self._remove(digest, sync=False)
+        except FileNotFoundError:
+            with self._lock:
+                self._books.forget(digest)
+        except OSError as err:
+            found, remedy = err.strerror or str(err), "remove it, or change the owner or mode of its folder"
+            error = StoreFolderError("index that must leave", "a file to remove", found, remedy, path)
+            with self._lock:
+                self._books.unremovable[path] = error
+            return False
+        return True
+
+    def _is_kept_as(self, digest: str, known: Retention) -> bool:
+        """Whether the retention on disk is the known one. Raises OSError where nobody can tell."""
+        with shard_fd(self.folder, shard_of(digest)) as fd:
+            try:
+                kept = read_retention(fd, digest)
+            except IndexUnreadable as err:
+                raise OSError(errno.EIO, f"its retention cannot be read: {err.found}") from err
+            except IndexStoreError:
+                kept = DEFAULT
+        if kept != known:
+            with self._lock:
+                self._books.look_again(digest)
+        return kept == known
+
+    def _clean_leftovers(self, *, alone: bool) -> None:
+        for shard in self._books.shards:
+            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
+                remove_unlocked(fd, PARTIAL, LEASE, grace_s=self._partial_grace_s)
+                with self._lock:
+                    orphans = self._books.orphans(shard)
+                # Alone, nobody is between writing a retention and naming its index.
+                remove_orphans(fd, orphans, grace_s=0.0 if alone else self._partial_grace_s)
+
+
+def _last_used(entry: IndexEntry, known: float) -> float:
+    """As the file says now: other processes use it too."""
+    try:
+        return max(known, os.lstat(entry.path or "").st_atime)
+    except OSError:
+        return known

@@ -148,11 +148,7 @@ def come_back(folder: Path) -> bool:
         if owner not in (os.geteuid(), 0):
             remedy = "give another folder, and start the service again"
             raise StoreFolderError("folder's parent", f"one of user {os.geteuid()}", f"user {owner}'s", remedy, parent)
-        try:
-            PRIVATE.make(folder)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise
+    check_folder(folder, create=True)
     return True
 
 
@@ -167,20 +163,11 @@ def check_apart(folders: Iterable[Path]) -> None:
         seen.add(place)
 
 
-class LoadFailed(Exception):  # noqa: N818 (carries an error, is none)
-    """An OSError that a payload's own array raised: it says nothing about the store's folder."""
-
-    def __init__(self, error: OSError) -> None:
-        self.error = error
-
-
 @contextlib.contextmanager
 def os_errors(folder: Path) -> Iterator[None]:
-    """Turns an OSError of the file system into StoreFull or StoreFolderError; that of a payload's array stays."""
+    """Turns an OSError into StoreFull or StoreFolderError."""
     try:
         yield
-    except LoadFailed as failed:
-        raise failed.error from failed.error.__cause__
     except OSError as err:
         found = err.strerror or str(err)
         error: IndexStoreError
@@ -483,23 +470,18 @@ def is_named(fd: int, dir_fd: int, name: str) -> bool:
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
 
 
-def remove_unlocked(dir_fd: int, start: str, *, grace_s: float, access: int = os.O_RDONLY) -> int:
-    """Removes files whose names begin with ``start`` and that nobody has locked: who made them died. Returns how many.
+def remove_unlocked(dir_fd: int, *starts: str, grace_s: float) -> None:
+    """Removes files whose names begin so and that nobody has locked: who made them died.
 
-    A file touched within ``grace_s`` seconds is left alone: whoever made it may be about to lock it. With ``access``
-    os.O_RDWR only regular files are removed.
+    A file touched within ``grace_s`` seconds is left alone: whoever made it may be about to lock it.
     """
-    removed = 0
     with os.scandir(dir_fd) as items:
-        names = [item.name for item in items if item.name.startswith(start)]
+        names = [item.name for item in items if item.name.startswith(starts)]
     for name in names:
         with contextlib.suppress(OSError):
-            flags = access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NFS locks what can be written to
             with closing_fd(os.open(name, flags, dir_fd=dir_fd)) as fd:
                 status = os.fstat(fd)
                 old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
-                ours = access == os.O_RDONLY or stat.S_ISREG(status.st_mode)
-                if old and ours and try_lock(fd) and is_named(fd, dir_fd, name):
+                if old and stat.S_ISREG(status.st_mode) and try_lock(fd) and is_named(fd, dir_fd, name):
                     os.unlink(name, dir_fd=dir_fd)
-                    removed += 1
-    return removed

@@ -381,48 +381,24 @@ def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:
         raise invalid(
             "identity.format_version", FORMAT_VERSION, entry.identity.format_version, "leave the field at its default"
         )
-    for name, value in (("spec", table.spec), ("stats", table.stats)):
-        check_json(value, name)
-    try:
-        raw_entry, raw_table = msgspec.json.encode(entry), msgspec.json.encode(table)
-    except (TypeError, ValueError, RecursionError) as err:
-        raise invalid("header", "what JSON can say", err, "convert it") from err
+    _check_json("spec", table.spec)
+    _check_json("stats", table.stats)
+    raw_entry, raw_table = msgspec.json.encode(entry), msgspec.json.encode(table)
     for what, raw, limit in (("entry", raw_entry, MAX_ENTRY_NBYTES), ("table", raw_table, MAX_TABLE_NBYTES)):
         if len(raw) > limit:
             raise invalid(f"header {what} bytes", f"at most {limit}", len(raw), "store fewer arrays or a smaller spec")
     return raw_entry, raw_table
 
 
-def check_json(value: Any, where: str, depth: int = 0) -> None:
-    """Raises InvalidPayload for what would not come back from JSON as it went in: NaN, int keys, numpy's scalars."""
-    if depth > 32:
-        raise invalid(where, "at most 32 levels of nesting", "more", "flatten it")
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if type(name) is not str or not _is_unicode(name):
-                raise invalid(f"key in {where}", "str", repr(name), "convert the key")
-            check_json(item, f"{where}.{name}", depth + 1)
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            check_json(item, f"{where}[{i}]", depth + 1)
-    elif not (
-        isinstance(value, bool | None)
-        or (type(value) is str and _is_unicode(value))
-        or (type(value) is int and -(2**63) <= value < 2**63)
-        or (type(value) is float and math.isfinite(value))
-    ):
-        raise invalid(
-            where, "a JSON value (finite float, 64-bit int, str, bool, None, list, dict)", repr(value), "convert it"
-        )
-
-
-def _is_unicode(text: str) -> bool:
-    """False for lone surrogates, which UTF-8 cannot say."""
+def _check_json(what: str, value: Any) -> None:
+    """Raises InvalidPayload for what would not come back as it went in: NaN, int keys, tuples, numpy's scalars."""
+    expected = "a JSON value (finite floats, str keys, lists)"
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        same = msgspec.json.decode(msgspec.json.encode(value)) == value
+    except (TypeError, ValueError, RecursionError) as err:
+        raise invalid(what, expected, err, "convert it") from err
+    if not same:
+        raise invalid(what, expected, value, "convert it")
 
 
 def encode_prelude(raw_entry: bytes, raw_table: bytes, total_nbytes: int) -> bytes:
@@ -441,36 +417,41 @@ def sealed(raw: bytes) -> bytes:
     return raw[:-8] + xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little")
 
 
+def unsealed(raw: bytes, form: struct.Struct, magic: bytes, version: int, what: str) -> tuple[Any, ...]:
+    """What ``sealed`` bytes of this form say between version and checksum. Raises IndexForeign, IndexTooNew or
+    IndexCorrupt.
+    """
+    if raw[:8] != magic[: len(raw)]:
+        raise IndexForeign(f"{what} type", f"a prefix index ({magic!r})", repr(raw[:8]), "move it elsewhere")
+    if len(raw) < form.size:
+        raise corrupt(f"{what} length", f"at least {form.size} bytes", len(raw))
+    _, found, *fields, checksum = form.unpack(raw)
+    if xxhash.xxh3_64_intdigest(raw[:-8]) != checksum:
+        raise corrupt(f"prelude checksum of {what}", f"{checksum:016x}", xxh3_hex(raw[:-8]))
+    if found > version:
+        newer, remedy = f"{found} (written by a newer version)", "upgrade sglang-ext, or build the index again"
+        raise IndexTooNew(f"format version of {what}", f"at most {version}", newer, remedy)
+    if found != version:
+        raise corrupt(f"format version of {what}", version, found)
+    return tuple(fields)
+
+
 # ---- checking a header ----
 
 
 def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
     """Checks the first 64 bytes of ``actual_nbytes``. Raises IndexForeign, IndexTooNew or IndexCorrupt."""
-    if raw[:8] != MAGIC[: len(raw)]:
-        raise IndexForeign("file type", f"a prefix index ({MAGIC!r})", repr(raw[:8]), "move the file elsewhere")
-    if len(raw) < PRELUDE.size:
-        raise corrupt("file length", f"at least {PRELUDE.size} bytes", len(raw))
-    _, version, entry_nbytes, table_nbytes, _, total, entry_xxh3, table_xxh3, _, checksum = PRELUDE.unpack(raw)
-    if xxhash.xxh3_64_intdigest(raw[:-8]) != checksum:
-        raise corrupt("prelude checksum", f"{checksum:016x}", xxhash.xxh3_64_hexdigest(raw[:-8]))
-    if version > FORMAT_VERSION:
-        raise IndexTooNew(
-            "format version",
-            f"at most {FORMAT_VERSION}",
-            f"{version} (written by a newer version)",
-            "upgrade sglang-ext, or build the index again with this version",
-        )
-    if version != FORMAT_VERSION:
-        raise corrupt("format version", FORMAT_VERSION, version)
-    again = PRELUDE.pack(MAGIC, version, entry_nbytes, table_nbytes, 0, total, entry_xxh3, table_xxh3, 0, checksum)
-    if again != raw:
+    entry_nbytes, table_nbytes, zero, total, entry_xxh3, table_xxh3, nil = unsealed(
+        raw, PRELUDE, MAGIC, FORMAT_VERSION, "file"
+    )
+    if zero or nil:
         raise corrupt("reserved prelude fields", "zeros", "other values")
     if entry_nbytes > MAX_ENTRY_NBYTES or table_nbytes > MAX_TABLE_NBYTES:
         limits = f"at most {MAX_ENTRY_NBYTES} and {MAX_TABLE_NBYTES}"
         raise corrupt("header section bytes", limits, f"{entry_nbytes} and {table_nbytes}")
     if total != actual_nbytes:
         raise corrupt("file length", f"{total} bytes", actual_nbytes)
-    prelude = Prelude(entry_nbytes, table_nbytes, total, entry_xxh3, table_xxh3, checksum)
+    prelude = Prelude(entry_nbytes, table_nbytes, total, entry_xxh3, table_xxh3, int.from_bytes(raw[-8:], "little"))
     if total % ALIGN or prelude.data_offset + ALIGN > total:
         raise corrupt("file length", f"a multiple of {ALIGN}, {prelude.data_offset + ALIGN} or more", total)
     return prelude

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from .errors import StoreFolderError
-from .folder import Access, close_in_children, give_mode, is_named, os_errors, owned_file, shard_fd, shard_of
+from .folder import Access, close_in_children, give_mode, is_named, os_errors, owned_file, path_in, shard_fd, shard_of
 from .store import BuildLease
 
 LEASE: Final = ".lease-"
@@ -79,24 +79,22 @@ class FolderLeases:
     def _open(self, dir_fd: int, name: str) -> int:
         # O_RDWR never waits for a pipe's other end, and locks over NFS need it.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        path = path_in(self._folder, name.removeprefix(LEASE)).with_name(name)
+        planted = StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
         try:
             fd = os.open(name, flags, self._access.file_mode, dir_fd=dir_fd)
         except OSError as err:
             if err.errno in _PLANTED:
-                raise self._planted(name) from None
+                raise planted from None
             raise
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise self._planted(name)
+                raise planted
             give_mode(fd, self._access.file_mode)
         except BaseException:
             os.close(fd)
             raise
         return fd
-
-    def _planted(self, name: str) -> StoreFolderError:
-        path = self._folder / shard_of(name.removeprefix(LEASE)) / name
-        return StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
 
 
 def _give_back(folder: Path, digest: str, file: io.FileIO) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,12 +70,8 @@ IndexLookup: TypeAlias = str | IndexIdentity
 class IndexFile:
     """One stored index, open for reading. Use as a context manager, or ``close()`` it.
 
-    Opening reads the header only. ``array()`` gives read-only views of a shared mapping, which stay valid after
-    ``close()``. ``read_many()`` copies arrays with several threads, without mapping the file: the fastest way to all of
-    an index, one layer, or one rank's heads.
-
-    Stored files are never changed in place, only replaced and unlinked. Whoever truncates a file under a mapping kills
-    its readers (SIGBUS), as with every mapped file; ``read_many`` reports IndexCorrupt.
+    Opening reads the header only. ``read_many()`` copies arrays with several threads: all of an index, one layer, or
+    one rank's heads; ``array()`` copies one. Files are never mapped, so whoever cuts one is an error and no SIGBUS.
     """
 
     def __init__(self, file: io.FileIO, *, path: str | None = None) -> None:
@@ -85,12 +80,8 @@ class IndexFile:
         self.version: object = None
         """What the store that served it tells this version from others by."""
         self._file = file
-        self._mapping: mmap.mmap | None = None
-        self._verified: set[ArrayKey] = set()
         self.nbytes = regular_size(file.fileno())
         prelude, entry = _read_head(file.fileno(), self.nbytes)
-        self.checksum = f"{prelude.prelude_xxh3:016x}"
-        """xxh3-64 (16 hex digits) over length, header and so every array's checksum: equal for equal containers."""
         raw = pread(file.fileno(), prelude.data_offset - prelude.table_offset, prelude.table_offset)
         if raw.count(0, prelude.table_nbytes) != len(raw) - prelude.table_nbytes:
             raise corrupt("padding after the header", "zeros", "other bytes")
@@ -143,22 +134,9 @@ class IndexFile:
             raise IndexNotFound("array", str(tuple(key)), "no such array", remedy, self.path) from None
 
     def array(self, name: str, layer: int = -1, kv_head: int = -1) -> NDArray[Any]:
-        """A read-only view [shape] of one array in the stored dtype of its tag (``format.DTYPES``), checked the first
-        time.
-
-        Raises IndexNotFound for an address that is not there, IndexCorrupt, StoreClosed.
-        """
-        record = self.record(ArrayKey(name, layer, kv_head))
-        self._verify(record)
-        dtype = DTYPES[record.dtype]
-        if not record.nbytes:
-            view = np.empty(record.shape, dtype)
-        else:
-            start = self._data_offset + record.offset
-            count = record.nbytes // dtype.itemsize
-            view = np.frombuffer(self._map(), dtype, count, start).reshape(record.shape)
-        view.flags.writeable = False
-        return view
+        """A copy [shape] of one array, in the stored dtype of its tag (``format.DTYPES``). Raises as ``read_many``."""
+        key = ArrayKey(name, layer, kv_head)
+        return self.read_many([key])[key]
 
     def read_many(
         self,
@@ -168,7 +146,7 @@ class IndexFile:
         threads: int = THREADS,
         direct: bool = True,
     ) -> dict[ArrayKey, NDArray[Any]]:
-        """Copies of arrays (None: all), read and checked by several threads, without mapping the file.
+        """Copies of arrays (None: all), read and checked by several threads.
 
         All lie in one buffer, each from a 4 KiB boundary: the caller's ``out`` (``read_nbytes()`` bytes or more,
         contiguous, writable, page-aligned for the best speed), else new memory. The arrays are writable and the
@@ -204,26 +182,28 @@ class IndexFile:
         wanted = self.keys if keys is None else dict.fromkeys(keys)
         return sum(aligned(self.record(key).nbytes) for key in wanted)
 
-    def payload(self) -> IndexPayload:
-        """This index as something to put into another store while this file is open, checked while it is read. A file
-        is not mapped, so that a disk that fails is an error; up to 32 MiB are read at a time.
+    def payload(self, check: Callable[[], object] = lambda: None) -> IndexPayload:
+        """This index as something to put into another store while this file is open, checked while it is read, up to
+        32 MiB at a time. ``check`` is called before each array, and may raise.
         """
         ahead = _ReadAhead(self, _READ_AHEAD_NBYTES)
-        arrays = {key: LazyArray(r.dtype, r.shape, partial(ahead.load, key)) for key, r in self._records.items()}
+
+        def load(key: ArrayKey) -> NDArray[Any]:
+            check()
+            return ahead.load(key)
+
+        arrays = {key: LazyArray(r.dtype, r.shape, partial(load, key)) for key, r in self._records.items()}
         return IndexPayload(self.identity, arrays, spec=self.spec, stats=self.stats, info=self.info)
 
     def verify(self, *, threads: int = 1) -> None:
         """Checks every array and its padding, by bulk reads of 64 MiB or the longest array. Raises as ``read_many``."""
         ahead = _ReadAhead(self, _VERIFY_NBYTES, threads)
         for key in self._records:
-            if key not in self._verified:
-                ahead.load(key)
-                self._verified.add(key)
+            ahead.load(key)
 
     def close(self) -> None:
         """Closes the file. Arrays that were handed out stay valid."""
         self._file.close()
-        self._mapping = None  # not closed: it ends with the last array that views it
 
     def __enter__(self) -> IndexFile:
         return self
@@ -237,30 +217,6 @@ class IndexFile:
         except ValueError:
             closed = StoreClosed("index file", "open", "closed", "get it from the store again")
             raise self._named(closed) from None
-
-    def _map(self) -> mmap.mmap:
-        fd = self._fd()
-        if self._mapping is None:
-            try:
-                self._mapping = mmap.mmap(fd, self.nbytes, access=mmap.ACCESS_READ)
-            except ValueError:
-                found = f"{regular_size(fd)}: somebody cut the file"
-                raise self._named(corrupt("file length", self.nbytes, found)) from None
-            except OSError as err:
-                raise self._named(unreadable(err)) from err
-        return self._mapping
-
-    def _verify(self, record: ArrayRecord) -> None:
-        if record.key in self._verified:
-            return
-        if record.nbytes:
-            start = self._data_offset + record.offset
-            raw = np.frombuffer(self._map(), np.uint8, aligned(record.nbytes), start)
-            try:
-                check_array(record, raw.data)
-            except IndexStoreError as err:
-                raise self._named(err) from None
-        self._verified.add(record.key)
 
     def _named(self, err: IndexStoreError) -> IndexStoreError:
         return err if self.path is None else err.at(self.path)

@@ -42,9 +42,7 @@ def read_retention(dir_fd: int, digest: str) -> Retention:
     except OSError as err:
         raise IndexUnreadable(what, "readable bytes", err.strerror or str(err), "check its permissions") from None
     with closing_fd(fd):
-        raw = pread(fd, _MAX_NBYTES + 1, 0)
-    if len(raw) > _MAX_NBYTES:
-        raise IndexCorrupt(what, f"at most {_MAX_NBYTES} bytes", "more", remedy)
+        raw = pread(fd, _MAX_NBYTES, 0)
     kept, _, checksum = raw.rstrip(b"\n").partition(b"\n")
     if checksum.decode("ascii", "replace") != _checksum(digest, kept):
         raise IndexCorrupt(what, f"checksum {_checksum(digest, kept)}", repr(checksum[:32]), remedy)
@@ -144,17 +142,14 @@ def _exists(dir_fd: int, name: str) -> bool:
     return True
 
 
-def remove_orphans(dir_fd: int, names: Iterable[str], *, grace_s: float) -> int:
-    """Removes the sidecars of ``names`` (digests) whose index is not there. Returns how many.
+def remove_orphans(dir_fd: int, names: Iterable[str], *, grace_s: float) -> None:
+    """Removes the sidecars of ``names`` (digests) whose index is not there.
 
     One changed within ``grace_s`` seconds is left alone: its index may be about to get its name.
     """
-    removed = 0
     for digest in names:
         with contextlib.suppress(OSError):
             status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
             old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
             if is_digest(digest) and old and not _exists(dir_fd, digest + SUFFIX):
                 os.unlink(digest + KEEP_SUFFIX, dir_fd=dir_fd)
-                removed += 1
-    return removed

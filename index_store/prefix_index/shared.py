@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,14 +12,13 @@ from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from .background import Cancelled, Check, Promoter, Promotion
-from .copies import checked, digest_in
+from .copies import digest_in
 from .errors import (
     IndexFormatError,
     IndexMismatch,
     IndexNotFound,
     IndexStoreError,
     IndexUnreadable,
-    InvalidPayload,
     StoreFolderError,
     StoreFull,
     StoreUnavailable,
@@ -97,9 +95,6 @@ class SharedStore(IndexStore):
         rescan_s: float = 2.0,
     ) -> None:
         super().__init__()
-        for name, seconds in (("timeout_s", timeout_s), ("rescan_s", rescan_s)):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise InvalidPayload(name, "finite seconds, 0 or more", repr(seconds), "correct it")
         check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
         self.remotes = tuple(remotes)
@@ -107,7 +102,8 @@ class SharedStore(IndexStore):
         self._timeout_s, self._rescan_s = timeout_s, rescan_s
         self._counts = dict.fromkeys(SharedCounters._fields, 0)
         self._counting = threading.Lock()
-        self._fetching: dict[str, bool] = {}
+        self._fetching: str | None = None
+        """What is being fetched, until it is outdated."""
         self._no_fetch: dict[str, tuple[float, Link | IndexStoreError]] = {}
         self._locks: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
         self._next_rescan = 0.0
@@ -311,24 +307,20 @@ class SharedStore(IndexStore):
         """
         error: IndexStoreError = IndexNotFound("index", digest, "none", "build it")
         with self._counting:
-            self._fetching[digest] = True  # before the look: what comes after it ends this fetch
+            self._fetching = digest  # before the look: what comes after it ends this fetch
         try:
-            try:
-                self.local.get(digest).close()
-                return None
-            except IndexUnreadable:
-                raise
-            except IndexStoreError:
-                pass  # a remote store's will do
-            for link in self._links:
-                if not link.hides(digest):
-                    try:
-                        return self._fetch_from(link, digest, check)
-                    except IndexStoreError as err:
-                        error = err if isinstance(error, IndexNotFound) else error
-        finally:
-            with self._counting:
-                self._fetching.pop(digest, None)
+            self.local.get(digest).close()
+            return None
+        except IndexUnreadable:
+            raise
+        except IndexStoreError:
+            pass  # a remote store's will do
+        for link in self._links:
+            if not link.hides(digest):
+                try:
+                    return self._fetch_from(link, digest, check)
+                except IndexStoreError as err:
+                    error = err if isinstance(error, IndexNotFound) else error
         self.count("fetch_failures")
         if isinstance(error, DAMAGE):
             self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, error
@@ -337,7 +329,7 @@ class SharedStore(IndexStore):
     def _fetch_from(self, link: Link, digest: str, check: Check) -> None:
         def still_wanted() -> None:
             check()
-            if not self._fetching.get(digest, False):
+            if self._fetching != digest:
                 raise Cancelled
 
         with link.ask(partial(link.store.get, digest)) as source:
@@ -348,7 +340,7 @@ class SharedStore(IndexStore):
                 return
             try:
                 still_wanted()
-                self.local.put(checked(source.payload(), still_wanted))
+                self.local.put(source.payload(still_wanted))
             except DAMAGE as err:
                 if isinstance(link.store, FileStore):
                     link.store.report(source, err)
@@ -377,8 +369,8 @@ class SharedStore(IndexStore):
     def _end_fetch(self, digest: str) -> None:
         """What is being fetched is outdated."""
         with self._counting:
-            if digest in self._fetching:
-                self._fetching[digest] = False
+            if self._fetching == digest:
+                self._fetching = None
 
     # ---- to remote stores ----
 
@@ -466,7 +458,7 @@ class SharedStore(IndexStore):
         index: IndexFile | None = None
         try:
             with open_in(self.local.folder, digest) as index:
-                put = link.ask(partial(link.store.put, checked(index.payload(), check)))
+                put = link.ask(partial(link.store.put, index.payload(check)))
         except DAMAGE as err:
             if err.path != str(self.local.path_of(digest)):
                 raise

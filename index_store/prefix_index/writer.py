@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .folder import FULL, PARTIAL, LoadFailed, Signature, close_in_children, give_mode, owned_file, touch
+from .folder import FULL, PARTIAL, Signature, close_in_children, give_mode, owned_file, touch
 from .format import (
     ALIGN,
     DTYPES,
@@ -52,7 +52,8 @@ class SeekableWriter(Protocol):
 class LazyArray:
     """An array that is made when it is written: of what fits in memory, only one at a time has to.
 
-    ``dtype`` is a tag of ``format.DTYPES``; ``load()`` returns an array of ``shape`` in the tag's stored dtype.
+    ``dtype`` is a tag of ``format.DTYPES``; ``load()`` returns an array of ``shape`` in the tag's stored dtype. An
+    OSError that it raises counts as the store's.
     """
 
     dtype: str
@@ -81,12 +82,6 @@ class IndexPayload:
         unknown = [tuple(key) for key in self.dtypes if key not in self.arrays]
         if unknown:
             raise invalid("dtypes", "keys of arrays only", unknown[0], "remove the tag or add the array")
-        for key in self.arrays:
-            ok = isinstance(key, ArrayKey) and isinstance(key.name, str)
-            if not ok or type(key.layer) is not int or type(key.kv_head) is not int:
-                raise invalid(
-                    "array key", "ArrayKey(name: str, layer: int, kv_head: int)", repr(key), "build an ArrayKey"
-                )
 
         def row(key: ArrayKey) -> tuple[ArrayKey, str, Sequence[int]]:
             array = self.arrays[key]
@@ -114,28 +109,24 @@ class IndexWriter:
         table = Table(dict(payload.spec), dict(payload.stats), records)
         return encode_sections(Entry(payload.identity, payload.info), table)
 
-    def write(
-        self, out: SeekableWriter, *, load: Callable[[LazyArray], NDArray[Any]] = lambda array: array.load()
-    ) -> None:
+    def write(self, out: SeekableWriter) -> None:
         """Writes ``nbytes`` bytes from offset 0 of ``out``, header and footer last: until then they are no index.
 
-        ``load`` makes the lazy arrays. Raises InvalidPayload for an array that is not what the payload announced.
+        Raises InvalidPayload for an array that is not what the payload announced.
         """
         place = _Place(out)
-        rows = [self._write_array(place, record, load) for record in self._records]
+        rows = [self._write_array(place, record) for record in self._records]
         raw_entry, raw_table = self._sections(rows)
         prelude = encode_prelude(raw_entry, raw_table, self.nbytes)
         place.write(0, memoryview((prelude + raw_entry + raw_table).ljust(self._data_offset, b"\0")))
         footer = encode_footer(int.from_bytes(prelude[-8:], "little"), self.nbytes)
         place.write(self.nbytes - ALIGN, memoryview(footer))
 
-    def _write_array(
-        self, place: _Place, record: ArrayRecord, load: Callable[[LazyArray], NDArray[Any]]
-    ) -> ArrayRecord:
+    def _write_array(self, place: _Place, record: ArrayRecord) -> ArrayRecord:
         """Writes one array and its padding, and lets go of it. Returns its row, with the checksum."""
         array = self.payload.arrays[record.key]
         if isinstance(array, LazyArray):
-            array = load(array)
+            array = array.load()
         stored = DTYPES[record.dtype]
         if array.shape != record.shape or array.dtype != stored:
             expected = f"{stored} {record.shape} for {record.dtype}"
@@ -229,12 +220,12 @@ class PartialFile:
                 raise
 
     def write(self, data: IndexWriter | bytes) -> None:
-        """Raises, too, whatever the payload's lazy arrays raise (through ``os_errors``)."""
+        """Raises, too, whatever the payload's lazy arrays raise."""
         assert self._out is not None, "create() first"
         if isinstance(data, bytes):
             _Place(self._out).write(0, memoryview(data))
         else:
-            data.write(self._out, load=_load)
+            data.write(self._out)
         os.fsync(self._out.fileno())
 
     def publish(self, name: str, *, used: float | None = None) -> Signature:
@@ -246,13 +237,6 @@ class PartialFile:
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
         self.is_published = True
         return signature
-
-
-def _load(array: LazyArray) -> NDArray[Any]:
-    try:
-        return array.load()
-    except OSError as err:
-        raise LoadFailed(err) from err
 
 
 def replace_file(dir_fd: int, name: str, payload: IndexPayload, *, mode: int) -> Signature:

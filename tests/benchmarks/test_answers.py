@@ -16,6 +16,23 @@ from sglang_ext.calibration.judge import Z95
 from sglang_ext.options import SparseAttnConfig
 from tests.benchmarks.results import RESULTS, ROOT, document, documented_table
 
+METHODS = {
+    "default": "token_index",
+    "INT4, 25%": "",
+    "two_level of means of 16": "",
+    "INT2, 63%": "",
+    "union": "union",
+    "two_level": "two_level",
+    "csattention": "csattention",
+    "ab_sparse min/max of 16": "",
+    "ab_sparse means of 16": "ab_sparse",
+    "adaptive, 30%": "",
+    "uniform 32, 30%": "",
+    "adaptive, means, 30%": "",
+    "uniform 32, means, 30%": "",
+}
+"""Configurations in the order of the table; the method of which a step was timed."""
+
 
 @pytest.fixture(scope="module")
 def bench(load: Any) -> SimpleNamespace:
@@ -243,10 +260,6 @@ def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[d
 CANDIDATES = {
     ("5%", 16): "none: INT4, 75% of the channels",
     ("50%, 1024", 16): "**none: INT4, 50% of the channels, `top_k` 1,024, the default at this length**",
-    ("25%, 1024", 16): "none: INT4, 25% of the channels, `top_k` 1,024",
-    ("INT2 75%, 1024", 16): "none: INT2, 75% of the channels, `top_k` 1,024",
-    ("INT4 50% alone", 16): "none: INT4, 50% of the channels",
-    ("blocks of 16", 16): "none: blocks of 16, mean",
     ("two levels, one query, x8", 16): "blocks of 16, mean, one query, x 8",
     ("two levels, each row, x4", 16): "blocks of 16, mean, each row, x 4",
     ("minmax 64, each row, x4", 16): "blocks of 64, min/max, each row, x 4",
@@ -298,6 +311,33 @@ def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
     assert default.low > -0.015
     assert default.difference > -0.0075
     assert points["top_k 1024"].difference < -0.0075
+
+
+def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> None:
+    rows = bench.answers.read([RESULTS / "answers-h100-methods.jsonl.xz"])
+    differences = bench.answers_table.differences
+    points = {key[1]: said for key, (said, _) in differences(rows).items()}
+    kl = {key[0]: one["kl"] for key, (_, (one,)) in bench.answers_table.forced(rows).items()}
+    ms: dict[str, dict[int, str]] = {}
+    for row in bench.answers.read([RESULTS / "decode-h100-methods.jsonl"]):
+        name = row["engine"] if row["engine"] == "flashinfer" else row["config"].get("method", "token_index")
+        ms.setdefault(name, {})[row["batch"]] = f"{row['ms']:.2f}"
+    shown = documented_table("selection", "| method | points [95%] | KL | ms |")
+    assert len(shown) == len(METHODS) == len(points)
+    for (_, said, nats, times), name in zip(shown, METHODS, strict=True):
+        own = points[name]
+        assert said == "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * x for x in (own.difference, own.low, own.high)))
+        assert nats == f"{kl[name]:.4f}", name
+        if times:
+            own_ms = ms.pop(METHODS[name])
+            assert times == ", ".join(own_ms[batch] for batch in (1, 8, 32))
+    text = " ".join(document("selection").split())
+    (dense,) = ms.values()
+    assert f"(flashinfer: {', '.join(dense[batch] for batch in (1, 8, 32))} ms)" in text
+    for one, other in (("uniform 32, 30%", "adaptive, 30%"), ("uniform 32, means, 30%", "adaptive, means, 30%")):
+        said, _ = differences(rows, against=one)["documents", other, 16]
+        gain = (f"{100 * move:+.2f}" for move in (said.difference, said.low, said.high))
+        assert "{} [{}, {}]".format(*gain) in text
 
 
 def test_the_rows_name_the_profiles_that_are_there(committed: list[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ def test_the_documented_losses_are_those_of_the_worst_cells() -> None:
         worst = min(own, key=lambda row: (row["difference"], row["low"]))
         move, low, high = (f"{100 * worst[name]:+.1f}" for name in ("difference", "low", "high"))
         assert (loss, cell) == (f"{move} [{low}, {high}]", f"{worst['task']}, {worst['num_tokens']:,}"), (recipe, kept)
-    assert len(table) == 7
+    assert len(table) == 4
 
 
 def test_the_documented_errors_of_a_samples_sums() -> None:

@@ -1,7 +1,10 @@
-"""Settings on SGLang's ServerArgs record: put there by flags, by the environment, by `plugin.server_args`."""
+"""Settings on SGLang's ServerArgs record: put there by flags, by the environment, by `plugin.server_args`. And flags
+that stop the start.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_ext.profiles import PROFILE_FILE
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "needle"
 
 
 def made_records(store: str, model: str) -> dict[str, Any]:
@@ -56,8 +62,7 @@ def made_records(store: str, model: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     store = str(tmp_path_factory.mktemp("store"))
-    model = Path(__file__).resolve().parents[2] / "models" / "needle"
-    return {"store": store, **in_sglang("tests.compat.test_settings_travel:made_records", store, str(model))}
+    return {"store": store, **in_sglang("tests.compat.test_settings_travel:made_records", store, str(MODEL))}
 
 
 @pytest.mark.parametrize(
@@ -106,3 +111,78 @@ def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
     assert message is not None
     assert "--load-format" in message
     assert "'remote'" in message
+
+
+#: Flags, and words of the message: each from another place that refuses. What else a configuration or tensor
+#: parallelism cannot be: tests/serving/test_config.py, test_tensor_parallel.py.
+BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
+    "missing store": (["--sparse-attn-store", "/nowhere/store"], ["/nowhere/store", "expected an existing folder"]),
+    "tp, capturing": (
+        ["--tp-size", "2", "--sparse-attn-config", '{"build": "capture", "capture_folder": "c"}'],
+        ["tensor parallelism (--tp-size)", "build='capture'", "tp_size=2", "calibrate on one GPU"],
+    ),
+    "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
+    "another model's profile": (
+        ["--sparse-attn-config", '{"profile": "OTHER"}'],
+        ["profile: expected config_digest=", "it is of another model", "set 'profile' to \"none\""],
+    ),
+    "another model's layer plan": (
+        ["--sparse-attn-config", '{"profile": "none", "layer_plan": ["dense", "anchor"]}'],
+        ["layer_plan: expected 6 layers in the plan (the model's), got 2"],
+    ),
+    "a layer plan that ranks cannot share": (
+        [
+            "--tp-size",
+            "2",
+            "--sparse-attn-config",
+            '{"profile": "none", "layer_plan": ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "dense", "dense", '
+            '"dense"]}',
+        ],
+        ["layer_plan: layer 2: expected KV head 0 to reuse a selection of its own rank 0 of 2", "Serve with fewer"],
+    ),
+}
+
+
+def said_of(given: dict[str, list[str]]) -> dict[str, tuple[Any, str]]:
+    """(exit status, what is said of them) of each set of flags."""
+    import contextlib
+    import io
+
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    results: dict[str, tuple[Any, str]] = {}
+    for name, flags in given.items():
+        error, status = io.StringIO(), None
+        with contextlib.redirect_stderr(error):
+            try:
+                record = prepare_server_args(flags)
+                getattr(record, "resolve_once", lambda: None)()  # as 0.5.23 does when it launches
+                record.check_server_args()
+            except SystemExit as ended:
+                status = ended.code
+        results[name] = (status, error.getvalue())
+    return results
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    profile = json.loads((MODEL / PROFILE_FILE).read_text())
+    profile["model"]["config_digest"] = "f" * 64
+    other = tmp_path_factory.mktemp("other") / "profile.json"
+    other.write_text(json.dumps(profile))
+    base = ["--model-path", str(MODEL), "--device", "cpu", "--sparse-attn"]
+    wanted = {
+        name: base + [flag.replace("OTHER", str(other)) for flag in flags] for name, (flags, _) in BAD_FLAGS.items()
+    }
+    return in_sglang("tests.compat.test_settings_travel:said_of", wanted)
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_bad_flags_stop_the_start_with_a_message(refused: dict[str, Any], name: str) -> None:
+    status, output = refused[name]
+    assert status == 2, output
+    line = next(line for line in output.splitlines() if line.startswith("sglang-ext:"))
+    for word in BAD_FLAGS[name][1]:
+        assert word in line

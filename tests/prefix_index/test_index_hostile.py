@@ -89,7 +89,7 @@ def test_every_other_length_is_detected(raw: bytes) -> None:
     ids=["zip", "npy", "zeros", "json", "png"],
 )
 def test_foreign_files_are_called_foreign(data: bytes) -> None:
-    with pytest.raises(IndexForeign, match=r"file type: expected a prefix index .*move the file elsewhere"):
+    with pytest.raises(IndexForeign, match=r"file type: expected a prefix index .*move it elsewhere"):
         in_memory(data)
 
 
@@ -98,9 +98,9 @@ def test_newer_version_is_not_called_corrupt(raw: bytes, tmp_path: Path) -> None
     with pytest.raises(IndexTooNew, match=r"at most 1, found 7 \(written by a newer version\); upgrade"):
         in_memory(data)
     (tmp_path / "x").write_bytes(data)
-    with pytest.raises(IndexTooNew, match="x: format version"):
+    with pytest.raises(IndexTooNew, match="x: format version of file"):
         IndexFile.open(tmp_path / "x")
-    with pytest.raises(IndexCorrupt, match="format version: expected 1, found 0"):
+    with pytest.raises(IndexCorrupt, match="format version of file: expected 1, found 0"):
         in_memory(reprelude(raw, version=0))
     flipped = bytearray(raw)
     flipped[8] ^= 2

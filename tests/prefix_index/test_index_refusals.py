@@ -17,7 +17,6 @@ from unittest.mock import Mock
 import pytest
 
 from prefix_index import (
-    ArrayKey,
     FileStore,
     IndexCorrupt,
     IndexFile,
@@ -25,7 +24,6 @@ from prefix_index import (
     IndexPayload,
     IndexStoreError,
     IndexUnreadable,
-    LazyArray,
     Retention,
     StoreFolderError,
     StoreFull,
@@ -478,20 +476,4 @@ def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, mon
                 store.put(sample_payload(values_per_array=4096, fill=2))
         nbytes = index_file(folder, sample_identity()).stat().st_size
         assert [e.nbytes for e in store.list()] == [nbytes]
-        balanced(store)
-
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC, errno.EIO])
-def test_an_error_of_the_payload_s_own_files_is_not_the_store_s(folder: Path, number: int) -> None:
-    error = OSError(number, os.strerror(number), "model/kv.bin")
-
-    def load() -> Any:
-        raise error
-
-    with FileStore(folder, create=True) as store:
-        store.put(sample_payload(fill=1))
-        with pytest.raises(OSError, match=r"model/kv\.bin") as caught:
-            store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): LazyArray("uint8", (4,), load)}))
-        assert caught.value is error
-        assert read_fill(store) == 1
         balanced(store)

@@ -16,7 +16,6 @@ from prefix_index import (
     IndexFormatError,
     IndexNotFound,
     IndexUnreadable,
-    InvalidPayload,
     Retention,
     SharedStore,
     StoreFull,
@@ -297,12 +296,6 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
     assert two._fetcher.settle(SOON)
     assert two.local.contains(DIGEST) == (change == "put")
     assert change == "delete" or read_fill(two) == 2
-
-
-@pytest.mark.parametrize("options", [{"rescan_s": float("nan")}, {"timeout_s": -1.0}], ids=str)
-def test_options_are_checked(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidPayload, match=f"{next(iter(options))}: expected finite seconds"):
-        SharedStore(FileStore(tmp_path / "a"), [FileStore(tmp_path / "b")], **options)
 
 
 def test_a_forgotten_lease_waits_for_no_remote_store(tmp_path: Path) -> None:

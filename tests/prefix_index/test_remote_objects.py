@@ -16,13 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
 
 from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew, Retention
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore, claims
-from prefix_index.remote.values import HEADER, LEASE, LEASES, unpack_record, value_header
+from prefix_index.remote.values import CHUNK, HEADER, LEASE, LEASES, unpack_record, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import (
@@ -113,12 +114,15 @@ def test_chunks_that_belong_elsewhere(store: RemoteStore, blobs: ObjectBlobs) ->
     store.put(sample_payload(fill=1))
     store.put(sample_payload(sample_identity(range(64)), fill=2))
     mine, others = chunks_of(blobs), chunks_of(blobs, sample_identity(range(64)).digest)
-    for name, other in ((mine[1], mine[0]), (mine[1], others[1]), (mine[0], MANIFEST)):
-        good = blobs.fetch(name, 1 << 20)
-        blobs.write(name, memoryview(blobs.fetch(other, 1 << 20)))
-        with pytest.raises(IndexCorrupt, match=r"\(version, kind, index, digest, generation\) of chunk \d: expected"):
+    values = {name: blobs.fetch(name, 1 << 20) for name in (*mine, others[1], MANIFEST)}
+    body = values[mine[1]][HEADER.size :]
+    older = value_header(CHUNK, DIGEST, "0" * 16, 1, body) + body
+    swaps = ((mine[1], values[mine[0]]), (mine[1], values[others[1]]), (mine[0], values[MANIFEST]), (mine[1], older))
+    for name, other in swaps:
+        blobs.write(name, memoryview(other))
+        with pytest.raises(IndexCorrupt, match=r"\(kind, index, digest, generation, length, xxh3\) of chunk \d: exp"):
             store.get(DIGEST)
-        blobs.write(name, memoryview(good))
+        blobs.write(name, memoryview(values[name]))
     store.get(DIGEST).verify()
     blobs.write(MANIFEST, memoryview(blobs.fetch(MANIFEST.replace(DIGEST, others[0].split("/")[1][:64]), 1 << 20)))
     with pytest.raises(IndexCorrupt, match="of manifest: expected"):
@@ -137,7 +141,7 @@ def test_a_newer_version_and_somebody_elses_value(store: RemoteStore, blobs: Obj
         store.get(DIGEST)
     assert not store.put(sample_payload()), "a newer version's stays"
     blobs.write(MANIFEST, memoryview(b"GIF89a and so on, for a good many bytes, more than there are in a header"))
-    with pytest.raises(IndexForeign, match="manifest value: expected ours"):
+    with pytest.raises(IndexForeign, match="manifest type: expected a prefix index"):
         store.get(DIGEST)
     assert store.delete(DIGEST)
     assert MANIFEST not in blobs.names("prefix_index"), "its chunks are for sweep()"
@@ -151,6 +155,17 @@ def test_a_manifest_with_more_fields_is_read(store: RemoteStore, blobs: ObjectBl
     blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
     store.get(DIGEST).verify()
     assert [entry.retention for entry in store.list()] == [Retention()]
+
+
+def test_a_manifest_that_speaks_of_something_else(store: RemoteStore, blobs: ObjectBlobs) -> None:
+    store.put(sample_payload())
+    body: dict[str, Any] = json.loads(blobs.fetch(MANIFEST, 1 << 20)[HEADER.size :])
+    identity = msgspec.to_builtins(sample_identity(range(64)))
+    for wrong in ({"generation": "0" * 16}, {"entry": {**body["entry"], "identity": identity}}):
+        raw = json.dumps(body | wrong).encode()
+        blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
+        with pytest.raises(IndexCorrupt, match="identity digest and generation: expected"):
+            store.get(DIGEST)
 
 
 def test_a_manifest_too_long_is_not_read(tmp_path: Path) -> None:
@@ -209,12 +224,6 @@ def test_credentials_show_nowhere() -> None:
         blobs.open(1)
     assert "hidden-value" not in str(caught.value)
     assert caught.value.__cause__ is None
-
-
-@pytest.mark.parametrize("chunk_nbytes", [0, -4096, 5000])
-def test_chunks_are_pages(chunk_nbytes: int) -> None:
-    with pytest.raises(ValueError, match="chunk_nbytes: expected a positive multiple of 4096"):
-        RemoteStore(ObjectBlobs("memory:///"), chunk_nbytes=chunk_nbytes)
 
 
 # Several machines
@@ -345,7 +354,7 @@ def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path, m
     )
 
     def expires() -> float:
-        return unpack_record(LEASE, DIGEST, blobs.fetch(f"prefix_index/{DIGEST}.lease", 1 << 20), LEASES).expires
+        return unpack_record(LEASE, DIGEST, blobs.fetch(f"prefix_index/{DIGEST}.lease", 1 << 20), LEASES)[1].expires
 
     with machine(blobs, lease_ttl_s=0.6, grace_s=0) as store:
         with python(code, (tmp_path / "objects").as_uri(), DIGEST) as holder:

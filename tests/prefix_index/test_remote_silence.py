@@ -113,6 +113,24 @@ def test_a_call_that_overran_keeps_the_client_open_until_it_is_back() -> None:
     assert order == ["call", "closed"]
 
 
+def test_an_error_waits_for_the_calls_under_way_and_begins_no_other() -> None:
+    calls, begun, ended = Calls("a store", timeout_s=60.0), threading.Event(), list[str]()
+
+    def fail() -> None:
+        begun.wait(60)
+        raise ValueError("no")
+
+    def slow() -> None:
+        begun.set()
+        time.sleep(0.2)
+        ended.append("slow")
+
+    with pytest.raises(ValueError, match="no"):
+        calls.run_all([fail, slow, *[lambda: None] * 2, lambda: ended.append("late")])
+    assert ended == ["slow"]
+    calls.close(lambda: None)
+
+
 def test_more_calls_hang_than_can_be_under_way() -> None:
     calls, release = Calls("a store", timeout_s=0.1), threading.Event()
     for _ in range(20):

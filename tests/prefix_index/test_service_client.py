@@ -254,7 +254,7 @@ def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: py
             errors = tend()
         (message,) = [record.message for record in caplog.records[1:]]
         assert message == errors[0]
-        assert "index store: expected a usable folder, found File exists" in message
+        assert "index store: expected an existing folder, found something that is not a folder" in message
         (tmp_path / "dram").unlink()
         tend()
         assert tend() == [None, None]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -23,7 +23,6 @@ from typing import Any
 
 from scripts.needle.tasks import Document, Question
 from scripts.servers import Reply, ask_many, free_port, free_ports, post, server_state
-from tests.server.paired import Paired, paired
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "needle"
@@ -74,15 +73,15 @@ REQUEST_SECONDS = 480.0
 JOB_SECONDS = 900.0
 
 
-#: Where each start of SGLang is noted; `tests/conftest.py` counts them.
-BOOTS = "SGLANG_EXT_TEST_BOOTS"
-
-
-def count_boot(kind: str) -> None:
-    """Note that SGLang is started: a `server`, or in a `job`."""
-    if BOOTS in os.environ:
-        with open(os.environ[BOOTS], "a") as out:
-            out.write(f"{kind}\n")
+def begin(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.Popen[bytes]:
+    """A process in a group of its own; `env` holds variables beside those of this process."""
+    with log.open("w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=cwd,
+            env={**os.environ, **THREADS, **(env or {})},
+        )  # fmt: skip
 
 
 def rendezvous() -> list[str]:
@@ -110,6 +109,19 @@ class Answer:
     def decode_steps(self) -> int:
         """Steps that ran as decode: the first token comes out of the prefill."""
         return len(self.ids) - 1
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The same questions answered twice: the shares that were answered right. `difference` is sparse - dense."""
+
+    count: int
+    dense: float
+    sparse: float
+
+    @property
+    def difference(self) -> float:
+        return self.sparse - self.dense
 
 
 @dataclass
@@ -142,16 +154,7 @@ class Server:
         self.port, nccl_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(self.port)]
-        count_boot("server")
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*command, "--nccl-port", str(nccl_port), *flags],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd=ROOT,
-                env={**os.environ, **THREADS, **environment},
-            )
+        self.process = begin([*command, "--nccl-port", str(nccl_port), *flags], log, environment)
 
     def wait(self) -> None:
         """Until it answers; raises with the end of the log when it stops or takes too long."""
@@ -205,7 +208,7 @@ class Server:
         if not sparse:
             sampling["custom_params"] = {"sparse_attn": False}
         body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": sampling, **fields}
-        reply = post(self.url, "/generate", body, timeout)
+        reply = self.post("/generate", body, timeout)
         return Answer(reply["text"], tuple(reply["output_ids"]), reply["meta_info"])
 
     def together(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
@@ -278,21 +281,15 @@ class Server:
         )
         before, (after, delta) = dense(), self.during(sparse)
         right = [
-            [question.score(reply.text) for (_, question), reply in zip(asked, replies, strict=True)]
+            sum(question.score(reply.text) for (_, question), reply in zip(asked, replies, strict=True))
             for replies in (before, after)
         ]
-        result = paired(*right)
-        print("PAIRED", json.dumps(vars(result)))
+        result = Paired(len(asked), *(score / len(asked) for score in right))
+        print(result)
         return result, delta, after
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON of the answer; None where none comes back."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
-            text = response.read()
-        return json.loads(text) if text.strip().startswith((b"{", b"[")) else None
+    def post(self, path: str, body: dict[str, Any], timeout: float = REQUEST_SECONDS) -> Any:
+        return post(self.url, path, body, timeout)
 
     def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 120.0) -> None:
         """Until the state is so."""
@@ -398,7 +395,7 @@ class Pool:
 @dataclass(frozen=True)
 class Texts:
     """The documents of this suite, 1 token a word. `long` begins with `first`, and both are indexed, as are `second`
-    and `large`. Indexes of `damaged` are spoilt; of the others there are none.
+    and `large`. The index of `damaged` is spoilt; of the others there are none.
     """
 
     first: Document
@@ -407,7 +404,7 @@ class Texts:
     unindexed: Document
     elsewhere: Document
     large: Document
-    damaged: tuple[Document, ...]
+    damaged: Document
 
     @property
     def long(self) -> str:

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, ROOT, THREADS, count_boot, flags_of, rendezvous
+from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, ROOT, begin, flags_of, rendezvous
 
 
 @dataclass(frozen=True)
@@ -31,36 +31,32 @@ class Prebuilt:
         return next(line for line in self.report if line["id"] == name)
 
 
-def begin(command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """A job in a process group of its own."""
-    count_boot("job")
-    with log.open("w") as out:
-        return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
-            env={**os.environ, **THREADS, **(env or {})},
-        )  # fmt: skip
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A job, whose process group does not outlive the block."""
+    job = begin(command, log, env, cwd)
+    try:
+        yield job
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait(30)
 
 
 def run_job(
     command: Sequence[str], log: Path, timeout: float = JOB_SECONDS, env: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """A job, whose process group does not outlive it: (status, output). One that takes too long may end
-    by itself first, and what it started in other groups with it.
-
-    Args:
-        env: variables beside those of this process.
-    """
-    job = begin(command, log, env)
-    try:
-        status = job.wait(timeout)
-    except subprocess.TimeoutExpired:
-        job.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(30)
-        raise
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
+    """(status, output). A job that takes too long may end by itself first, and what it started in other groups."""
+    with running(command, log, env) as job:
+        try:
+            status = job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(30)
+            raise
     return status, log.read_text(errors="replace")
 
 

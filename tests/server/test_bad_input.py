@@ -2,119 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from sglang_ext.profiles import PROFILE_FILE
-from tests.server.harness import MODEL
-
-
-def _launch(model: str, *flags: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu", *flags],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    return done.returncode, done.stdout + done.stderr
-
 
 def test_an_unknown_config_key_stops_the_start() -> None:
-    status, output = _launch("models/needle", "--sparse-attn", "--sparse-attn-config", '{"keep_ration": 0.1}')
-    assert status == 2
-    assert "keep_ration" in output
-    assert "Known keys" in output
-    assert "Traceback" not in output
-
-
-#: Flags, and words of the message: each from another place that refuses. What else a configuration or tensor
-#: parallelism cannot be: tests/serving/test_config.py, tests/compat/test_tensor_parallel.py. All are tried in one
-#: process: importing SGLang takes seconds.
-BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
-    "out of range": (["--sparse-attn-config", '{"keep_ratio": 2}'], ["keep_ratio", "at most 1", "2.0"]),
-    "missing store": (["--sparse-attn-store", "/nowhere/store"], ["/nowhere/store", "expected an existing folder"]),
-    "store is a file": (["--sparse-attn-store", "/etc/hostname"], ["/etc/hostname", "expected an existing folder"]),
-    "tp, capturing": (
-        ["--tp-size", "2", "--sparse-attn-config", '{"build": "capture", "capture_folder": "c"}'],
-        ["tensor parallelism (--tp-size)", "build='capture'", "tp_size=2", "calibrate on one GPU"],
-    ),
-    "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
-    "dp": (["--dp-size", "2"], ["data parallelism (--dp-size)"]),
-    "another model's profile": (
-        ["--sparse-attn-config", '{"profile": "OTHER"}'],
-        ["profile: expected config_digest=", "it is of another model", "set 'profile' to \"none\""],
-    ),
-    "another model's layer plan": (
-        ["--sparse-attn-config", '{"profile": "none", "layer_plan": ["dense", "anchor"]}'],
-        ["layer_plan: expected 6 layers in the plan (the model's), got 2"],
-    ),
-    "a layer plan that ranks cannot share": (
-        [
-            "--tp-size",
-            "2",
-            "--sparse-attn-config",
-            '{"profile": "none", "layer_plan": ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "dense", "dense", '
-            '"dense"]}',
-        ],
-        ["layer_plan: layer 2: expected KV head 0 to reuse a selection of its own rank 0 of 2", "Serve with fewer"],
-    ),
-    "torch.compile": (["--enable-torch-compile"], ["--enable-torch-compile"]),
-}
-
-_TRY_ALL = """
-import contextlib, io, json, sys
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.server_args import prepare_server_args
-results = {}
-for name, flags in json.loads(sys.argv[1]).items():
-    err = io.StringIO()
-    status = None
-    with contextlib.redirect_stderr(err):
-        try:
-            record = prepare_server_args(flags)
-            getattr(record, "resolve_once", lambda: None)()  # as 0.5.23 does when it launches
-            record.check_server_args()
-        except SystemExit as error:
-            status = error.code
-        except BaseException as error:
-            status = repr(error)
-    results[name] = [status, err.getvalue()]
-print("RESULT", json.dumps(results))
-"""
-
-
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    profile = json.loads((MODEL / PROFILE_FILE).read_text())
-    profile["model"]["config_digest"] = "f" * 64
-    other = tmp_path_factory.mktemp("other") / "profile.json"
-    other.write_text(json.dumps(profile))
-    base = ["--model-path", str(MODEL), "--device", "cpu", "--sparse-attn"]
-    wanted = {
-        name: base + [flag.replace("OTHER", str(other)) for flag in flags] for name, (flags, _) in BAD_FLAGS.items()
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", _TRY_ALL, json.dumps(wanted)], capture_output=True, text=True, timeout=900
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    results: dict[str, Any] = json.loads(lines[0][7:])
-    return results
-
-
-@pytest.mark.parametrize("name", BAD_FLAGS)
-def test_bad_flags_stop_the_start_with_a_message(refused: dict[str, Any], name: str) -> None:
-    status, output = refused[name]
-    assert status == 2, output
-    line = next(line for line in output.splitlines() if line.startswith("sglang-ext:"))
-    for word in BAD_FLAGS[name][1]:
-        assert word in line
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", "models/needle", "--device", "cpu"]
+    command += ["--sparse-attn", "--sparse-attn-config", '{"keep_ration": 0.1}']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    assert "keep_ration" in done.stdout + done.stderr
+    assert "Known keys" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 _PATCHED = """

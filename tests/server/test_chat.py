@@ -5,15 +5,13 @@ The tokenizer adds a BOS and the chat template renders it, as those of Llama 3 d
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.llama_model import HOTELS, SYSTEM, TRAINS, WEATHER, llama_model
-from tests.server.harness import EXACT_CONFIG, ROOT
+from tests.llama_model import SYSTEM, TRAINS, WEATHER, llama_model
+from tests.server.harness import EXACT_CONFIG
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.full
@@ -42,10 +40,10 @@ def chatted(model: Path, prebuild: Any, serve: Any, tmp_path_factory: pytest.Tem
     return job, server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300, max_retries=0)
 
 
-def ask(client: Any, tools: Any, words: str = "By train to the sea, please.") -> Any:
+def ask(client: Any, tools: Any) -> Any:
     return client.chat.completions.create(
         model="default",
-        messages=[SYSTEM, {"role": "user", "content": words}],
+        messages=[SYSTEM, {"role": "user", "content": "By train to the sea, please."}],
         tools=tools,
         max_tokens=6,
         temperature=0.0,
@@ -69,19 +67,5 @@ def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> No
     assert reply.usage.prompt_tokens > job.line("travel")["num_tokens"] > 1024
     assert delta.sparse_rows in server.rows(5)
     assert delta.fallbacks == {}
-
-
-@pytest.mark.parametrize("tools", [[WEATHER, HOTELS], [WEATHER], None], ids=["another", "one", "none"])
-def test_a_request_with_other_tools_does_not_find_it(chatted: Any, tools: Any) -> None:
-    _, server, client = chatted
-    _, delta = server.during(lambda: ask(client, openai.NOT_GIVEN if tools is None else tools))
-    assert delta.sparse_rows == 0
-    assert set(delta.fallbacks) == {"no_index"}
-
-
-def test_the_name_is_what_index_commands_take(chatted: Any) -> None:
-    job, _, _ = chatted
-    command = [sys.executable, "-m", "sglang_ext.cli", "index", "show", "travel", "--store", str(job.store)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert job.line("travel")["digest"] in said
-    assert "name      travel" in said
+    _, delta = server.during(lambda: ask(client, [WEATHER]))
+    assert (delta.sparse_rows, delta.fallbacks) == (0, {"no_index": 1}), "other tools"

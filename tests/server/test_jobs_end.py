@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import psutil
 import pytest
 
 from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, flags_of, rendezvous
-from tests.server.jobs import begin
+from tests.server.jobs import running
 
 pytestmark = pytest.mark.full
 
@@ -23,13 +26,12 @@ pytestmark = pytest.mark.full
 SOON = 60.0
 
 
+@dataclass
 class Job:
     """A job in a process group of its own."""
 
-    def __init__(self, words: list[str], log: Path) -> None:
-        self.log = log
-        command = [sys.executable, "-m", "sglang_ext.cli", *words, "--", *rendezvous(), *flags_of(None, None, {})]
-        self.process = begin(command, log)
+    process: subprocess.Popen[bytes]
+    log: Path
 
     @property
     def said(self) -> str:
@@ -58,13 +60,6 @@ class Job:
         assert time.monotonic() - begun < SOON
         return status
 
-    def kill(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        self.process.wait(30)
-
 
 def _group(pid: int) -> int | None:
     try:
@@ -74,35 +69,39 @@ def _group(pid: int) -> int | None:
 
 
 @pytest.fixture
-def job(serve: Any, tmp_path: Path) -> Iterator[Any]:
-    """(command, number of prompts) -> a running job whose first prompt is done."""
+def begun(serve: Any, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """(command, number of prompts) -> a job that has been started, with its files in the test's folder."""
     serve.close()
-    started: list[Job] = []
+    with contextlib.ExitStack() as jobs:
 
-    def start(command: str, count: int = 200) -> Job:
-        prompts = tmp_path / "prompts.jsonl"
-        lines = [{"id": f"p{n}", "input_ids": [5 + (n + i) % 90 for i in range(2048)]} for n in range(count)]
-        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        words = [command, "--model-path", str(MODEL)]
-        if command == "prebuild":
-            report = tmp_path / "report.jsonl"
-            words += ["--prompts", str(prompts), "--store", str(tmp_path / "store"), "--report", str(report)]
-            words += ["--sparse-attn-config", json.dumps(DISK | EXACT_CONFIG)]
-        else:
-            words += ["--data", str(prompts), "--out", str(tmp_path / "profile.json")]
-        one = Job(words, tmp_path / "job.log")
-        started.append(one)
-        done = (
-            (lambda: report.exists() and "built" in report.read_text())
-            if command == "prebuild"
-            else (lambda: any((tmp_path / "profile.json.state").glob("*.safetensors")))
-        )
-        one.until(done)
+        def begin(command: str, count: int = 200) -> Job:
+            prompts, log = tmp_path / "prompts.jsonl", tmp_path / "job.log"
+            lines = [{"id": f"p{n}", "input_ids": [5 + (n + i) % 90 for i in range(2048)]} for n in range(count)]
+            prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            words = [sys.executable, "-m", "sglang_ext.cli", command, "--model-path", str(MODEL)]
+            if command == "prebuild":
+                words += ["--prompts", str(prompts), "--store", str(tmp_path / "store")]
+                words += ["--report", str(tmp_path / "report.jsonl")]
+                words += ["--sparse-attn-config", json.dumps(DISK | EXACT_CONFIG)]
+            else:
+                words += ["--data", str(prompts), "--out", str(tmp_path / "profile.json")]
+            words += ["--", *rendezvous(), *flags_of(None, None, {})]
+            return Job(jobs.enter_context(running(words, log)), log)
+
+        yield begin
+
+
+@pytest.fixture
+def job(begun: Any, tmp_path: Path) -> Callable[[str], Job]:
+    """Command -> a running job whose first prompt is done."""
+    report, captures = tmp_path / "report.jsonl", tmp_path / "profile.json.state"
+
+    def start(command: str) -> Job:
+        one: Job = begun(command)
+        one.until(lambda: any(captures.glob("*.safetensors")) or (report.exists() and "built" in report.read_text()))
         return one
 
-    yield start
-    for one in started:
-        one.kill()
+    return start
 
 
 @pytest.mark.parametrize("command", ["prebuild", "calibrate"])
@@ -113,32 +112,26 @@ def job(serve: Any, tmp_path: Path) -> Iterator[Any]:
 def test_a_job_that_is_stopped_ends_soon_and_says_how_to_go_on(
     job: Any, command: str, number: signal.Signals, status: int, word: str, whom: str
 ) -> None:
-    running = job(command)
-    (os.kill if whom == "the job" else os.killpg)(running.process.pid, number)
-    assert running.ended() == status, running.said[-4000:]
-    assert f"{word}; run the same command again to go on" in running.said
+    one = job(command)
+    (os.kill if whom == "the job" else os.killpg)(one.process.pid, number)
+    assert one.ended() == status, one.said[-4000:]
+    assert f"{word}; run the same command again to go on" in one.said
 
 
-def test_a_job_that_is_stopped_while_sglang_starts_ends_soon(job: Any, tmp_path: Path) -> None:
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text(json.dumps({"id": "a", "input_ids": [5] * 2048}) + "\n")
-    words = ["prebuild", "--model-path", str(MODEL), "--prompts", str(prompts), "--store", str(tmp_path / "s")]
-    running = Job(words, tmp_path / "start.log")
-    try:
-        running.until(running.schedulers)
-        running.process.send_signal(signal.SIGTERM)
-        assert running.ended() == 143, running.said[-4000:]
-    finally:
-        running.kill()
+def test_a_job_that_is_stopped_while_sglang_starts_ends_soon(begun: Any) -> None:
+    one = begun("prebuild", 1)
+    one.until(one.schedulers)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.ended() == 143, one.said[-4000:]
 
 
 @pytest.mark.parametrize("command", ["prebuild", "calibrate"])
 def test_no_job_waits_for_a_dead_scheduler(job: Any, tmp_path: Path, command: str) -> None:
-    running = job(command)
-    for scheduler in running.schedulers():
+    one = job(command)
+    for scheduler in one.schedulers():
         scheduler.kill()
-    assert running.ended() == 1, running.said[-4000:]
-    assert "expected SGLang's processes to live, got the end of one" in running.said
+    assert one.ended() == 1, one.said[-4000:]
+    assert "expected SGLang's processes to live, got the end of one" in one.said
     if command == "prebuild":
         last = json.loads((tmp_path / "report.jsonl").read_text().splitlines()[-1])
         assert (last["status"], last["reason"]) == ("failed", "engine_died")

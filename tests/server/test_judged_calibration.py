@@ -1,10 +1,10 @@
-"""A calibration that serves its proposals: real engines one after another, results kept, the bound obeyed."""
+"""`sglang-ext calibrate` on the real SGLang: a profile that fits the model comes out, and its proposals are served:
+real engines one after another, results kept, the bound obeyed.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,24 @@ import pytest
 
 from scripts.needle.tasks import make_document
 from sglang_ext.methods.profile import load_profile
-from tests.server.harness import CPU_FLAGS, MODEL, THREADS
+from tests.server.harness import CPU_FLAGS, MODEL
+from tests.server.jobs import run_job
 
 pytestmark = [pytest.mark.full, pytest.mark.server]
 
 
 def calibrate(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
-    """The report's figures, and what the job said."""
+    """The report's figures, and what the job said. One prompt is left out."""
     command = [sys.executable, "-m", "sglang_ext.cli", "calibrate", "--model-path", str(MODEL)]
     command += ["--data", str(folder / "prompts.jsonl"), "--out", str(folder / "profile.json")]
     command += ["--report", str(folder / "report"), "--judge", "yes", "--rows", "4", "--anchors", "1", *words, "--"]
     flags = [*CPU_FLAGS, "--page-size", "16", "--chunked-prefill-size", "4096", "--max-total-tokens", "16384"]
-    environment = {**os.environ, **THREADS, "SGLANG_EXT_CPU_SHORT_EXTEND": "1"}
-    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1"}
+    status, output = run_job([*command, *flags], folder / "calibrate.log", env=env)
+    assert status == 1, output[-4000:]
+    assert "long: left out" in output
     report: dict[str, Any] = json.loads((folder / "report" / "report.json").read_text())
-    return report, done.stderr
+    return report, output
 
 
 def test_proposals_are_served_kept_and_chosen_within_the_bound(tmp_path: Path) -> None:
@@ -38,7 +40,9 @@ def test_proposals_are_served_kept_and_chosen_within_the_bound(tmp_path: Path) -
             for number, question in enumerate(document.questions):
                 line = {"id": f"many_keys-{seed}-{number}", "text": document.text, "question": question.text}
                 file.write(json.dumps(line) + "\n")
-    report, _ = calibrate(tmp_path)
+        file.write(json.dumps({"id": "long", "input_ids": [5] * 12288}) + "\n")  # does not fit the context
+    report, said = calibrate(tmp_path)
+    assert "8 measured, 1 left out" in said
     judged = {(one["candidate"]["anchors"], one["candidate"]["keep_ratio"]): one for one in report["judged"]["judged"]}
     assert set(judged) == {(count, ratio) for count in (None, 1) for ratio in (0.05, 0.02)}
     for one in judged.values():
@@ -58,12 +62,16 @@ def test_proposals_are_served_kept_and_chosen_within_the_bound(tmp_path: Path) -
     before = results.stat().st_mtime_ns
     report, said = calibrate(tmp_path, "--max-kl", "1000")
     assert results.stat().st_mtime_ns == before
-    assert "proposals are judged" in said
+    assert "8 measured, 1 left out" in said
     median = {key: sorted(one["ms"])[2] for key, one in judged.items()}
     fastest = min(median, key=lambda key: median[key])
     if median[fastest] <= 0.95 * median[None, 0.05]:
         assert report["judged"]["chosen"] == judged[fastest]["candidate"]
     profile = load_profile(tmp_path / "profile.json")
+    profile.check_model(num_layers=6, num_kv_heads=2, head_dim=64)
+    assert profile.plan().dense_layers == (0,)
+    assert profile.calibration.prompts == 8
+    assert profile.calibration.tokens > 8 * 4096, "the questions are among them"
     assert profile.recommended.keep_ratio == report["judged"]["chosen"]["keep_ratio"]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.server.harness import CPU_FLAGS, ROOT, THREADS
+from tests.server.harness import CPU_FLAGS, ROOT
+from tests.server.jobs import run_job
 
 pytestmark = [pytest.mark.full, pytest.mark.server]
 
@@ -32,11 +31,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]
     command += ["--config", "dense", "--config", 'all={"keep_ratio": 1.0}', "--config", 'tenth={"keep_ratio": 0.1}']
     flags = [*CPU_FLAGS, "--page-size", "16", "--chunked-prefill-size", "4096", "--max-total-tokens", "16384"]
     flags += ["--context-length", "8192"]  # the model has no more
-    environment = {**os.environ, **THREADS, "SGLANG_EXT_CPU_SHORT_EXTEND": "1"}
-    done = subprocess.run(
-        [*command, "--", *flags], env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1"}
+    status, output = run_job([*command, "--", *flags], work / "answers.log", env=env)
+    assert status == 0, output[-3000:]
     found = [json.loads(line) for line in Path(work / "rows.jsonl").read_text().splitlines()]
     assert all(row["all"]["steps"] == 16 * 23 for row in found)
     for row in found[1:]:  # with overlap a step runs ahead of each request's end

@@ -1,4 +1,4 @@
-"""Schedules that move requests about: overlap, mixed chunks, retraction under memory pressure."""
+"""Schedules that move requests about: retraction under memory pressure, no prefix cache."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ SMALL_POOL: dict[str, Any] = {
     "schedule_conservativeness": "0.1",
     "environment": {"SGLANG_EXT_CPU_SHORT_EXTEND": "1", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
 }
-
-
-@pytest.mark.boot("production")
-def test_the_overlap_schedule_survives_requests_of_different_lengths(production: Any, texts: Any) -> None:
-    """Rows of finished requests are given away while the step that still holds them runs."""
-    assert "disable_overlap_schedule=False" in production.log.read_text().replace("'", "").replace(": ", "=")
-    jobs = [(texts.ask(doc, n), 3 + 5 * n) for n in range(4) for doc in (texts.first, texts.second)]
-    production.compared_together(jobs, 0, times=2)
 
 
 @pytest.mark.boot("small-pool")

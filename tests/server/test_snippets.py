@@ -1,4 +1,4 @@
-"""The commands and scripts of the documents, run as a reader would: as they stand there, from top to bottom.
+"""The commands of the documents, run as a reader would: as they stand there, from top to bottom.
 
 What a reader puts in is put in here: the model, the flags of this machine, free ports, a socket in the test's folder.
 """
@@ -9,11 +9,9 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,8 @@ import pytest
 
 from scripts.needle.tasks import make_document
 from scripts.servers import free_ports
-from tests.server.harness import CPU_FLAGS, JOB_SECONDS, MODEL, READY, ROOT, START_SECONDS, THREADS, count_boot
+from tests.server.harness import CPU_FLAGS, JOB_SECONDS, MODEL, READY, ROOT, START_SECONDS
+from tests.server.jobs import running
 
 pytestmark = pytest.mark.full
 
@@ -34,13 +33,10 @@ SERVES = {"-m sglang.launch_server": READY, "sglang-ext store serve": "serves "}
 SMALL = ["--max-total-tokens", "16384", "--page-size", "16", "--disable-overlap-schedule", "--sleep-on-idle"]
 
 
-def blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.S)
-
-
 def commands(document: str) -> list[str]:
     """The lines of the bash blocks, continued ones joined, comments left out."""
-    text = "\n".join(blocks(document, "bash")).replace("\\\n", " ")
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.S)
+    text = "\n".join(blocks).replace("\\\n", " ")
     lines = (re.sub(r"\s+#.*", "", line).strip() for line in text.splitlines())
     return [line for line in lines if line and not line.startswith(NOT_HERE)]
 
@@ -77,23 +73,7 @@ def put_in(line: str, folder: Path) -> str:
     return line
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, **THREADS, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-
-
-@contextlib.contextmanager
-def running(command: Sequence[str], folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """In a process group of its own, which ends with the block."""
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, cwd=folder, env=environment(), start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def wait_for(process: subprocess.Popen[bytes], line: str, log: Path) -> None:
@@ -114,32 +94,12 @@ def test_the_commands_of_a_document_run_from_top_to_bottom(document: str, folder
     with contextlib.ExitStack() as services:
         for number, line in enumerate(commands(document)):
             ours, log = put_in(line, folder), folder / f"{number}.log"
-            if any(word in ours for word in ("launch_server", "prebuild", "calibrate")):
-                count_boot("snippet")
-            command = running(["bash", "-c", ours], folder, log)
+            command = running(["bash", "-c", ours], log, ENVIRONMENT, folder)
             if "store serve" in ours:
                 wait_for(services.enter_context(command), ours, log)
             else:
                 with command as process:
                     wait_for(process, ours, log)
-
-
-def test_the_engine_of_the_documents_runs_as_a_script(folder: Path) -> None:
-    (block,) = blocks("docs/using.md", "python")
-    (folder / "store").mkdir()
-    (_, nccl_port) = free_ports(2)
-    ours = block.replace('"MODEL"', repr(str(MODEL))).replace(
-        'attention_backend="flashinfer"',
-        'device="cpu", dtype="float32", attention_backend="torch_native", sampling_backend="pytorch", '
-        'grammar_backend="none", disable_cuda_graph=True, max_total_tokens=8192, max_running_requests=4, '
-        f"context_length=4096, nccl_port={nccl_port}",
-    )
-    script, log = folder / "snippet.py", folder / "snippet.log"
-    script.write_text(ours)
-    count_boot("snippet")
-    with running([sys.executable, str(script)], folder, log) as process:
-        wait_for(process, "the script", log)
-    assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
@@ -150,6 +110,7 @@ def test_the_tables_of_committed_results_print(document: str, tmp_path: Path) ->
     for line in lines:
         if "--plot" in line:
             line = re.sub(r"--plot \S+", f"--plot {tmp_path / 'plot.png'}", line)
-        done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True)
+        env = {**os.environ, **ENVIRONMENT}
+        done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}: {done.stderr[-2000:]}"
         assert done.stdout.strip()

@@ -1,7 +1,7 @@
 """What an answer owes to those who decode beside it, on the shipped model in float32, step by step.
 
-Requests on other prompts change nothing: the same positions are selected, layer by layer and head by head. Requests on
-the same prompt select together with it: more positions, as `group_growth` says. One server.
+Requests on the same prompt select together with it: more positions, as `group_growth` says. Those on other prompts
+change nothing: `tests/serving/test_sparse_decode.py` compares each group's selection with the definition.
 """
 
 from __future__ import annotations
@@ -40,13 +40,6 @@ def server(serve: Any, prebuild: Any, config: Any, texts: Any, tmp_path_factory:
     return serve(job.store, config)
 
 
-@pytest.fixture(scope="module")
-def alone(server: Any, config: Any, texts: Any) -> tuple[Any, dict[int, Selected]]:
-    """An answer asked alone, and by sequence length what its steps selected."""
-    answer = server.generate(texts.ask(texts.first, 0), TOKENS, rid="trace-alone")
-    return answer, steps(config, "trace-alone")
-
-
 def steps(config: dict[str, Any], rid: str) -> dict[int, Selected]:
     """By sequence length, what was selected for a request."""
     (path,) = Path(config["trace_folder"]).glob("steps-*.trace")
@@ -65,38 +58,13 @@ def masks(step: Selected) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return np.stack([step.mask(layer) for layer in sorted(step.bits)])  # type: ignore[arg-type]
 
 
-def test_requests_on_other_prompts_change_no_selection(server: Any, config: Any, texts: Any, alone: Any) -> None:
-    answer, own = alone
-    assert len(own) == TOKENS - 1, "every decode step was sparse"
-    others = [texts.ask(texts.second, 0), texts.ask(texts.unindexed, 0), texts.ask(texts.second, 1)]
-    for attempt in range(10):  # until they decoded at the same time
-        rid = f"trace-strangers-{attempt}"
-        calls = [partial(server.generate, texts.ask(texts.first, 0), TOKENS, rid=rid)]
-        calls += [partial(server.generate, other, TOKENS, rid=f"trace-{attempt}-{n}") for n, other in enumerate(others)]
-        answers = server.together(calls)
-        beside = steps(config, rid)
-        assert answers[0].ids == answer.ids
-        assert beside.keys() == own.keys()
-        for seq_len, step in beside.items():
-            assert step.rids == [rid], "nobody else is on its prompt"
-            assert (masks(step) == masks(own[seq_len])).all()
-        if together(config, rid, f"trace-{attempt}-0") > TOKENS // 2:
-            return
-    pytest.fail("the requests never decoded at the same time")
-
-
-def together(config: dict[str, Any], *rids: str) -> int:
-    """Steps in which all of these were selected for."""
-    (path,) = Path(config["trace_folder"]).glob("steps-*.trace")
-    records = (record for record in read_trace(path) if isinstance(record, SparseStep))
-    return sum({*rids} <= {rid for group in record.groups for rid in group.rids} for record in records)
-
-
-def test_requests_on_the_same_prompt_widen_what_is_selected(server: Any, config: Any, texts: Any, alone: Any) -> None:
+def test_requests_on_the_same_prompt_widen_what_is_selected(server: Any, config: Any, texts: Any) -> None:
     """Behind `<end>` the model rambles, and a wider selection may make it ramble otherwise: from the first token that
     differs on, only how much is selected is compared.
     """
-    answer, own = alone
+    answer = server.generate(texts.ask(texts.first, 0), TOKENS, rid="trace-alone")
+    own = steps(config, "trace-alone")
+    assert len(own) == TOKENS - 1, "every decode step was sparse"
     end = texts.first.questions[0].max_new_tokens
     prefix, first = next(iter(own.values())).prefix_len, min(own)
     one, most = int(KEEP_RATIO * prefix), int(MAX_KEEP_RATIO * prefix)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from prefix_index import PAGE_TOKENS, page_hashes
 from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.runtime import SparseRuntime
@@ -23,25 +24,31 @@ NAMESPACE: dict[str, str | None] = {"extra_key": None}
 PROMPT, OTHER = list(range(64)), list(range(2000, 2064))
 
 
+def hashes(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    return tuple(page_hashes(tokens, PAGE_TOKENS))
+
+
 class Request:
     """As SGLang's: compared by identity, and weakly referenceable."""
 
 
 class Model:
-    """A model runner in plain tensors: what `ModelView` asks for."""
+    """A model runner in plain tensors: what `ModelView` asks for. It has some of the KV heads, as a rank does."""
 
-    num_layers, num_qo_heads, num_kv_heads, head_dim, v_head_dim = LAYERS, KV_HEADS * GQA, KV_HEADS, DIM, DIM
+    num_layers, head_dim, v_head_dim = LAYERS, DIM, DIM
     dtype = kv_dtype = torch.float32
     num_slots, max_requests, decode_graphs = 1024, 8, False
     tp_rank, tp_size = 0, 1
     has_kv_scales = True
     device = torch.device("cpu")
 
-    def __init__(self, fingerprint: Any) -> None:
+    def __init__(self, fingerprint: Any, heads: slice = slice(KV_HEADS)) -> None:
         self._fingerprint = fingerprint
         gen = torch.Generator().manual_seed(0)
         self.weight = torch.randn(5, 7, generator=gen)
-        pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen) for _ in range(LAYERS)]
+        pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen)[:, :, heads] for _ in range(LAYERS)]
+        self.num_kv_heads = pools[0].shape[2]
+        self.num_qo_heads = GQA * self.num_kv_heads
         self.caches = [PagedKV(*pool, k_scale=0.5, v_scale=4.0) for pool in pools]
         self.req_to_token = torch.randperm(1024, generator=gen)[: 8 * 120].reshape(8, 120).to(torch.int32)
 
@@ -65,8 +72,8 @@ class Runtime(SparseRuntime):
 
     wait = SparseRuntime.admit
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.held: list[Request] = []
 
     def admit(self, request: Hashable, *args: Any, **kwargs: Any) -> None:

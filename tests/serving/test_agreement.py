@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from sglang_ext.config import Settings
 from sglang_ext.decode.grouping import SlotComparisons
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
@@ -30,27 +31,12 @@ from sglang_ext.ranks import (
     check_alike,
     dense,
 )
-from tests.serving.admitting import Request
+from tests.serving.admitting import LAYERS, PROMPT, Model, Request, Runtime, planned
 from tests.serving.meeting import Meeting
 
 A, B = "a" * 64, "b" * 64
 MISMATCH = dense(REASONS.index("index_mismatch"))
 MEMORY = dense(REASONS.index("index_memory"))
-
-
-def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[Word, bool, int]]]:
-    """Per rank and step of one request: what was agreed, whether it may be used, and the votes so far."""
-
-    def work(ranks: Ranks) -> list[tuple[Word, bool, int]]:
-        votes, found = Agreement(ranks, MISMATCH), []
-        for step in range(steps):
-            own = words[ranks.rank]
-            word = own[min(step, len(own) - 1)]
-            votes.settle(["r"], lambda _, word=word: word, refused=False)
-            found.append((votes._agreed["r"], votes.ready("r"), votes.votes))
-        return found
-
-    return Meeting(len(words)).run(work)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +52,13 @@ def _settle(words: Sequence[Sequence[Word]], steps: int = 1) -> list[list[tuple[
     ],
 )
 def test_the_least_of_what_ranks_have_counts(words: list[Word], state: int, shares: bool) -> None:
-    for of_rank in _settle([[word] for word in words]):
-        assert [(word.state, word.shares) for word, _, _ in of_rank] == [(state, shares)]
+    def work(ranks: Ranks) -> Word:
+        votes = Agreement(ranks, MISMATCH)
+        votes.settle(["r"], lambda _: words[ranks.rank], refused=False)
+        return votes._agreed["r"]
 
-
-def test_an_index_that_is_late_on_one_rank_is_used_on_all_from_one_step_on() -> None:
-    late = [Word(LOADING, True, A)] * (EVERY + 3) + [Word(READY, True, A)]
-    early, other = _settle([[Word(READY, True, A)], late], steps=3 * EVERY)
-    assert early == other
-    used = [ready for _, ready, _ in early]
-    assert used == [False] * (2 * EVERY - 1) + [True] * (EVERY + 1)
-    assert early[-1][2] == 3, "one vote when it came, then one in so many steps, and none once it is settled"
+    for word in Meeting(len(words)).run(work):
+        assert (word.state, word.shares) == (state, shares)
 
 
 def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
@@ -168,6 +150,42 @@ def test_a_rank_gives_up_what_another_one_lacks(case: str) -> None:
     }.get(case)
     assert one[:3] == (None, case == "ready", {reason: 1} if reason else {})
     assert one[3] == two[3] == (case not in ("ready", "loading")), "nobody keeps an index that it may not use"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_runtimes_of_two_ranks_use_an_index_that_is_late_on_one_from_the_same_step_on(
+    late: int, make_bench: Any
+) -> None:
+    bench = make_bench(layer_plan=["anchor"] * LAYERS, prefetch_policy="best_effort", keep_ratio=1.0)
+    bench.put(PROMPT)
+
+    def work(ranks: Ranks) -> Any:
+        view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
+        view.tp_rank, view.tp_size = ranks.rank, 2
+        runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), view, ranks=ranks)
+        gate, real = threading.Event(), runtime.store.get
+        if ranks.rank == late:
+            runtime.store.get = lambda key: (gate.wait(60), real(key))[1]
+        index = runtime.requests.of(runtime.came("a")).index
+        used = []
+        for step in range(3 * EVERY):
+            if step == (EVERY + 2 if ranks.rank == late else 0):
+                gate.set()
+                index.loaded.result(60)
+            used.append(planned(runtime, ["a"], [66 + step]))
+        state = runtime.snapshot()
+        runtime.close()
+        own = bench.keys(PROMPT, 0).transpose(0, 1)[ranks.rank : ranks.rank + 1]
+        assert torch.equal(index.layers[0]["keys"], own), "of its own KV head"
+        return used, state["fallbacks"], [(one["history"], one["votes"]) for one in state["ranks"]]
+
+    one, two = Meeting(2).run(work)
+    assert one == two
+    used, fallbacks, (mine, theirs) = one
+    assert used == sorted(used)
+    assert EVERY + 2 < used.count(False) < 3 * EVERY
+    assert (fallbacks, mine) == ({"index_loading": 1}, theirs)
+    assert mine[1] == 3, "one vote when it came, then one in so many steps, and none once it is settled"
 
 
 # -- the start, and what is compared on the device --------------------------------------------------------------

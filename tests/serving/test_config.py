@@ -116,6 +116,9 @@ def test_a_missing_store_folder_is_refused_and_not_made(tmp_path: Path) -> None:
         make_settings(None, str(tmp_path / "none"))
     assert "mkdir -p" in str(caught.value)
     assert not (tmp_path / "none").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="expected an existing folder"):
+        make_settings(None, str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("store", ["s3://bucket/prefix", "mooncake://m:1", "http://host", "ipc://"])
@@ -188,6 +191,21 @@ def test_the_environment_enables(value: str, on: bool, tmp_path: Path) -> None:
 )
 def test_budget(fields: dict[str, Any], prefix_len: int, expected: int) -> None:
     assert msgspec.convert(fields, SparseAttnConfig).budget(prefix_len) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"top_k": 8}, 8),
+        ({"top_k": 8, "group_growth": "sqrt"}, 12),
+        ({"top_k": 60, "group_growth": "sqrt"}, 64),
+        ({"keep_ratio": 0.25, "group_growth": "sqrt", "max_keep_ratio": 0.3, "min_top_k": 0}, 19),
+        ({"keep_ratio": 0.25, "min_top_k": 24}, 24),
+    ],
+)
+def test_the_budget_of_a_group_of_two_behind_64_tokens(fields: dict[str, Any], expected: int) -> None:
+    plain = {"group_growth": "none", "max_keep_ratio": 1.0}
+    assert msgspec.convert({**plain, **fields}, SparseAttnConfig).group_budget(64, 2) == expected
 
 
 def test_covered_tokens() -> None:

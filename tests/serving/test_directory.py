@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from sglang_ext.config import Settings, config_from_dict
 from sglang_ext.prefix.directory import PrefixDirectory, StoreWatch
 from tests.prefix_index.samples import find, sample_identity, sample_payload
 from tests.prefix_index.test_index_refusals import stuck_listing
+from tests.serving.admitting import eventually
 
 PROMPT = list(range(200))
 
@@ -51,21 +50,6 @@ def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any, directory:
     assert directory.lookup({"extra_key": None}, PROMPT).reason == "short_prefix"
 
 
-def test_a_store_folder_that_goes_away_leaves_what_is_known(
-    bench: Any, directory: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.put(PROMPT[:96])
-    monkeypatch.setattr("sglang_ext.prefix.directory.RESCAN_S", 0.0)
-    directory = directory()
-    assert directory.lookup({"extra_key": None}, PROMPT).entry is not None
-    shutil.rmtree(bench.store.folder)
-    with caplog.at_level(logging.ERROR):
-        for _ in range(3):
-            assert directory.lookup({"extra_key": None}, PROMPT[:96]).entry is not None
-    assert len(caplog.records) == 1, "said once, not at every request"
-    assert "cannot be scanned" in caplog.text
-
-
 def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any, directory: Any) -> None:
     expected = page_hashes(PROMPT[:120])
     assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
@@ -95,21 +79,6 @@ def watch(folder: Path) -> Iterator[StoreWatch]:
     watch.close()
 
 
-def eventually(watch: StoreWatch, number: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(watch.store.list()) != number:
-        assert time.monotonic() < deadline
-        watch.rescan()
-        time.sleep(0.02)
-
-
-def test_what_another_process_stored_is_found(folder: Path, watch: StoreWatch) -> None:
-    with FileStore(folder) as other:
-        other.put(sample_payload(sample_identity(range(64))))
-    watch.rescan()
-    eventually(watch, 2)  # at once, but for a machine that is very busy
-
-
 def test_nobody_waits_for_a_folder_that_takes_long(
     folder: Path, watch: StoreWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +92,7 @@ def test_nobody_waits_for_a_folder_that_takes_long(
         assert begun.wait(60)
         assert any("found none yet" in text for text in watch.snapshot()["store_problems"])
         assert time.monotonic() - began < 30
-    eventually(watch, 2)
+    assert eventually(lambda: (watch.rescan(), len(watch.store.list()))[1] == 2)
     assert watch.snapshot()["indexes_in_store"] == 2
 
 

@@ -15,19 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from prefix_index import ArrayKey, page_hashes
-from prefix_kernels.types import PagedKV
+from prefix_index import ArrayKey
 from sglang_ext.prefill import background_build, parts
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.ranks import OneRank
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model, hashes
 from tests.serving.meeting import Meeting
 
-LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
-SHARED = list(range(64))
-NAMESPACE: dict[str, str | None] = {"extra_key": None}
 ARRAYS = {ArrayKey("m.a", 0, 1): np.arange(6, dtype=np.int16).reshape(2, 3), ArrayKey("m.b", 2, 1): np.ones(0)}
 
 
@@ -123,26 +120,15 @@ def test_no_folder_stops_the_start_of_all_ranks(monkeypatch: pytest.MonkeyPatch)
 class Rank:
     """One rank's builds on its own KV heads of the same keys and queries."""
 
-    def __init__(self, bench: Any, heads: range, builds: Callable[..., Any], *of_ranks: Any) -> None:
-        gen = torch.Generator().manual_seed(0)
-        pools = [
-            torch.randn(2, 256, KV_HEADS, DIM, generator=gen)[:, :, heads.start : heads.stop] for _ in range(LAYERS)
-        ]
-        self.queries = torch.randn(LAYERS, 256, KV_HEADS, GQA, DIM, generator=gen)[:, :, heads.start : heads.stop]
-        self.view = SimpleNamespace(
-            num_layers=LAYERS,
-            num_qo_heads=len(heads) * GQA,
-            num_kv_heads=len(heads),
-            head_dim=DIM,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            req_to_token=torch.arange(200).repeat(3, 1),
-            kv=lambda layer: PagedKV(*pools[layer]),
-        )
+    def __init__(self, bench: Any, number: int, size: int, builds: Callable[..., Any], *of_ranks: Any) -> None:
+        width, gen = KV_HEADS // size, torch.Generator().manual_seed(0)
+        heads = slice(number * width, (number + 1) * width)
+        self.queries = torch.randn(LAYERS, 256, KV_HEADS, GQA, DIM, generator=gen)[:, :, heads]
+        self.store, self.view = bench.store, Model(bench.model, heads)
         self.builds = builds(bench.store, bench.config, self.view, bench.model, None, *of_ranks)
 
     def prefill(self, rid: str, prompt: list[int], cached: int) -> None:
-        self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=tuple(page_hashes(prompt, 16))))
+        self.builds.admit(Admission(rid, prompt, NAMESPACE, None, hashes=hashes(prompt)))
         chunks = self.builds.begin_prefill([rid], [cached], [len(prompt) - cached], torch.device("cpu"))
         for layer in range(LAYERS):
             q = self.queries[layer, cached : len(prompt)].reshape(len(prompt) - cached, -1)
@@ -170,14 +156,12 @@ def start(make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         )  # fmt: skip
         folder = tmp_path / f"parts-{size}"
         folder.mkdir()
-        width = KV_HEADS // size
         of_server = [None] if size == 1 else [Parts(rank, size, folder) for rank in range(size)]
-        ranks = [Rank(bench, range(n * width, (n + 1) * width), SharedBuilds, part) for n, part in enumerate(of_server)]
+        ranks = [Rank(bench, number, size, SharedBuilds, part) for number, part in enumerate(of_server)]
         for rank in ranks:
-            rank.store = bench.store  # type: ignore[attr-defined]
-            rank.prefill("a", [*SHARED, *range(100, 118)], 0)
-            rank.prefill("b", [*SHARED, *range(200, 218)], 64)
-            rank.prefill("c", [*SHARED, *range(300, 318)], 64)
+            rank.prefill("a", [*PROMPT, *range(100, 118)], 0)
+            rank.prefill("b", [*PROMPT, *range(200, 218)], 64)
+            rank.prefill("c", [*PROMPT, *range(300, 318)], 64)
         made.extend(ranks)
         if left:
             assert ranks[1].decode_until("c", lambda state: state["left"] == 1)
@@ -221,13 +205,13 @@ def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
     second.builds._requests.clear()
     known = next(iter(second.builds._hits._known.values()))
     known.due, known.built_at = False, None  # as if its index had left the store
-    second.prefill("d", [*SHARED, *range(400, 418)], 64)
+    second.prefill("d", [*PROMPT, *range(400, 418)], 64)
     (build,) = second.builds._builder.open
     assert second.decode_until("d", lambda state: state["left"] == 2)
     assert build.given == 1
     assert first.decode_until("c", _built)
     known.due, known.built_at = False, None
-    second.prefill("e", [*SHARED, *range(500, 518)], 64)
+    second.prefill("e", [*PROMPT, *range(500, 518)], 64)
     (build,) = second.builds._builder.open
     assert second.decode_until("e", lambda state: not state["open"])
     assert build.given == 1, "it is in the store"
@@ -277,10 +261,9 @@ def test_ranks_that_build_while_a_request_ends_store_what_one_builds_or_nothing(
     one, two = make_bench(**fields), make_bench(**fields)
 
     def built(bench: Any, ranks: Any) -> None:
-        width = KV_HEADS // ranks.size
-        rank = Rank(bench, range(ranks.rank * width, (ranks.rank + 1) * width), PrefillBuilds, ranks)
+        rank = Rank(bench, ranks.rank, ranks.size, PrefillBuilds, ranks)
         lacking = lacks if ranks.rank else None
-        rank.prefill("a", [*SHARED, 7], 0 if lacking != "queries" else 64)
+        rank.prefill("a", [*PROMPT, 7], 0 if lacking != "queries" else 64)
         if lacking == "memory":
             rank.view.kv = lambda layer: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
         rank.builds.finish("a", 0)
@@ -293,7 +276,7 @@ def test_ranks_that_build_while_a_request_ends_store_what_one_builds_or_nothing(
     if lacks:
         assert "of all tensor-parallel ranks, some had none" in lines[1]["detail"]
         assert two.store.list() == ()
-        assert two.store.lease(two.identity(SHARED)) is not None, "it was given back"
+        assert two.store.lease(two.identity(PROMPT)) is not None, "it was given back"
         return
     assert lines[1]["recall"] == pytest.approx(lines[0]["recall"])
     mine, theirs = _arrays(one), _arrays(two)

@@ -9,15 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from prefix_index import ArrayKey, ModelFingerprint
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
 from sglang_ext.methods import make_builder, method_specs
-from sglang_ext.methods.exact import ExactSpec
 from sglang_ext.methods.profile import Profile, ProfileError, layer_profile
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
-from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.profiles import (
     PROFILE_FILE,
     check_profile,
@@ -31,7 +28,6 @@ from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
 
 PLAN = ["dense", "anchor", {"reuse": 1, "head_map": [1, 1]}]
 SPEC = {"first": {"method": "ab_sparse", "sizes": "profile"}, "second": {"method": "token_index", "num_channels": 4}}
-KEYS_ONLY = '{"method": "exact", "methods": {"exact": {}}}'
 
 
 def _model(**changes: Any) -> ModelFingerprint:
@@ -223,19 +219,6 @@ def test_layers_of_dense_heads_attend_everything_in_the_plan_they_were_calibrate
     assert roles(all_select, _profile()) == all_select
     assert roles(PLAN, None) == PLAN
     assert roles([], _profile(layer_plan={})) == ["dense", "dense", "anchor"]
-
-
-def test_a_rank_loads_its_own_heads(bench: Any) -> None:
-    prompt = list(range(64))
-    entry = bench.put(prompt)
-    residency = Residency(bench.store, ExactSpec(), 3, 1, torch.device("cpu"), entry.nbytes * 2 // 3, 1)
-    index = residency.acquire(entry)
-    assert index.loaded is not None
-    index.loaded.result(30)
-    assert index.state is State.READY, "half of the index fits where the whole would not"
-    for layer in range(3):
-        assert torch.equal(index.layers[layer]["keys"], bench.keys(prompt, layer).transpose(0, 1)[1:2])
-    residency.close()
 
 
 def test_equal_builds_have_equal_digests(settle: Settle) -> None:

@@ -39,8 +39,7 @@ def _started(capacity: int, num_tokens: int, seed: int = 0) -> QueryRecorder:
     return recorder
 
 
-def _feed(recorder: QueryRecorder, rid: str, num_tokens: int, chunks: list[int]) -> None:
-    first = 0
+def _feed(recorder: QueryRecorder, rid: str, num_tokens: int, chunks: list[int], first: int = 0) -> None:
     for size in chunks:
         step = recorder.begin_step([rid], [first], [size], CPU)
         for layer in range(LAYERS):
@@ -206,19 +205,12 @@ def _capturing(capacity: int, tail: int, steps: int) -> QueryRecorder:
     return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, 0, late=(tail, steps))
 
 
-def _feed_steps(recorder: QueryRecorder, rid: str, first: int, count: int) -> None:
-    for position in range(first, first + count):
-        step = recorder.begin_step([rid], [position], [1], CPU)
-        for layer in range(LAYERS):
-            recorder.record(step, layer, _queries(position + 1, layer)[position:])
-
-
 @pytest.mark.parametrize("chunks", [[30], [11, 19], [28, 1, 1]], ids=["one", "two", "three"])
 def test_late_tokens_are_kept_beside_the_sample(chunks: list[int]) -> None:
     recorder = _capturing(6, tail=4, steps=3)
     recorder.start("a", 30)
     _feed(recorder, "a", 30, chunks)
-    _feed_steps(recorder, "a", 30, 5)
+    _feed(recorder, "a", 35, [1] * 5, first=30)
     capture = _taken(recorder)
     assert capture.problem() is None
     assert capture.samples is not None
@@ -245,7 +237,7 @@ def test_a_gap_between_decode_steps_rejects_a_capture() -> None:
     recorder = _capturing(6, tail=0, steps=3)
     recorder.start("a", 10)
     _feed(recorder, "a", 10, [10])
-    _feed_steps(recorder, "a", 11, 1)
+    _feed(recorder, "a", 12, [1], first=11)
     assert "expected the prefill to go on at token 10, got token 11" in str(_taken(recorder).problem())
 
 

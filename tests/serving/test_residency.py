@@ -49,25 +49,18 @@ def prompt(number: int, length: int = 64) -> list[int]:
 
 
 @pytest.mark.parametrize("staging", [1, 40_000, 1 << 30], ids=["layer by layer", "some layers", "all at once"])
-def test_what_is_loaded_is_what_was_stored(bench: Any, reside: Any, staging: int, monkeypatch: Any) -> None:
-    """It comes in by batches of layers, which do not show."""
+@pytest.mark.parametrize(("first", "heads"), [(0, 2), (1, 1)], ids=["all heads", "a rank's"])
+def test_what_is_loaded_is_what_was_stored(
+    bench: Any, reside: Any, staging: int, first: int, heads: int, monkeypatch: Any
+) -> None:
+    """It comes in by batches of layers, which do not show. Of a rank's own heads there is no more than fits."""
     monkeypatch.setattr(module, "STAGING_BYTES", staging)
-    residency = reside(bench)
+    residency = reside(bench, heads * ONE // 2, heads=heads, first=first)
     index = load(residency, bench.put(PROMPT))
     assert (index.state, index.prefix_len, len(index.layers)) == (State.READY, 64, 3)
     for layer in range(3):
-        assert torch.equal(index.layers[layer]["keys"], bench.keys(PROMPT, layer).transpose(0, 1))
-    assert index.nbytes == residency.resident_bytes() == ONE
-
-
-def test_one_index_is_loaded_once_for_all_its_users(bench: Any, reside: Any) -> None:
-    residency, entry = reside(bench), bench.put(PROMPT)
-    first, second = residency.acquire(entry), residency.acquire(entry)
-    assert first is second
-    assert (first.users, residency.num_users()) == (2, 2)
-    for index in (first, second):
-        residency.release(index)
-    assert residency.num_users() == 0
+        assert torch.equal(index.layers[layer]["keys"], bench.keys(PROMPT, layer).transpose(0, 1)[first:])
+    assert index.nbytes == residency.resident_bytes() == heads * ONE // 2
 
 
 # -- the budget ------------------------------------------------------------------------------------------------

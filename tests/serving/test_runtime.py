@@ -20,11 +20,9 @@ from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.token_index import TokenIndexSelector
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import (
-    DIM,
-    GQA,
-    KV_HEADS,
     LAYERS,
     NAMESPACE,
+    OTHER,
     PROMPT,
     Model,
     Request,
@@ -48,15 +46,6 @@ def test_an_admitted_request_decodes_sparsely_until_its_slot_is_freed(start: Any
     assert (state["indexes_in_store"], state["store_problems"], state["model"]["num_layers"]) == (1, [], LAYERS)
 
 
-def test_rows_without_index_ride_along_in_a_grouped_step_and_stay_exact(start: Any) -> None:
-    runtime = start([PROMPT])
-    for rid, tokens in (("0", [*PROMPT, 7]), ("1", range(500, 540)), ("2", [*PROMPT, 9])):
-        runtime.came(rid, tokens)
-    assert ours(runtime, ["0", "1", "2"], [66, 41, 70])
-    state = runtime.snapshot()
-    assert (state["sparse_rows"], state["dense_rows"], state["fallbacks"]) == (2, 1, {"no_index": 1})
-
-
 def test_a_batch_without_index_is_left_to_sglang(start: Any) -> None:
     runtime = start()
     runtime.came("a")
@@ -65,19 +54,27 @@ def test_a_batch_without_index_is_left_to_sglang(start: Any) -> None:
     assert runtime.snapshot()["fallbacks"] == {"no_index": 1}, "once for a request, not at every step"
 
 
-def test_a_refused_layer_is_dense_and_counted(start: Any) -> None:
-    runtime = start([PROMPT])
-    runtime.came("a")
-    batch = decode_batch(runtime, ["a"], [66])
-    with runtime.step(batch):
-        assert runtime.planned
-        q = torch.zeros(1, KV_HEADS * GQA * DIM)
-        assert runtime.attend(q, None, None, SimpleNamespace(layer_id=0), batch, True, "a logit cap") is None
-    assert not runtime.planned, "a step ends with its forward"
-    assert runtime.snapshot()["fallbacks"] == {"unsupported_layer": 1}
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_layer_that_must_stay_dense_is_counted_and_ends_what_is_attended_here(start: Any, indexed: bool) -> None:
+    """A captured graph could not hold it."""
+    runtime = start([PROMPT] if indexed else [], share_prefixes=True, min_shared_tokens=32)
+    for rid in ("r0", "r1"):
+        runtime.came(rid)
+    runtime.share_slots(1)
+    for number in range(2):
+        ours(runtime, ["r0", "r1"], [66 + number, 70 + number])
+    layer, batch = SimpleNamespace(layer_id=1, scaling=1.0), decode_batch(runtime, ["r0", "r1"], [68, 72])
     with pytest.raises(RuntimeError, match="out of memory"), runtime.step(batch):
         raise RuntimeError("out of memory")
-    assert not runtime.planned, "also one that fails"
+    assert not runtime.planned, "a step ends with its forward, also one that fails"
+    with runtime.step(batch):
+        assert runtime.planned
+        assert runtime.attend(torch.zeros(2, 64), None, None, layer, batch, True, "a sliding window") is None
+        assert not runtime.planned
+    assert not ours(runtime, ["r0", "r1"], [69, 73])
+    state = runtime.snapshot()
+    assert state["decode"]["refusal"] == "layer 1 has a sliding window"
+    assert state["fallbacks"] == {"unsupported_layer": 1} | ({} if indexed else {"no_index": 2})
 
 
 def test_the_twins_of_one_id_are_dense_and_give_their_index_back(start: Any) -> None:
@@ -135,6 +132,9 @@ def test_a_damaged_index_is_tried_once_for_a_request_which_is_dense_with_the_rea
     state = runtime.snapshot()
     assert state["fallbacks"] == {"index_corrupt": 1}, "not what the store says of it the second time"
     assert (state["index_users"], len(state["store_problems"])) == (0, 1)
+    runtime.came("b")
+    assert not ours(runtime, ["b"], [66])
+    assert runtime.snapshot()["fallbacks"] == {"index_corrupt": 1, "no_index": 1}, "it is offered no more"
 
 
 def test_a_prefilled_prompt_leaves_an_index_of_its_own_keys(start: Any) -> None:
@@ -205,28 +205,10 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
     assert state["decode"]["compared"] == 1
 
 
-def test_a_layer_that_must_stay_dense_ends_the_sharing(start: Any) -> None:
-    """A captured graph could not hold it."""
-    runtime = start(share_prefixes=True, min_shared_tokens=32)
-    for rid in ("r0", "r1"):
-        runtime.came(rid)
-    runtime.share_slots(1)
-    for number in range(2):
-        ours(runtime, ["r0", "r1"], [66 + number, 70 + number])
-    layer, batch = SimpleNamespace(layer_id=1, scaling=1.0), decode_batch(runtime, ["r0", "r1"], [68, 72])
-    with runtime.step(batch):
-        assert runtime.planned
-        assert runtime.attend(torch.zeros(2, 64), None, None, layer, batch, True, "a sliding window") is None
-    assert not ours(runtime, ["r0", "r1"], [69, 73])
-    state = runtime.snapshot()
-    assert state["decode"]["refusal"] == "layer 1 has a sliding window"
-    assert state["fallbacks"] == {"no_index": 2, "unsupported_layer": 1}
-
-
 # -- what the state says ---------------------------------------------------------------------------------------
 
 
-def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any) -> None:
+def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplog: Any) -> None:
     bench = make_bench(layer_plan=["anchor"] * LAYERS)
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
     for tokens, parts in ((PROMPT, {}), (PROMPT[:32], {"model": other}), (PROMPT[:16], {"profile": "other"})):
@@ -235,18 +217,34 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any) -> No
     for model, line in ((bench.model, "1 of 3"), (msgspec.structs.replace(bench.model, kv_dtype="float16"), "0 of 3")):
         runtime = SparseRuntime(settings, Model(model))
         assert f"usable {line} indexes (" in runtime.watch.summary()
+        runtime.admit(Request(), "a", [*PROMPT, 7], NAMESPACE)
         state = runtime.snapshot()
         runtime.close()
         assert (state["indexes_usable"], state["indexes_in_store"]) == (int(line[0]), 3)
         assert state["store_problems"] == []
     assert state["indexes_unusable"] == {"of another model": 3}
+    assert "request a stays dense" in caplog.text
+    assert "model.kv_dtype: expected float16, found" in caplog.text
+    assert "ignored in the store" not in caplog.text
+    (bench.store.folder / "notes.txt").write_text("somebody's")
+    SparseRuntime(settings, Model(bench.model)).close()
+    assert f"ignored in the store: {bench.store.folder}/notes.txt" in caplog.text
 
 
-def test_a_store_folder_that_is_removed_is_a_problem_until_it_is_back(start: Any) -> None:
-    runtime = start()
+def test_a_store_folder_that_is_removed_is_a_problem_until_it_is_back(start: Any, caplog: Any) -> None:
+    """What is resident is still used; what is not is no index any more."""
+    runtime = start([PROMPT, OTHER])
+    runtime.came("a")
+    assert ours(runtime, ["a"], [66])
     folder = Path(runtime.store.folder)
     away = folder.rename(folder.with_name("away"))
     assert any(str(folder) in problem for problem in runtime.snapshot()["store_problems"])
+    runtime.came("b")
+    runtime.came("c", [*OTHER, 7])
+    assert ours(runtime, ["a", "b", "c"], [67, 66, 66])
+    state = runtime.snapshot()
+    assert (state["sparse_rows"], state["dense_rows"], state["fallbacks"]) == (3, 1, {"no_index": 1})
+    assert caplog.text.count("cannot be scanned") == 1, "said once, not at every request"
     away.rename(folder)
     assert runtime.snapshot()["store_problems"] == []
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_index import page_hashes
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefill import background_build, shared_builds
 from sglang_ext.prefill.background_build import Build
@@ -25,20 +24,16 @@ from tests.serving.admitting import (
     KV_HEADS,
     LAYERS,
     NAMESPACE,
+    PROMPT,
     Request,
     Runtime,
     decode_batch,
     eventually,
     extend_batch,
+    hashes,
     prefill_layers,
     report,
 )
-
-SHARED = list(range(64))
-
-
-def hashes(tokens: list[int]) -> tuple[bytes, ...]:
-    return tuple(page_hashes(tokens, 16))
 
 
 @pytest.fixture
@@ -100,10 +95,10 @@ class Traffic:
 
 
 def sharing(runtime: SparseRuntime, rids: str) -> Traffic:
-    """Requests that begin with SHARED and go on for 18 tokens of their own; the first one prefills it for all."""
+    """Requests that begin with PROMPT and go on for 18 tokens of their own; the first one prefills it for all."""
     traffic = Traffic(runtime)
     for number, rid in enumerate(rids):
-        traffic.prefill(rid, [*SHARED, *range(100 * number, 100 * number + 18)], 64 if number else 0)
+        traffic.prefill(rid, [*PROMPT, *range(100 * number, 100 * number + 18)], 64 if number else 0)
     return traffic
 
 
@@ -115,14 +110,14 @@ def counts(runtime: SparseRuntime) -> dict[str, Any]:
 def test_a_shared_prefix_gets_an_index_of_the_cached_keys_while_requests_decode(start: Any) -> None:
     runtime = start()
     traffic = Traffic(runtime)
-    traffic.prefill("a", [*SHARED, *range(100, 118)], 0, chunk=30)
-    traffic.prefill("b", [*SHARED, *range(200, 218)], 64)
+    traffic.prefill("a", [*PROMPT, *range(100, 118)], 0, chunk=30)
+    traffic.prefill("b", [*PROMPT, *range(200, 218)], 64)
     assert counts(runtime)["prefixes"] == 1
-    traffic.prefill("c", [*SHARED, *range(300, 318)], 64)
+    traffic.prefill("c", [*PROMPT, *range(300, 318)], 64)
     assert traffic.decode_until("c", 83, lambda: counts(runtime)["built"] == 1)
     (line,) = report(runtime)
     assert (line["status"], line["num_tokens"], line["hits"]) == ("built", 64, 2)
-    traffic.prefill("d", [*SHARED, *range(400, 418)], 64)
+    traffic.prefill("d", [*PROMPT, *range(400, 418)], 64)
     assert traffic.decode("d", 83)  # served by the index
     index = runtime.requests.get("d").index
     slots = runtime.view.req_to_token[0, :64].long()
@@ -195,7 +190,7 @@ def test_builds_take_turns_by_whose_requests_decode(start: Any, monkeypatch: pyt
     runtime = start(build_after_hits=1)
     traffic = Traffic(runtime)
     other = list(range(500, 564))
-    for rid, tokens in (("a", SHARED), ("b", SHARED), ("x", other), ("y", other)):
+    for rid, tokens in (("a", PROMPT), ("b", PROMPT), ("x", other), ("y", other)):
         traffic.prefill(rid, [*tokens, ord(rid), 2], 0 if rid in "ax" else 64)
     first, second = runtime.builds._builder.open
     assert traffic.decode_until("y", 67, lambda: counts(runtime)["built"] == 1)  # nobody decodes on the first
@@ -246,26 +241,19 @@ def begun(start: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Traffic, Build]:
     return traffic, build
 
 
-def test_an_idle_server_gives_leases_back(begun: tuple[Traffic, Build]) -> None:
+def test_an_idle_server_gives_leases_back_unless_a_piece_is_on_its_way(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     for rid in "ab":
         traffic.end(rid)
+    build.given += 1  # handed over, not yet built
     build.latest -= background_build.IDLE_S + 1  # nobody's request had its keys for so long
+    traffic.runtime.builds._builder._give_up_idle()
+    assert not build.closed
+    build.given -= 1
     assert eventually(lambda: counts(traffic.runtime)["failed"] == 1)
     assert build.closed
     assert not leased(traffic.runtime, build)
     assert report(traffic.runtime)[0]["reason"] == "abandoned"
-
-
-def test_a_build_with_a_piece_on_its_way_is_not_idle(begun: tuple[Traffic, Build]) -> None:
-    traffic, build = begun
-    build.given += 1  # handed over, not yet built
-    build.latest -= background_build.IDLE_S + 1
-    traffic.runtime.builds._builder._give_up_idle()
-    assert not build.closed
-    build.given -= 1
-    traffic.runtime.builds._builder._give_up_idle()
-    assert build.closed
 
 
 def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic, Build]) -> None:
@@ -299,7 +287,7 @@ def test_a_device_without_memory_ends_builds_and_not_the_server(
     monkeypatch.setattr(traffic.runtime.view, "kv", full)
     assert eventually(lambda: not traffic.decode("b", 84) and build.closed)
     monkeypatch.undo()
-    traffic.prefill("c", [*SHARED, 5, 6], 64)
+    traffic.prefill("c", [*PROMPT, 5, 6], 64)
     assert (len(builds), builds.recorder.num_captures) == (0, 0)
 
 
@@ -334,7 +322,7 @@ def test_keys_of_a_request_with_anothers_id_are_not_taken(begun: tuple[Traffic, 
     second, third = Request(), Request()
     runtime.admit(second, "x", list(range(3000, 3080)), NAMESPACE)
     runtime.slot_freed(second, 7, finished=True)
-    runtime.wait(third, "x", [*SHARED, 9, 9], NAMESPACE)  # waits, while the first one still decodes
+    runtime.wait(third, "x", [*PROMPT, 9, 9], NAMESPACE)  # waits, while the first one still decodes
     given = build.given
     for _ in range(6):
         traffic.decode("x", 81)
@@ -353,6 +341,8 @@ def test_a_failed_build_is_reported_and_the_server_goes_on(start: Any) -> None:
     assert "NaN" in line["detail"]
     assert runtime.store.list() == ()
     assert not traffic.decode("b", 84)
+    (known,) = runtime.builds._hits._known.values()
+    assert eventually(lambda: (runtime.builds.settle(), known.tries)[1] == 1), "it waits for more hits than before"
 
 
 def test_no_queries_are_recorded_where_no_method_needs_them(start: Any) -> None:
@@ -367,7 +357,7 @@ def test_requests_that_opted_out_are_neither_counted_nor_read(start: Any) -> Non
     runtime = start(build_after_hits=1)
     requests = [Request() for _ in range(3)]  # held weakly
     for number, request in enumerate(requests):
-        runtime.admit(request, str(number), [*SHARED, number], NAMESPACE, ("by_request", ""))
+        runtime.admit(request, str(number), [*PROMPT, number], NAMESPACE, ("by_request", ""))
     assert (len(runtime.builds), counts(runtime)["prefixes"]) == (0, 0)
 
 
@@ -404,5 +394,5 @@ def test_another_request_under_an_id_that_was_searched_in_vain_is_searched(begun
         traffic.decode("x", 81)
     traffic.end("x")
     given = build.given
-    traffic.prefill("x", [*SHARED, 9, 9], 64)
+    traffic.prefill("x", [*PROMPT, 9, 9], 64)
     assert traffic.decode_until("x", 67, lambda: build.given > given)

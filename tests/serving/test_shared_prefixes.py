@@ -10,25 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from prefix_index import page_hashes
 from sglang_ext.prefill import background_build
 from sglang_ext.prefill.background_build import pieces_of
 from sglang_ext.prefill.prefixes import MAX_PREFIXES, HitCounter, Prefix, QuerySample, QuerySamples
-
-LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
-SHARED = list(range(64))
-
-
-def hashes(tokens: list[int]) -> tuple[bytes, ...]:
-    return tuple(page_hashes(tokens, 16))
-
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, PROMPT, hashes
 
 # -- hits --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_prefix_is_due_once_after_so_many_hits() -> None:
     counter = HitCounter(after=2, least=32, align=16)
-    prompts = [hashes([*SHARED, *range(1000 * n, 1000 * n + 32)]) for n in range(1, 6)]
+    prompts = [hashes([*PROMPT, *range(1000 * n, 1000 * n + 32)]) for n in range(1, 6)]
     found = [
         counter.hit("", one, cached, 0) for one, cached in zip(prompts, (0, 70, 64, 64, 0), strict=True)
     ]  # the last one's came out of no cache: it begins with a known prefix all the same
@@ -39,7 +31,7 @@ def test_a_prefix_is_due_once_after_so_many_hits() -> None:
 
 def test_another_namespace_a_short_prefix_and_one_that_an_index_nearly_covers_are_not_due() -> None:
     counter = HitCounter(after=1, least=32, align=16)
-    prompt = hashes([*SHARED, *range(100, 164)])
+    prompt = hashes([*PROMPT, *range(100, 164)])
     assert counter.hit("", prompt, 16, 0) is None  # 16 tokens
     assert counter.hit("", prompt, 64, 48) is None  # an index of 48 is there
     assert len(counter) == 1
@@ -51,7 +43,7 @@ def test_another_namespace_a_short_prefix_and_one_that_an_index_nearly_covers_ar
 
 def test_prefixes_within_each_other_are_due_as_each_is_hit_often_enough() -> None:
     counter = HitCounter(after=2, least=16, align=16)
-    prompt = hashes([*SHARED[:32], *range(500, 564), 1])
+    prompt = hashes([*PROMPT[:32], *range(500, 564), 1])
     due = [counter.hit("", prompt, cached, 0) for cached in (32, 96, 96, 96)]
     assert [one and one.num_tokens for one in due] == [None, 32, 96, None]
 
@@ -68,7 +60,7 @@ def test_a_little_more_than_what_is_being_built_already_is_not_begun() -> None:
 
 def test_a_build_that_failed_waits_for_more_hits_and_an_index_that_left_is_built_again() -> None:
     counter = HitCounter(after=1, least=16, align=16)
-    prompt = hashes(SHARED)
+    prompt = hashes(PROMPT)
     due = counter.hit("", prompt, 64, 0)
     assert due is not None
     counter.failed(due)
@@ -102,7 +94,7 @@ def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one(
 ) -> None:
     """Also where a rank that left its part for another one learns late that the index is stored."""
     counter = HitCounter(after=2, least=16, align=16)
-    prompt = hashes(SHARED)
+    prompt = hashes(PROMPT)
     due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
     assert due is not None
     due.built_at = built_at
@@ -115,7 +107,7 @@ def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one(
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
     counter = HitCounter(after=9, least=16, align=16)
     for n in range(MAX_PREFIXES + 5):
-        counter.hit("", hashes([n] * 16 + SHARED), 16 + 16 * (n % 3), 0)
+        counter.hit("", hashes([n] * 16 + PROMPT), 16 + 16 * (n % 3), 0)
     assert len(counter) == MAX_PREFIXES
     assert len(counter._known) == sum(counter._pages.values())
 
@@ -151,11 +143,11 @@ def sample(tokens: list[int], begin: int, value: float, rows: int = 8) -> QueryS
 
 def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly(keep: Keep) -> None:
     samples = keep(
-        sample([*SHARED[:32], *range(700, 732)], 0, 1000.0),  # begins as it does, then differs
-        sample([*SHARED, *range(100, 132)], 32, 2000.0),  # computed from 32 on
+        sample([*PROMPT[:32], *range(700, 732)], 0, 1000.0),  # begins as it does, then differs
+        sample([*PROMPT, *range(100, 132)], 32, 2000.0),  # computed from 32 on
         sample(list(range(9, 99)), 0, 9000.0),  # another prompt
     )
-    found = samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4)
+    found = samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4)
     assert found is not None
     assert found.shape[:2] == (LAYERS, KV_HEADS)
     values = found[0, 0, :, 0].tolist()
@@ -167,17 +159,17 @@ def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly(keep: Keep) -> 
 
 
 def test_a_prefix_that_no_sample_covers_half_of_gets_none(keep: Keep) -> None:
-    samples = keep(sample([*SHARED, *range(100, 132)], 48, 0.0))
-    assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is None
-    assert samples.of(Prefix("other", hashes(SHARED)), KV_HEADS, 4) is None
+    samples = keep(sample([*PROMPT, *range(100, 132)], 48, 0.0))
+    assert samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4) is None
+    assert samples.of(Prefix("other", hashes(PROMPT)), KV_HEADS, 4) is None
 
 
 def test_samples_stay_within_their_bytes_and_the_one_used_last_stays(keep: Keep) -> None:
-    one = sample(SHARED, 0, 0.0)
+    one = sample(PROMPT, 0, 0.0)
     samples = keep(one, sample(list(range(300, 364)), 0, 0.0), nbytes=2 * one.queries.nbytes)
-    assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
+    assert samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4) is not None
     samples.take(sample(list(range(600, 664)), 0, 0.0))
-    assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
+    assert samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4) is not None
     assert samples.of(Prefix("", hashes(list(range(300, 364)))), KV_HEADS, 4) is None
     assert samples.nbytes == 2 * one.queries.nbytes
 
@@ -187,8 +179,8 @@ def test_a_build_waits_for_samples_that_are_on_their_way(keep: Keep, monkeypatch
     arrived = samples._arrived
     for lost in (False, True):
         monkeypatch.setattr(samples, "_arrived", lambda kept, lost=lost: (sleep(0.2), arrived(None if lost else kept)))
-        samples.take(sample(SHARED, 0, 0.0))
-        assert samples.of(Prefix("", hashes(SHARED)), KV_HEADS, 4) is not None
+        samples.take(sample(PROMPT, 0, 0.0))
+        assert samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4) is not None
         assert samples.coming == 0
 
 

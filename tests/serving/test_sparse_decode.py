@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from prefix_kernels.grouped_attention import AttentionShape
-from sglang_ext.config import config_from_dict
 from sglang_ext.decode.buffers import KEPT_BYTES, LIST_BYTES, ListsTooLargeError, list_entries, num_sets
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.types import GroupRead, StepPath
@@ -51,23 +50,6 @@ def test_budgets_below_the_windows_and_above_the_prefix(top_k: int) -> None:
     server = Server(CPU, kernels=False, top_k=top_k, keep_ratio=1.0, num_sink_tokens=16, num_recent_pages=4)
     server.join(1, *server.prefix(128), 5)
     assert server.step([1]) == [GroupRead(1, 128, min(top_k, 128))]
-
-
-@pytest.mark.parametrize(
-    ("fields", "rows", "expected"),
-    [
-        ({"top_k": 8}, 2, 8),
-        ({"top_k": 8, "group_growth": "sqrt"}, 2, 12),
-        ({"top_k": 60, "group_growth": "sqrt"}, 2, 64),
-        ({"keep_ratio": 0.25, "group_growth": "sqrt", "max_keep_ratio": 0.3, "min_top_k": 0}, 2, 19),
-        ({"keep_ratio": 0.25, "min_top_k": 24}, 2, 24),
-        ({"keep_ratio": 1.0}, 2, 64),
-        ({"top_k": 500}, 2, 64),
-    ],
-)
-def test_the_budget_of_a_group(fields: dict[str, Any], rows: int, expected: int) -> None:
-    plain = {"group_growth": "none", "max_keep_ratio": 1.0}
-    assert config_from_dict({**plain, **fields}).group_budget(64, rows) == expected
 
 
 def test_a_selection_serves_its_steps_until_a_group_changes() -> None:

@@ -4,7 +4,6 @@ wait for none of them, and whoever builds gets back what was promised.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -226,26 +225,3 @@ def test_an_index_of_a_shared_folder_is_served_and_kept_on_this_machine(
     (index,) = folder.rglob("*.pfxindex")
     assert (mine / index.relative_to(folder)).read_bytes() == index.read_bytes()
     assert runtime.snapshot()["store_counters"]["fetched"] == 1
-
-
-def test_what_is_built_goes_to_the_remote_store_and_is_read_back(start: Any) -> None:
-    runtime = start(store_remote="memory:///", **BUILDING)
-    request = runtime.came("a")
-    prefill(runtime, "a", 65)
-    runtime.slot_freed(request, 0, finished=True)
-    assert statuses(runtime) == ["built"]
-    assert decodes_sparsely(runtime, "b", PROMPT)
-    assert runtime.store.flush(60)
-    assert len(runtime.store.remotes[0].list()) == 1
-    states: list[dict[str, Any]] = []
-
-    def in_time() -> bool:
-        states.append(json.loads(json.dumps(runtime.snapshot())))
-        return states[-1]["store_problems"] == []  # else the store was slow, and what is shown is as last known
-
-    assert eventually(in_time)
-    state = states[-1]
-    assert (state["indexes_in_store"], state["store_bytes"] > 0) == (1, True)
-    counters = state["store_counters"]
-    assert (counters["published"], counters["hits_remote"]) == (1, 0)
-    assert counters["hits_local"] > 0

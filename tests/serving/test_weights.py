@@ -104,6 +104,7 @@ def test_all_ranks_keep_their_indexes_or_none_does(who: str) -> None:
     def work(ranks: Ranks) -> bool:
         own = torch.full((100,), float(ranks.rank))
         served = ServedWeights(lambda: [("own", own)], ranks)
+        assert not served.unchanged(replaced=False), "nobody knows what they were"
         served.note()
         if who == "changed" and ranks.rank == 1:
             own[7] = 9

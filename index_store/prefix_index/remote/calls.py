@@ -7,6 +7,7 @@ and the process's end waits for that (as it does for all threads of ``concurrent
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Final, TypeVar
 
-from ..errors import OutOfMemory, StoreUnavailable, out_of_memory
+from ..errors import StoreUnavailable, out_of_memory
 
 _T = TypeVar("_T")
 _MAX_RUNNING: Final = 16
@@ -44,30 +45,28 @@ class Calls:
         """
         waiting: deque[tuple[Future[_T], float]] = deque()
         results: list[_T] = []
-        error: Exception | None = None
         pending = iter(calls)
-        while True:
-            while error is None and len(waiting) < _PARALLEL and (call := next(pending, None)) is not None:
-                try:
+        try:
+            while True:
+                while len(waiting) < _PARALLEL and (call := next(pending, None)) is not None:
                     waiting.append((self._start(call), time.monotonic() + self.timeout_s))
-                except (StoreUnavailable, OutOfMemory) as err:
-                    error = err
-            if not waiting:
-                break
-            future, deadline = waiting.popleft()
-            try:
-                results.append(future.result(max(0.0, deadline - time.monotonic())))
-            except NotInTime as err:
-                if future.done() and future.exception() is err:
-                    error = error or err  # the call's own
-                else:
-                    future.cancel()
-                    error = self._unavailable(f"an answer within {self.timeout_s:g} s", "none")
-            except Exception as err:
-                error = error or err
-        if error is not None:
-            raise error
-        return results
+                if not waiting:
+                    return results
+                results.append(self._result(*waiting.popleft()))
+        except Exception:
+            for under_way in waiting:
+                with contextlib.suppress(Exception):
+                    self._result(*under_way)
+            raise
+
+    def _result(self, future: Future[_T], deadline: float) -> _T:
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except NotInTime as err:
+            if future.done() and future.exception() is err:
+                raise  # the call's own
+            future.cancel()
+            raise self._unavailable(f"an answer within {self.timeout_s:g} s", "none") from None
 
     def close(self, last: Callable[[], None]) -> None:
         """Runs ``last``, which must not raise, once no call is inside. Returns in time, if need be before."""

@@ -90,7 +90,7 @@ class SharedLeases:
         """None where there is none, and for a value that is none of ours."""
         raw = self._values.fetch(_name(digest))
         try:
-            return None if raw is None else unpack_record(LEASE, digest, raw, LEASES)
+            return None if raw is None else unpack_record(LEASE, digest, raw, LEASES)[1]
         except IndexFormatError:
             return None
 

@@ -9,10 +9,10 @@ import contextlib
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ..errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
-from ..format import ALIGN, Entry, IndexIdentity, aligned, xxh3_hex
+from ..format import Entry, IndexIdentity, xxh3_hex
 from ..reader import IndexFile, IndexLookup, check_identity
 from ..store import BuildLease, Catalog, IndexSource
 from ..writer import IndexPayload, IndexWriter
@@ -27,7 +27,7 @@ class RemoteStore(IndexSource):
 
     ``timeout_s``     seconds that one request (at most one chunk) may take. A whole get or put of n chunks takes
                       at most n / 4 times as long: four are under way at a time
-    ``chunk_nbytes``  size of the values that a container is cut into; readers take it from the manifest
+    ``chunk_nbytes``  size of the values that a container is cut into, whole pages; readers take it from the manifest
     ``lease_ttl_s``   how long a build lease outlives its holder, where the store can arbitrate (``claims.py``)
     ``grace_s``       age, by the writer's clock, from which ``sweep()`` removes chunks that no manifest names
     ``clock``         gives the seconds since the Unix epoch by which writers date their chunks
@@ -55,8 +55,6 @@ class RemoteStore(IndexSource):
         self.catalog = Catalog()
         self._blobs = blobs
         self._timeout_s, self._grace_s, self._clock = timeout_s, grace_s, clock
-        if chunk_nbytes <= 0 or aligned(chunk_nbytes) != chunk_nbytes:
-            raise ValueError(f"chunk_nbytes: expected a positive multiple of {ALIGN}, found {chunk_nbytes}")
         self._chunk_nbytes = chunk_nbytes
         self._calls = Calls(blobs.name, timeout_s=timeout_s)
         self._values = Values(blobs, self._calls, folder)
@@ -109,12 +107,15 @@ class RemoteStore(IndexSource):
             generation=new_generation(self._clock()),
             chunks=[xxh3_hex(memoryview(container)[at : at + size]) for at in range(0, writer.nbytes, size)],
         )
-        with self._undone(manifest):
+        try:
             self._values.upload(manifest, memoryview(container))
             if not self._values.is_whole(manifest):
                 found = f"parts of its {manifest.nbytes} bytes evicted while the rest was written"
                 remedy = "add room to the store, or put smaller indexes"
                 raise StoreFull(self._blobs.name, "room for the index", found, remedy)
+        except BaseException:
+            self._drop_chunks(manifest)
+            raise
         if not self._values.create_manifest(manifest):  # somebody else was faster
             self._drop_chunks(manifest)
             return False
@@ -290,11 +291,3 @@ class RemoteStore(IndexSource):
         for generation in old:
             if generation != current:
                 self._values.remove_chunks(digest, generation, names.chunks[generation])
-
-    @contextlib.contextmanager
-    def _undone(self, manifest: Manifest) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._drop_chunks(manifest)
-            raise

@@ -14,23 +14,22 @@ import re
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
 
 from ..errors import (
-    IndexForeign,
     IndexFormatError,
     IndexNotFound,
-    IndexTooNew,
     StoreFull,
     StoreUnavailable,
     out_of_memory,
 )
 from ..folder import owned_file
-from ..format import ALIGN, MAX_NBYTES, Entry, corrupt, sealed
+from ..format import ALIGN, MAX_NBYTES, Entry, corrupt, sealed, unsealed, xxh3_hex
 from ..store import IndexEntry
 from .blobs import BlobMissing, Blobs, BlobsError, BlobsFull, BlobsLocal, BlobTooLong
 from .calls import Calls
@@ -111,37 +110,17 @@ def value_header(kind: int, digest: str, generation: str, index: int, body: memo
     return sealed(HEADER.pack(MAGIC, VERSION, kind, index, *names, len(body), xxhash.xxh3_64_intdigest(body), 0))
 
 
-def check_header(raw: bytes, kind: int, digest: str, generation: str | None, index: int) -> tuple[int, int, str]:
-    """(length, xxh3, generation) of a header. Raises IndexForeign, IndexTooNew, IndexCorrupt (or another index's)."""
-    what = f"{KINDS[kind]} {index}" if kind == CHUNK else KINDS[kind]
-    if raw[:8] != MAGIC[: len(raw)]:
-        remedy = "delete the index, or give the store another folder"
-        raise IndexForeign(f"{what} value", f"ours ({MAGIC!r})", repr(raw[:8]), remedy)
-    if len(raw) < HEADER.size:
-        raise corrupt(f"length of {what}", f"at least {HEADER.size}", len(raw))
-    _, version, found_kind, found_index, prefix, number, length, checksum, header_sum = HEADER.unpack(raw)
-    if xxhash.xxh3_64_intdigest(raw[:-8]) != header_sum:
-        raise corrupt(f"header checksum of {what}", f"{header_sum:016x}", xxhash.xxh3_64_hexdigest(raw[:-8]))
-    if version > VERSION:
-        remedy = "upgrade sglang-ext, or build the index again with this version"
-        raise IndexTooNew(f"version of {what}", f"at most {VERSION}", f"{version} (written by a newer version)", remedy)
-    expected = (VERSION, kind, index, digest[:32], generation or f"{number:016x}")
-    found_all = (version, found_kind, found_index, prefix.hex(), f"{number:016x}")
-    if found_all != expected:
-        raise corrupt(f"(version, kind, index, digest, generation) of {what}", expected, found_all)
-    return length, checksum, f"{number:016x}"
-
-
-def check_chunk(raw: bytes, manifest: Manifest, index: int) -> memoryview:
-    """The body of a chunk, compared with its own header and with the manifest. Raises IndexFormatError."""
-    digest, wanted = manifest.entry.identity.digest, manifest.size_of(index)
-    body = memoryview(raw)[HEADER.size :]
-    length, checksum, _ = check_header(raw[: HEADER.size], CHUNK, digest, manifest.generation, index)
-    found = xxhash.xxh3_64_intdigest(body)
-    if not length == len(body) == wanted or checksum != found or manifest.chunks[index] != f"{found:016x}":
-        expected = f"{wanted} bytes of xxh3 {manifest.chunks[index]}"
-        raise corrupt(f"chunk {index}", expected, f"{length} bytes of xxh3 {checksum:016x}, in fact {found:016x}")
-    return body
+def unpack_value(
+    raw: bytes, kind: int, digest: str, *, generation: str | None = None, index: int = 0
+) -> tuple[str, str, memoryview]:
+    """(generation, xxh3, body) of a value. Raises IndexForeign, IndexTooNew, IndexCorrupt (or another index's)."""
+    what, body = f"{KINDS[kind]} {index}" if kind == CHUNK else KINDS[kind], memoryview(raw)[HEADER.size :]
+    *places, prefix, number, length, checksum = unsealed(raw[: HEADER.size], HEADER, MAGIC, VERSION, what)
+    said = (*places, prefix.hex(), f"{number:016x}", length, f"{checksum:016x}")
+    true = (kind, index, digest[:32], generation or f"{number:016x}", len(body), xxh3_hex(body))
+    if said != true:
+        raise corrupt(f"(kind, index, digest, generation, length, xxh3) of {what}", true, said)
+    return f"{number:016x}", f"{checksum:016x}", body
 
 
 def pack_record(kind: int, digest: str, generation: str, record: msgspec.Struct) -> bytes:
@@ -150,37 +129,34 @@ def pack_record(kind: int, digest: str, generation: str, record: msgspec.Struct)
     return value_header(kind, digest, generation, 0, body) + body
 
 
-def unpack_record(kind: int, digest: str, raw: bytes, decoder: msgspec.json.Decoder[_Record]) -> _Record:
-    """The other way. Raises IndexFormatError for anything that is not exactly that."""
-    header, body = raw[: HEADER.size], raw[HEADER.size :]
-    length, checksum, _ = check_header(header, kind, digest, None, 0)
-    if length != len(body) or checksum != xxhash.xxh3_64_intdigest(body):
-        found = f"{len(body)} bytes of xxh3 {xxhash.xxh3_64_hexdigest(body)}"
-        raise corrupt(KINDS[kind], f"{length} bytes of xxh3 {checksum:016x}", found)
+def unpack_record(kind: int, digest: str, raw: bytes, decoder: msgspec.json.Decoder[_Record]) -> tuple[str, _Record]:
+    """The other way: (generation, record). Raises IndexFormatError for anything that is not exactly that."""
+    generation, _, body = unpack_value(raw, kind, digest)
     try:
-        return decoder.decode(body)
+        return generation, decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise corrupt(KINDS[kind], f"the JSON of version {VERSION}", err) from err
 
 
 def unpack_manifest(digest: str, raw: bytes) -> Manifest:
     """A manifest, its identity compared with the name it was found under. Raises IndexFormatError."""
-    manifest = unpack_record(MANIFEST, digest, raw, _MANIFESTS)
-    if manifest.entry.identity.digest != digest:
-        raise corrupt("identity digest", digest, manifest.entry.identity.digest)
-    check_header(raw[: HEADER.size], MANIFEST, digest, manifest.generation, 0)
+    generation, manifest = unpack_record(MANIFEST, digest, raw, _MANIFESTS)
+    found = manifest.entry.identity.digest, manifest.generation
+    if found != (digest, generation):
+        raise corrupt("identity digest and generation", (digest, generation), found)
     return manifest
 
 
-class Found(NamedTuple):
+@dataclass
+class Found:
     """What a listing shows of one digest: the manifest's tag (None: no manifest), chunks by generation, a lease."""
 
-    tag: str | None
-    chunks: dict[str, frozenset[int]]
-    leased: bool
+    tag: str | None = None
+    chunks: dict[str, set[int]] = field(default_factory=dict)
+    leased: bool = False
 
     def is_whole(self, manifest: Manifest) -> bool:
-        return self.chunks.get(manifest.generation, frozenset()).issuperset(range(len(manifest.chunks)))
+        return self.chunks.get(manifest.generation, set()).issuperset(range(len(manifest.chunks)))
 
 
 class Values:
@@ -254,25 +230,20 @@ class Values:
     def listing(self) -> dict[str, Found]:
         """What there is, by digest. Names that are none of ours count for nothing."""
         (names,) = self.ask([partial(self._blobs.names, self._folder)])
-        tags: dict[str, str] = {}
-        leased: set[str] = set()
-        chunks: dict[str, dict[str, set[int]]] = {}
+        there: dict[str, Found] = {}
         for name, tag in names.items():
             match = _NAME.fullmatch(name.removeprefix(self._folder + "/"))
             if match is None:
                 continue
             digest, is_manifest, is_lease, generation, index = match.groups()
-            generations = chunks.setdefault(digest, {})
+            found = there.setdefault(digest, Found())
             if is_manifest:
-                tags[digest] = tag
+                found.tag = tag
             elif is_lease:
-                leased.add(digest)
+                found.leased = True
             else:
-                generations.setdefault(generation, set()).add(int(index))
-        return {
-            digest: Found(tags.get(digest), {g: frozenset(s) for g, s in generations.items()}, digest in leased)
-            for digest, generations in chunks.items()
-        }
+                found.chunks.setdefault(generation, set()).add(int(index))
+        return there
 
     def upload(self, manifest: Manifest, container: memoryview) -> None:
         """Writes all chunks of a container. Raises StoreFull."""
@@ -306,7 +277,11 @@ class Values:
                 raise not_found(digest, found, "build it again") from None
             except BlobTooLong as err:
                 raise corrupt(f"length of chunk {index}", limit, err) from None
-            body, at = check_chunk(raw, manifest, index), index * manifest.chunk_nbytes
+            _, checksum, body = unpack_value(raw, CHUNK, digest, generation=manifest.generation, index=index)
+            expected = manifest.size_of(index), manifest.chunks[index]
+            if (len(body), checksum) != expected:
+                raise corrupt(f"(length, xxh3) of chunk {index}", expected, (len(body), checksum))
+            at = index * manifest.chunk_nbytes
             try:
                 while body:
                     done = os.pwrite(file.fileno(), body, at)

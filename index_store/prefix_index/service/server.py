@@ -9,17 +9,17 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
+from msgspec.structs import replace
 
 from ..errors import IndexStoreError, StoreFolderError, printable
 from ..file import FileStore
 from ..folder import check_apart, come_back, is_shard
 from ..lease import LEASE
-from ..store import IndexStore
 from .endpoint import Admission, SocketPlace, socket_path
 from .messages import (
     ID_NBYTES,
@@ -59,16 +59,6 @@ class Limits(NamedTuple):
     finish_s: float = 10.0
 
 
-class _Seen(NamedTuple):
-    """What ``status`` shows of the folders: (number, bytes) of indexes, copies and partial files; leases by digest."""
-
-    slow: tuple[int, int] = (0, 0)
-    memory: tuple[int, int] = (0, 0)
-    writing: tuple[int, int] = (0, 0)
-    problems: int = 0
-    leases: Sequence[str] = ()
-
-
 class StoreServer:
     """Keeps ``store``, whose ``copies`` in DRAM are made here, for all clients at ``endpoint``. Owns it.
 
@@ -84,10 +74,10 @@ class StoreServer:
         self._clients: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._stopping = threading.Event()
         self._began = 0.0
-        self._hits = [0, 0]
+        self._hits: Counter[str] = Counter()
         self._evicted = 0
         self._complaints: dict[str, str] = {}
-        self._seen = _Seen()
+        self._seen: Status
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._admission: Admission | None = None
 
@@ -201,7 +191,7 @@ class StoreServer:
             return self._welcome(client, request)
         self._remember(client, None)
         if isinstance(request, Used):
-            self._hits[0 if request.copy else 1] += 1
+            self._hits["dram" if request.copy else "ssd"] += 1
             self.store.served(request.digest, copy=request.copy)
             return None
         return self.status()
@@ -292,54 +282,54 @@ class StoreServer:
     def _look(self) -> None:
         """What ``status`` shows of the folders, which takes a disk's time."""
         copies = self.store.copies
-        memory = _held(copies.keeper) if copies is not None and copies.keeper is not None else (0, 0)
-        problems, leases = len(self.store.problems()), _leases(self.store.folder)[:1000]
-        self._seen = _Seen(_held(self.store), memory, self.store.being_written, problems, leases)
-
-    def status(self) -> Status:
-        """What `sglang-ext store status` shows."""
-        now = time.monotonic()
-        tiers = [self._tier("ssd", self.store, self._seen.slow, self._hits[1], "store")]
-        copies = self.store.copies
+        tiers = [self._tier("ssd", self.store, "store")]
         if copies is not None and isinstance(copies.keeper, FileStore):
-            tiers.insert(0, self._tier("dram", copies.keeper, self._seen.memory, self._hits[0], "memory"))
-        return Status(
+            tiers.insert(0, self._tier("dram", copies.keeper, "memory"))
+        writing, nbytes = self.store.being_written
+        self._seen = Status(
             pid=os.getpid(),
-            uptime_s=now - self._began,
+            uptime_s=0.0,
             endpoint=self.endpoint,
             tiers=tiers,
-            indexes=self._seen.slow[0],
-            problems=self._seen.problems,
-            clients=[f"{name}, idle {now - seen:.0f} s" for name, seen in list(self._clients.values())[-1000:]],
-            reserved_bytes=self._seen.writing[1],
-            reservations=self._seen.writing[0],
-            leases=[*self._seen.leases],
+            indexes=tiers[-1].indexes,
+            problems=len(self.store.problems()),
+            clients=[],
+            reserved_bytes=nbytes,
+            reservations=writing,
+            leases=_leases(self.store.folder)[:1000],
             promoted=0 if copies is None else copies.counters.promotions,
-            counts=dict(self.counts),
+            counts={},
         )
 
-    def _tier(self, name: str, store: FileStore, held: tuple[int, int], hits: int, what: str) -> TierStatus:
-        error = self._complaints.get(what)
+    def _tier(self, name: str, store: FileStore, what: str) -> TierStatus:
+        entries, error = store.list(), self._complaints.get(what)
         return TierStatus(
             name=name,
             folder=str(store.folder),
-            indexes=held[0],
-            nbytes=held[1],
+            indexes=len(entries),
+            nbytes=sum(entry.nbytes for entry in entries),
             max_bytes=store.limits.max_bytes,
-            hits=hits,
+            hits=0,
             evicted=self._evicted if store is self.store else None,
             error=None if error is None else printable(error)[:MAX_TEXT],
         )
 
+    def status(self) -> Status:
+        """What `sglang-ext store status` shows: the folders as they were seen last, and what this process knows."""
+        now, tiers = time.monotonic(), self._seen.tiers
+        return replace(
+            self._seen,
+            uptime_s=now - self._began,
+            tiers=[replace(tier, hits=self._hits[tier.name]) for tier in tiers],
+            clients=[f"{name}, idle {now - seen:.0f} s" for name, seen in list(self._clients.values())[-1000:]],
+            counts=dict(self.counts),
+        )
+
     def _summary(self) -> str:
         counts = ", ".join(f"{n} {what}" for what, n in sorted(self.counts.items()))
-        number, nbytes = self._seen.slow
-        return f"{number} indexes of {nbytes / 1e6:.1f} MB, {len(self._clients)} connections; {counts or 'no requests'}"
-
-
-def _held(store: IndexStore) -> tuple[int, int]:
-    entries = store.list()
-    return len(entries), sum(entry.nbytes for entry in entries)
+        held = self._seen.tiers[-1]
+        indexes = f"{held.indexes} indexes of {held.nbytes / 1e6:.1f} MB"
+        return f"{indexes}, {len(self._clients)} connections; {counts or 'no requests'}"
 
 
 def _leases(folder: Path) -> list[str]:

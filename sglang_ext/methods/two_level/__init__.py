@@ -15,9 +15,9 @@ from torch import Tensor
 
 from prefix_kernels.top_k_selection import rank_by_keys
 from prefix_kernels.types import Selection
+from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, check_share, make_selector
 from sglang_ext.methods.combined import CombinedSpec, part_arrays
-from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
 
 UNSCORED_CANDIDATE = -1e38
@@ -29,7 +29,8 @@ class TwoLevelSpec(CombinedSpec):
     """Parameters of the two-level selection.
 
     Attributes:
-        first: method that chooses the candidates.
+        first: method that chooses the candidates; blocks by their mean keys keep more answers than CSAttention's
+            lists, in less time (docs/selection.md).
         second: method that ranks them.
         candidate_ratio: candidates as a fraction of the prefix, at least.
         candidate_factor: candidates per token of the budget, at least.
@@ -39,7 +40,7 @@ class TwoLevelSpec(CombinedSpec):
     """
 
     method: ClassVar[str] = "two_level"
-    first: IndexSpec = field(default_factory=lambda: CSAttentionSpec(list_ratio=0.02))
+    first: IndexSpec = field(default_factory=ABSparseSpec)
     second: IndexSpec = field(default_factory=TokenIndexSpec)
     candidate_ratio: float = 0.25
     candidate_factor: float = 4.0
