@@ -182,6 +182,13 @@ def test_a_full_segment_evicts_and_nothing_is_ever_wrong() -> None:
         assert "expected room for the index" in str(error)
 
 
+def test_what_may_have_been_evicted_while_it_was_read_is_a_miss() -> None:
+    brief = Cluster(master_flags=["--default_kv_lease_ttl=1"])
+    with brief as cluster, client(cluster, chunk_nbytes=8 << 20) as store:
+        store.put(big_payload())
+        within(SOON, lambda: store.get(big_payload().identity), IndexNotFound)
+
+
 def test_a_writer_killed_at_any_moment(store: RemoteStore) -> None:
     store.put(sample_payload())
     code = (
