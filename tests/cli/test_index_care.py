@@ -16,8 +16,8 @@ import pytest
 from prefix_index import FileStore, Retention, StoreFolderError
 from sglang_ext.cli import main
 from tests.cli.conftest import flip, kept
-from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.samples import sample_identity, sample_payload
+from tests.prefix_index.tiers import Service
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
 
