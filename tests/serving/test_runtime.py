@@ -216,7 +216,8 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplo
     settings = Settings(config=bench.config, store=str(bench.store.folder))
     for model, line in ((bench.model, "1 of 3"), (msgspec.structs.replace(bench.model, kv_dtype="float16"), "0 of 3")):
         runtime = SparseRuntime(settings, Model(model))
-        assert f"usable {line} indexes (" in runtime.directory.summary()
+        assert f"; indexes: {bench.config.method}, build off, store {settings.store}: " in runtime.summary()
+        assert f": usable {line} indexes (" in runtime.summary()
         runtime.admit(Request(), "a", [*PROMPT, 7], NAMESPACE)
         state = runtime.snapshot()
         runtime.close()
