@@ -373,8 +373,11 @@ class SparseRuntime:
 
     def summary(self) -> str:
         """One line for people, at the start: what is on, and what is not and why."""
-        config, refusal = self.config, self.planner.refusal
-        shared = "read once, exactly" if refusal is None else f"left to SGLang ({refusal})"
+        config, shared = self.config, "read once, exactly"
+        if self.planner.refusal is not None:
+            shared = f"left to SGLang ({self.planner.refusal})"
+        elif self.planner.cascade is None:
+            shared = "each request's own (share_prefixes is off, on a CPU unless it is set)"
         if self.planner.uses_indexes:
             store = f"store {self.directory.address}: {self.directory.summary()}"
             indexes = f"{config.method}, build {config.build.value}, {store}"
