@@ -172,15 +172,19 @@ class SparseRuntime:
         indexed = 0 if attachment.entry is None else attachment.entry.identity.num_tokens
         if self.builds is not None:
             attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes)
+        attachment.prompt_len = len(prompt)
         self.requests.add(request, attachment)
 
-    def slot_taken(self, request: Hashable) -> None:
+    def slot_taken(self, request: Hashable) -> Attachment | None:
         """A request has a slot: until it gives it back it holds its index, and its prefill may be recorded. One that
         waits holds nothing: it may be aborted, and nobody says so. Called at each chunk of a prefill; the first counts.
+
+        Returns:
+            What is known of it; None where it was not admitted.
         """
         attachment = self.requests.of(request)
         if attachment is None or self.requests.has_slot(attachment):
-            return
+            return attachment
         self._sweep()
         rid, admission = attachment.rid, attachment.admission
         self.ready.forget(rid)  # SGLang may never have told that a request of this id gave its slot back (sessions)
@@ -192,6 +196,7 @@ class SparseRuntime:
             attachment.index = self.residency.acquire(attachment.entry, retry=False)
         if self.builds is not None and admission is not None and not twins:
             self.builds.admit(replace(admission, again=attachment.runs_again))
+        return attachment
 
     def refuse(self, request: Hashable, rid: str) -> None:
         """Keep a request dense that could not be looked up."""

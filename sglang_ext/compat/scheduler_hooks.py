@@ -10,6 +10,7 @@ from typing import Any
 
 from prefix_index import printable_values
 from sglang_ext.compat import tensor_parallel
+from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.options import Build
@@ -233,7 +234,7 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
         if not isinstance(req, Req):
             continue
         try:
-            _runtime.slot_taken(req)
+            tell(req, _runtime.slot_taken(req))
         except Exception:  # one request must not end the server
             logger.exception("sparse attention: request %s stays dense", req.rid)
             attachment = _runtime.requests.of(req)

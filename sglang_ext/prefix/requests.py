@@ -26,6 +26,32 @@ _serials = itertools.count()
 ALONE = ("by_request", "unsupported_mode")
 """Reasons for which a request shares nothing."""
 
+DENSE, CASCADE, SPARSE = range(1, 4)
+"""Ways of a request's decode step: attending all, with shared slots read once, by an index. 0: none yet."""
+
+
+class StepLog:
+    """Which way each output token of a request came.
+
+    Attributes:
+        selected: tokens of the prefix that selecting layers attended, over all steps by an index.
+    """
+
+    def __init__(self) -> None:
+        self._ways = bytearray()
+        self.selected = 0
+
+    def note(self, token: int, way: int, selected: int = 0) -> None:
+        """The step that makes output token `token` goes this way; prefill makes token 0."""
+        self._ways.extend(bytes(max(0, token + 1 - len(self._ways))))
+        self._ways[token] = way
+        self.selected += selected
+
+    def counts(self, tokens: int) -> dict[str, int]:
+        """Decode steps of the first `tokens` output tokens by way; a step beyond them may be noted already."""
+        ways = self._ways[:tokens]
+        return {name: ways.count(way) for name, way in (("sparse", SPARSE), ("cascade", CASCADE), ("dense", DENSE))}
+
 
 @dataclass(eq=False)
 class Attachment:
@@ -39,6 +65,8 @@ class Attachment:
         admission: what those that record prompts are told when it gets a slot; None for nothing.
         runs_again: it had a slot before, and was retracted.
         suffix: index of its suffix tokens; None where all of them are attended in full.
+        prompt_len: tokens of its own prompt.
+        steps: which way its decode steps went.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request.
     """
@@ -50,12 +78,26 @@ class Attachment:
     admission: Admission | None = None
     runs_again: bool = False
     suffix: SuffixIndex | None = None
+    prompt_len: int = 0
+    steps: StepLog = field(default_factory=StepLog)
     serial: int = field(default_factory=_serials.__next__)
     reported: set[str] = field(default_factory=set)
 
     def start_over(self) -> None:
         """Its slots are given back, so nothing is known of its suffix tokens."""
         self.suffix, self.runs_again = None, True
+
+    def told(self, tokens: int) -> dict[str, Any]:
+        """What the response of so many output tokens says: docs/using.md has the fields."""
+        steps = self.steps.counts(tokens)
+        entry, searched = self.entry, max(1, steps["sparse"])
+        return {
+            "steps": steps,
+            "index": None if entry is None else entry.retention.name or entry.digest[:12],
+            "prefix_tokens": 0 if entry is None else entry.identity.num_tokens,
+            "selected_tokens": round(self.steps.selected / searched),
+            "reasons": sorted(self.reported),
+        }
 
     def count(self, reason: str, counters: Counters) -> None:
         """It decodes dense: counted once for each reason."""
