@@ -68,7 +68,7 @@ def test_a_profile_is_fitted_on_all_prompts():
     assert fit.dense_heads == ((),) * LAYERS
 
 
-@pytest.mark.parametrize(("families", "heavy", "anchors"), [((0, 1, 1, 1, 2), 4, (1, 4)), ((0, 1, 2, 3, 4), 2, (1, 2))])
+@pytest.mark.parametrize(("families", "heavy", "anchors"), [((0, 1, 1, 1, 2), 1, (1, 4)), ((0, 1, 2, 3, 4), 4, (1, 4))])
 def test_anchors_stand_where_families_begin_and_where_layers_weigh(families, heavy, anchors):
     importance = torch.ones(LAYERS, dtype=torch.float64)
     importance[heavy] = 3.0
