@@ -73,25 +73,25 @@ CASES = (
     ),
     Case(
         ("attend_items_sm90_kernel",),
-        "test_specialized_attention.py",
-        "share_a_launch or bits_that_the_merge_would or reuse_heads",
+        "triton/test_grouped_attention.py",
+        "(split_list and 65-) or bits_that_the_merge_would or reuse_heads or own_lists",
     ),
     Case(
         ("attend_items_kernel", "merge_items_kernel"),
         "triton/test_grouped_attention.py",
-        "groups_and_suffixes or split_list or fp8 or own_lists",
+        "groups_and_suffixes or (split_list and 65-) or fp8 or own_lists",
     ),
     Case(
         ("score_kernel", "list_kernel"),
         "triton/test_anchor_selection.py",
-        "test_tokens or some_channels or groups_share or windows_that",
+        "scores_and_lists or some_channels or groups_share",
     ),
     Case(
         ("pick_kernel", "score_kernel", "list_kernel"),
         "triton/test_csa_selection.py",
-        "test_tokens or test_codes or any_size or groups_share",
+        "test_tokens or tables_and_codes or groups_share",
     ),
-    Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "unions"),
+    Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "every_method and union"),
     Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),
 )
 

@@ -18,9 +18,9 @@ from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
-from sglang_ext.options import Build, SparseAttnConfig
+from sglang_ext.options import Build, DecodePath, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
-from sglang_ext.storage import ENV_STORE, default_store, make_folder, remote_addresses
+from sglang_ext.storage import ENV_STORE, default_store, holds_indexes, make_folder, remote_addresses
 
 ENV_ENABLE = "SGLANG_SPARSE_ATTN"
 ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
@@ -227,6 +227,9 @@ def _check_words(raw: Mapping[str, Any]) -> None:
 def make_settings(config_text: str | None, store: str | None, model_folder: str | None = None) -> Settings:
     """Settings from the flags' values; a store folder that was named must exist (a service is asked later).
 
+    Where no store is named, the default one is empty, and nothing builds, the decode path is `cascade`: no memory is
+    kept for indexes that cannot come.
+
     Args:
         config_text, store: the flags' values, None where they were not given.
         model_folder: where a profile may be shipped with the model; None where it is not known.
@@ -245,7 +248,13 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
                 f"--sparse-attn-store: expected to be able to make the default folder {store!r}; got: {error}. "
                 "Name a folder that exists."
             ) from error
+        if _expects_no_index(config) and not holds_indexes(store):
+            config = msgspec.structs.replace(config, decode_path=DecodePath.CASCADE)
     return Settings(config=config, store=_checked_store(store, config), profile=profile)
+
+
+def _expects_no_index(config: SparseAttnConfig) -> bool:
+    return config.decode_path is DecodePath.AUTO and config.build is Build.OFF and not config.store_remote
 
 
 def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[SparseAttnConfig, Profile | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prefix_index import IndexStore
 from prefix_index.connect import locate, open_store
-from prefix_index.folder import Access, check_folder
+from prefix_index.folder import SUFFIX, Access, check_folder
 
 if TYPE_CHECKING:  # imports torch
     from sglang_ext.options import SparseAttnConfig
@@ -21,7 +21,7 @@ ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
 def cache_folder() -> str:
     """Where this package keeps what it may make again: `$XDG_CACHE_HOME/sglang-ext`, or `~/.cache/sglang-ext`, which
-    need not exist yet. `store` in it is the default store, `tuned` the launch parameters.
+    need not exist yet. `store` in it is the default store.
     """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "sglang-ext")
@@ -30,6 +30,11 @@ def cache_folder() -> str:
 def default_store() -> str:
     """The store folder when none is named: below the user's cache folder."""
     return os.path.join(cache_folder(), "store")
+
+
+def holds_indexes(folder: str) -> bool:
+    """Whether a store's folder has the file of an index."""
+    return next(Path(folder).rglob(f"*{SUFFIX}"), None) is not None
 
 
 def remote_addresses(config: SparseAttnConfig) -> list[str]:

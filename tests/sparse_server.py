@@ -48,8 +48,8 @@ KINDS = (
     ]
 )
 #: The interpreter takes its time: by day the first one, or the last one.
-FIRST = [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.full) for kind in KINDS[1:])]
-LAST = [*(pytest.param(*kind, marks=pytest.mark.full) for kind in KINDS[:-1]), KINDS[-1]]
+FIRST = [KINDS[0], *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])]
+LAST = [*(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[:-1]), KINDS[-1]]
 WIDTH, SLOTS = 700, 4096
 SPEC = TokenIndexSpec(channel_ratio=0.75)
 BLOCK_SIZES = ((16, 16), (64, 16), (16, 16), (16, 32))

@@ -16,6 +16,12 @@ def document(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
+def prose(name: str) -> str:
+    """A document with one space between its words; README and CHANGELOG are beside `docs`."""
+    path = ROOT / f"{name}.md"
+    return " ".join((path.read_text() if path.exists() else document(name)).split())
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -14,7 +14,7 @@ import pytest
 
 from sglang_ext.calibration.judge import Z95
 from sglang_ext.options import SparseAttnConfig
-from tests.benchmarks.results import RESULTS, ROOT, document, documented_table
+from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, prose
 
 METHODS = {
     "default": "token_index",
@@ -170,7 +170,7 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
     rows = bench.answers_table.forced(committed)
     bounds = [1.25 * full["kl"] for full in rows["5%", 16][1]]
     first, second, third = (f"{bound:.4f}" for bound in bounds)
-    text = " ".join(document("benchmarks").split())
+    text = prose("benchmarks")
     assert f"KL at most {first}, {second} and {third}, a quarter more" in text
     noise = [full["kl"] for key, (_, full) in rows.items() if key[0] == "dense" for full in full]
     assert (f"{min(noise):.4f}", f"{max(noise):.4f}") == ("0.0001", "0.0002")
@@ -188,7 +188,7 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
         said.difference for key, (said, _) in bench.answers_table.differences(committed).items() if key[1] == "judged"
     )
     said = f"takes {min(shares):.2f} to {max(shares):.2f} of the default's step and loses {lost:.2f} points"
-    assert said in " ".join(document("calibration").split())
+    assert said in prose("calibration")
     for in_flight in (8, 16):  # "exact decode is the fastest at 8 and 16"
         own = {key[0]: one for key, one in ms.items() if key[2] == in_flight}
         assert min(own, key=lambda name: own[name]) == "cascade"
@@ -196,14 +196,12 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
 
 def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
     found = {key[1:]: said for key, (said, _) in bench.answers_table.differences(committed).items()}
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = prose("README")
     few = found["4 layers 5% sqrt", 16]
     assert f"lost {-100 * few.difference:.2f} points" in readme
     apart = 100 * (found["calibrated 5%", 16].difference - found["4 layers 5%", 16].difference)
-    assert f"{apart:.0f} points lie between plans of 17 and of 4 selecting layers" in " ".join(
-        document("calibration").split()
-    )
-    text = " ".join(document("benchmarks").split())
+    assert f"{apart:.0f} points lie between plans of 17 and of 4 selecting layers" in prose("calibration")
+    text = prose("benchmarks")
     assert f"loses {-100 * found['8 layers 5% sqrt', 16].difference:.2f} points" in text
     fewer = [said for (config, in_flight), said in found.items() if in_flight < 16]
     moves = [-100 * said.difference for said in fewer]
@@ -243,7 +241,7 @@ def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[d
         assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest
     default = [full["kl"] for full in shown["5%", 16][1]]
     more = [100 * (a / full["kl"] - 1) for a, full in zip(default, shown["exact", 16][1], strict=True)]
-    assert f"has {min(more):.0f} to {max(more):.0f}% more KL" in " ".join(text.split())
+    assert f"has {min(more):.0f} to {max(more):.0f}% more KL" in prose("benchmarks")
     # "No difference is beyond chance"
     for one, other in (
         ("5%", "exact"),
@@ -283,9 +281,7 @@ def test_the_table_of_candidates_is_the_rows(bench: SimpleNamespace) -> None:
     kl = {(row["config"], row["in_flight"]): row["all"]["kl"] for row in rows}
     coarse = [key for key, label in CANDIDATES.items() if key[1] == 16 and ("blocks" in label or "lists" in label)]
     cheap = [kl[key] / kl["5%", 16] for key in coarse]
-    assert f"have {min(cheap):.0f} to {max(cheap):.0f} times the KL of the first row" in " ".join(
-        document("selection").split()
-    )
+    assert f"have {min(cheap):.0f} to {max(cheap):.0f} times the KL of the first row" in prose("selection")
     assert set(CANDIDATES) <= {(row["config"], row["in_flight"]) for row in rows}
 
 
@@ -296,7 +292,7 @@ def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
     default = points["default"]
     moves = (f"{100 * move:+.1f}" for move in (default.difference, default.low, default.high))
     said = "{} points [{}, {}] over {:,} questions".format(*moves, default.questions)
-    assert said in " ".join((ROOT / "README.md").read_text().split())
+    assert said in prose("README")
     kl = {key[0]: [one["kl"] for one in full] for key, (_, full) in bench.answers_table.forced(rows).items()}
     shown = documented_table("selection", "| tokens attended behind")
     for (tokens, _, said, nats), name in zip(shown, ("default", "75%", "top_k 1024", "10% 75%", "5%"), strict=True):

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.benchmarks.results import BENCHMARKS, rows_of
+
 ORIGIN = {"shape": "tiny", "device": "CPU", "sglang": "0", "commit": "a", "date": "2026-11-21"}
 
 
@@ -191,7 +192,7 @@ def test_all_parts_with_sglang(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found = {row["bench"]: row for row in map(json.loads, out.read_text().splitlines())}
+    found = {row["bench"]: row for row in rows_of(out)}
     assert list(found) == ["layer", "recording"]
     recording = found["recording"]
     assert recording["chunked_prefill_size"] == 512

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import BENCHMARKS, RESULTS, ROOT, cells, document, documented_table, rows_of
+from tests.benchmarks.results import BENCHMARKS, RESULTS, ROOT, cells, documented_table, prose, rows_of
 from tests.server.jobs import run_job
 
 GRID, BEFORE, AFTER, DEFAULT, FOUR = (
@@ -66,7 +66,7 @@ def test_the_table_of_both_commits_is_the_rows(bench: SimpleNamespace) -> None:
     for batch, *times in shown:
         assert times == [one["131072", batch] for pair in zip(*paths, strict=True) for one in pair]
     more = [100 * (after / before - 1) for before, after in (map(_first, line[5:]) for line in shown)]
-    assert f"`sparse` takes {min(more):.1f} to {max(more):.1f}% longer" in " ".join(document("benchmarks").split())
+    assert f"`sparse` takes {min(more):.1f} to {max(more):.1f}% longer" in prose("benchmarks")
     assert {row["commit"] for row in bench.decode.read([str(AFTER)])} == {"6ad4e25"}
 
 
@@ -114,7 +114,7 @@ def test_no_cell_of_the_grid_is_slower_by_more_than_two_percent(bench: Any) -> N
     rows = {(row["engine"], row["prefixes"], row["context"], row["batch"]): row["ms"] for row in rows_of(GRID)}
     found = {key[1:]: ms / rows[("flashinfer", *key[1:])] for key, ms in rows.items() if key[0] == "auto"}
     assert 2 * len(found) == len(rows) == 68
-    assert f"more than {max(found.values()):.3f} of flashinfer" in " ".join(document("benchmarks").split())
+    assert f"more than {max(found.values()):.3f} of flashinfer" in prose("benchmarks")
     assert max(found.values()) <= 1.02
 
 

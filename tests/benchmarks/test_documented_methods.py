@@ -6,7 +6,7 @@ import json
 import lzma
 from statistics import fmean, geometric_mean
 
-from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, rows_of
+from tests.benchmarks.results import RESULTS, document, documented_table, prose, rows_of
 
 RECIPES = {
     "`token_index`, INT4, 75% of the channels": ("token_index", ["accuracy-h200-token_index"]),
@@ -38,7 +38,7 @@ def test_the_documented_errors_of_a_samples_sums() -> None:
         )
         for step in (1, 16)
     }
-    text = " ".join(document("selection").split())
+    text = prose("selection")
     assert f"{errors[16]:.3f} with 16 and {errors[1]:.3f} with all tokens" in text
 
 
@@ -46,7 +46,7 @@ def test_the_documented_times_of_selection_on_an_h100() -> None:
     rows = [row for name in ("-before", "") for row in rows_of(RESULTS / f"kernels-h100-selection{name}.jsonl")]
     assert all(row["green"] for row in rows)
     us = {(row["commit"], row["context"], row["batch"]): f"{row['us']:.1f}" for row in rows}
-    text = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    text = prose("CHANGELOG")
     now, before = ([us[commit, 131_072, batch] for batch in (1, 8, 32)] for commit in ("3cc28f9", "cd0e17a"))
     assert "{}, {} and {} us on an H100 (commit 3cc28f9; before, cd0e17a: {}, {} and {})".format(*now, *before) in text
     moved = [row["gate"]["log_prob"] for row in rows]

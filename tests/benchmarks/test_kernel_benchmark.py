@@ -5,8 +5,6 @@ What runs kernels does so in processes of its own: Triton's interpreter must be 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -15,12 +13,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, TunedConfigs
-from prefix_kernels.grouped_attention.tuned import TileKey
+from prefix_kernels.grouped_attention import AttentionShape
 from tests.benchmarks.results import BENCHMARKS, rows_of
 
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -38,7 +36,7 @@ def command(*arguments: str | Path, code: str | None = None, status: int = 0) ->
 @pytest.fixture(scope="module")
 def bench(load):
     """The modules that run no kernel."""
-    names = ("bench", "tables", "timing", "problem", "tune")
+    names = ("bench", "tables", "timing", "problem")
     found = load(*(f"kernel_{name}" for name in names))
     return SimpleNamespace(**{name: getattr(found, f"kernel_{name}") for name in names})
 
@@ -91,22 +89,14 @@ def test_layers_of_one_graph_are_rows_of_their_own(bench, tmp_path):
 
 
 BREAK = """
-import dataclasses, sys
-import torch
+import sys
 sys.path.insert(0, "")
 import kernel_bench, kernel_selection
 from prefix_kernels.grouped_attention import GroupedAttention
-run, plan = GroupedAttention.run, GroupedAttention.plan
-
-def last_key_lost(self, *passes):
-    plan(self, *([dataclasses.replace(s, length=s.length - 1) for s in own] for own in passes))
+run = GroupedAttention.run
 
 def unwritten(self, *arguments, **options):
     pass
-
-def heads_swapped(self, q, kv, slots, sm_scale, out, lse, **options):
-    run(self, q, kv, slots, sm_scale, out, lse, **options)
-    out[:, :2] = out[:, :2].flip(1)
 
 def lse_to_base_2(self, q, kv, slots, sm_scale, out, lse, **options):
     run(self, q, kv, slots, sm_scale, out, lse, **options)
@@ -117,13 +107,14 @@ def raising(self, *arguments, **options):
 
 def unsorted(self):
     sound(self)
-    self.positions[0] = self.positions[0].flip(0)
+    self.positions[:] = self.positions.flip(2)
 
-def another(self):
+def others(self):
     sound(self)
-    taken = set(self.positions[1].tolist())
-    self.positions[1, 16] = min(set(range(16, 128)) - taken)
-    self.positions[1] = self.positions[1].sort().values
+    head = self.positions[0, 1]
+    for at, other in zip(range(16, 20), set(range(16, 128)) - set(head.tolist())):
+        head[at] = other
+    head[:] = head.sort().values
 
 def lists_moved(self):
     select(self)
@@ -131,14 +122,12 @@ def lists_moved(self):
 
 out, how = sys.argv[1:3]
 arguments = sys.argv[3:]
-if how in ("unsorted", "another"):
+if how in ("unsorted", "others"):
     sound = kernel_selection.Torch.run
     kernel_selection.Torch.run = globals()[how]
 elif how == "lists_moved":
     select = kernel_selection.Ours.run
     kernel_selection.Ours.run = lists_moved
-elif how == "last_key_lost":
-    GroupedAttention.plan = last_key_lost
 else:
     GroupedAttention.run = globals()[how]
 sys.exit(kernel_bench.main([*arguments, "--smoke", "--out", out]))
@@ -146,7 +135,7 @@ sys.exit(kernel_bench.main([*arguments, "--smoke", "--out", out]))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["last_key_lost", "unwritten", "heads_swapped", "lse_to_base_2", "raising"])
+@pytest.mark.parametrize("how", ["unwritten", "lse_to_base_2", "raising"])
 def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
     out = tmp_path / "rows.jsonl"
     narrow = ["attention", *NARROW, "--batches", "2", "--only", "exact", "sparse"]
@@ -166,41 +155,14 @@ def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "case"),
-    [("unsorted", "token_index_torch"), ("another", "token_index_torch"), ("lists_moved", "token_index")],
+    [("unsorted", "token_index_torch"), ("others", "token_index_torch"), ("lists_moved", "token_index")],
 )
 def test_a_broken_selection_is_red(how, case, tmp_path):
     out = tmp_path / "rows.jsonl"
-    command(out, how, "selection", "--batches", "1", "--only", case, code=BREAK, status=1)
+    command(out, how, "selection", "--groups", "--batches", "1", "--only", case, code=BREAK, status=1)
     (row,) = rows_of(out)
     assert row["gate_share"] > 1
     assert "us" not in row
-
-
-@pytest.mark.full
-def test_tuning_writes_the_best_and_goes_on_where_it_stopped(tmp_path):
-    out, tuned = tmp_path / "rows.jsonl", tmp_path / "tuned.json"
-    arguments = ["attention", "--smoke", "--tune", tuned, "--out", out]
-    command(*arguments)
-    rows = rows_of(out)
-    assert {(row["case"], row["launch"]["block_n"]) for row in rows} == {
-        (case, n) for case in ("exact", "sparse", "plain") for n in (16, 32)
-    }
-    (entry,) = TunedConfigs.read(tuned).entries
-    table = command("--table", out).stdout
-    assert "; sweep, 16 rows" in table
-    launches = {json.dumps(row["launch"]) for row in rows if row["case"] == "exact"}
-    assert table.count("| exact, block_m 16, block_n ") == len(launches)
-    assert entry.key == TileKey(16, 32, 32, "float32", "float32")
-    config = dataclasses.asdict(entry.config)
-    assert config in [row["launch"] for row in rows]
-    assert set(entry.us_by_case) == {"exact 192 x 1 + 21", "sparse 192 x 1 + 21", "plain 64 x 2"}
-    before = tuned.read_text()
-    command(*arguments)
-    assert (rows_of(out), tuned.read_text()) == (rows, before)
-    command("attention", *NARROW, "--batches", "1", "--only", "exact", "--smoke", "--tuned", tuned, "--out", out)
-    *_, last = rows_of(out)
-    assert len(rows_of(out)) == len(rows) + 1
-    assert (last["config"]["passes"][0], last["tuned"]) == (config, "tuned.json")
 
 
 @pytest.mark.full
@@ -219,7 +181,6 @@ def test_what_cannot_be_measured_says_how_to_go_on(tmp_path):
     ("arguments", "message"),
     [
         ([], "expected attention, selection or --table"),
-        (["selection", "--tune", "x.json"], "expected --tune with attention"),
         (["attention", "--groups", "8"], "expected GROUPSxREQUESTS such as 8x4, got '8'"),
         (["attention", "--layers", "0"], "expected --layers of 1 or more, got 0"),
     ],
@@ -261,26 +222,6 @@ def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench,
         assert line in lines
 
 
-def test_the_best_configuration_is_green_everywhere_and_least_on_average(bench, capsys):
-    shape = AttentionShape(4, 2, 64, 64, torch.bfloat16, torch.bfloat16)
-
-    def row(case: str, block_n: int, us: float, green: bool = True, block_m: int = 16, **more) -> dict:
-        launch = dataclasses.asdict(AttentionConfig(block_m, block_n, 4, 2, 1))
-        key = {"bench": "tune", "case": case, "context": 1, "batch": 1, "suffix": 0, "page": 16}
-        return {**key, "block_m": block_m, "launch": launch, "us": us, "green": green, **more}
-
-    rows = [row("exact", 32, 10.0), row("sparse", 32, 40.0), row("exact", 64, 12.0), row("sparse", 64, 20.0)]
-    rows += [row("exact", 128, 1.0), row("sparse", 128, 1.0, green=False)]
-    rows += [row("exact", 32, 1.0, block_m=32), row("sparse", 64, 1.0, block_m=32)]
-    rows += [row(case, 32, 0.1, page=64) for case in ("exact", "sparse")]
-    ((entry, count),) = bench.tune.best(rows, shape, {"bench": "tune", "page": 16})
-    assert entry.config == AttentionConfig(16, 64, 4, 2, 1)
-    assert entry.us_by_case == {"exact 1 x 1": 12.0, "sparse 1 x 1": 20.0}
-    assert entry.key == TileKey(16, 64, 64, "bfloat16", "bfloat16")
-    assert count == 2
-    assert "no configuration of 32 rows" in capsys.readouterr().err
-
-
 def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
     """A lost beacon of 64 in 4,096 keys is far outside bf16's limit; rounding to bf16 is inside."""
     shape = AttentionShape(4, 2, 32, 32, torch.bfloat16, torch.bfloat16)
@@ -299,60 +240,17 @@ def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
         bench.problem.Sizes(4096, 3, 2, 16, 16)
 
 
-class FakeEvent:
-    """Its time is its place in the journal."""
-
-    journal: list[str] = []  # noqa: RUF012
-
-    def __init__(self, *, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.place = len(self.journal)
-        self.journal.append("event")
-
-    def elapsed_time(self, other):
-        return (other.place - self.place) * 1e-3
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    """torch.cuda as far as the timer uses it; replaying a graph runs what it captured."""
-
-    class FakeGraph:
-        def replay(self):
-            FakeEvent.journal.append("replay")
-
-    @contextlib.contextmanager
-    def graph(made):
-        yield
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, value in {
-        "Event": FakeEvent,
-        "CUDAGraph": FakeGraph,
-        "graph": graph,
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": lambda own: contextlib.nullcontext(),
-        "synchronize": lambda: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    FakeEvent.journal.clear()
-
-
-def test_only_the_work_stands_between_the_events(bench, fake_cuda, monkeypatch):
+def test_only_the_work_stands_between_the_events(bench, monkeypatch):
+    cuda = MagicMock()
+    cuda.Event.return_value.elapsed_time.return_value = 2e-3
+    monkeypatch.setattr(bench.timing, "torch", SimpleNamespace(cuda=cuda, zeros=torch.zeros, float32=torch.float32))
     monkeypatch.setattr(bench.timing, "_FLUSH_BYTES", 64)
     timer = bench.timing.GpuTimer(torch.device("cpu"), repeats=(3, 3))
-    timer.flush = lambda: FakeEvent.journal.append("flush")
-
-    def work():
-        FakeEvent.journal.append("work")
-
-    replay = timer.prepare(work)
-    assert FakeEvent.journal == ["work"] * 3  # twice to warm up, once captured
-    FakeEvent.journal.clear()
+    timer.flush = cuda.flush
+    replay = timer.prepare(cuda.work)
+    assert cuda.work.call_count == 3  # twice to warm up, once captured
+    cuda.reset_mock()
     times = timer.time(replay)
-    assert times.repeats == 3
-    assert times.us == 2  # one entry between the events
-    assert FakeEvent.journal[8:] == ["flush", "event", "replay", "event"] * 3
+    assert (times.repeats, times.us) == (3, 2.0)
+    once = ["flush", "Event().record", "CUDAGraph().replay", "Event().record"]
+    assert [name for name, *_ in cuda.mock_calls if name in once] == once * (2 + 3)

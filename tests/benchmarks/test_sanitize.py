@@ -1,4 +1,6 @@
-"""`benchmarks/sanitize.py`: what it takes for clean, with a program of our own in the sanitizer's place."""
+"""`benchmarks/sanitize.py`: what it takes for clean, with a program of our own in the sanitizer's place; and when what
+warp groups hand each other at their start is written and read (`sanitize_races.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from prefix_kernels.launching import Launch
 from tests.benchmarks.results import ROOT
+from tests.prefix_kernels.compiling import compiled
+from tests.prefix_kernels.test_triton_compiles import launches
 
 
 @pytest.fixture
@@ -92,7 +97,7 @@ def test_races_of_the_dispatch_of_warp_groups_are_counted_apart(
     sanitize: Any, tool: Any, body: bool, apart: bool, others: str, count: int, errors: int, good: bool
 ) -> None:
     tool("cat <<'END'\n" + report(body, apart, others, count) + "\nEND", 86)
-    case = sanitize.Case(("attend_items_sm90_kernel",), "test_specialized_attention.py", "share_a_launch")
+    case = sanitize.Case(("attend_items_sm90_kernel",), "triton/test_grouped_attention.py", "reuse_heads")
     work = ("racecheck", "attend_items_sm90_kernel", case)
     row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), work)
     assert (row["errors"], row["of the dispatch"], row["good"]) == (errors, int(apart and not body), good)
@@ -118,15 +123,14 @@ def test_every_kernel_is_looked_at_and_none_that_is_not_there(sanitize: Any) -> 
     there = re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE)
     named = {kernel for case in sanitize.CASES for kernel in case.kernels}
     assert named == set(there)
-    assert all((ROOT / "tests" / "prefix_kernels" / case.file).exists() for case in sanitize.CASES)
+    for case in sanitize.CASES:
+        text = (ROOT / "tests" / "prefix_kernels" / case.file).read_text()
+        assert all(word in text for word in re.findall(r"[a-z_]{4,}", case.tests)), case
 
 
 def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import sanitize_launches
     from triton.runtime.jit import JITFunction
-
-    from tests.prefix_kernels.compiling import compiled
-    from tests.prefix_kernels.test_triton_compiles import launches
 
     (attend,) = launches("specialized attention of 64 rows")
     kernel = compiled(attend, 90)
@@ -147,3 +151,72 @@ def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) ->
     sanitize_launches._variants[attend.kernel.fn][0] = kernel.asm["ptx"]
     sanitize_launches.pytest_terminal_summary(reporter)
     assert lines[-1].startswith("dispatch of attend_items_sm90_kernel, 2 variants: not apart: [{")
+
+
+# -- races ----------------------------------------------------------------------------------------------------------
+
+KERNEL = "attend_items_sm90_kernel"
+SOURCE = ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / "sm90_kernels.py"
+CASES = [
+    "specialized attention of 64 rows",
+    "specialized attention of 64 rows, one program",
+    "specialized attention of 128 rows",
+    "specialized attention in three passes",
+    "specialized attention with heads of 64",
+]
+
+
+@pytest.fixture
+def sanitize_races(load: Any) -> Any:
+    return load("sanitize_races").sanitize_races
+
+
+def phases(races: Any, launch: Launch, ptx: str) -> dict[str, set[int]]:
+    path = Path(launch.kernel.fn.__code__.co_filename)
+    found: dict[str, set[int]] = races.phases(ptx, path, races.parts(path.read_text(), launch.kernel.fn.__name__))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_phase_has_both_a_read_and_a_write(case: str, sanitize_races: Any) -> None:
+    (attend,) = launches(case)
+    assert phases(sanitize_races, attend, compiled(attend, 90).asm["ptx"]) == sanitize_races.APART
+
+
+def test_a_barrier_that_is_missing_is_found(sanitize_races: Any) -> None:
+    (attend,) = launches(CASES[0])
+    pieces = re.split(r"(\n\s*barrier\.sync\s+1;)", compiled(attend, 90).asm["ptx"])
+    found = []
+    for left_out in range(1, len(pieces), 2):
+        ptx = "".join(piece for at, piece in enumerate(pieces) if at != left_out)
+        found.append(phases(sanitize_races, attend, ptx) != sanitize_races.APART)
+    # The first warps' before their last write, and the others' on their way round.
+    assert found.count(True) >= 2 * sanitize_races.START_TO_END, found
+    # Nothing is read behind the last one, and a warp group without work does not come by.
+    assert found.count(False) <= sanitize_races.START_TO_END, found
+
+
+def test_a_barrier_of_some_threads_is_none(sanitize_races: Any) -> None:
+    (attend,) = launches(CASES[0])
+    ptx = re.sub(r"barrier\.sync\s+1;", "barrier.sync 1, 128;", compiled(attend, 90).asm["ptx"], count=1)
+    with pytest.raises(ValueError, match=r"all threads, got barrier\.sync 1, 128"):
+        phases(sanitize_races, attend, ptx)
+    with pytest.raises(ValueError, match="once, got it 0 times"):
+        sanitize_races.phases(ptx, Path("other.py"), {1})
+
+
+def test_only_reports_of_the_start_are_its_own(sanitize_races: Any) -> None:
+    start, *_, dispatch = sorted(sanitize_races.parts(SOURCE.read_text(), KERNEL))
+    assert dispatch - start > 50
+    assert not sanitize_races.parts(SOURCE.read_text(), "_fetch")
+
+    def entry(*lines: int, kernel: str = KERNEL) -> str:
+        accesses = [f"Write access at {kernel}+0x20 in {SOURCE.name}:{line}" for line in lines]
+        return "========= Error: Race reported between " + "\n=========     and ".join(accesses) + "\n========= \n"
+
+    told = (
+        entry(start, dispatch, start) + "." + entry(start, start + 20) + entry(start) + entry(start, start, kernel="a")
+    )
+    told += f"noise in {SOURCE.name}:{start + 1}: Write access at {KERNEL}+0x2 in {SOURCE.name}:{start + 20}\n"
+    found = list(sanitize_races.races(told, KERNEL, ROOT / "kernels"))
+    assert [(race.accesses, race.dispatch) for race in found] == [(3, True), (2, False), (1, False), (2, False)]

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "store.py"
+from tests.benchmarks.results import BENCHMARKS, rows_of
+
 ORIGIN = {"config", "date", "commit", "cpu", "kernel", "filesystem", "disk", "direct", "python", "numpy", "xxhash"}
 HALF = 0.000_501
 
 
 def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, BENCHMARK, *arguments],
+        [sys.executable, BENCHMARKS / "store.py", *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Recall, sparsity and recovery against plain loops in fp64 and against serving's own selection."""
+"""Recall, sparsity, recovery and channels against plain loops in fp64 and against serving's own selection."""
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.testing import attention_recall
 from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.calibration import prompt_capture
+from sglang_ext.calibration.channels import channel_contribution, channel_maxima, top_channels
 from sglang_ext.calibration.layer_statistics import (
     MeasureSetting,
     best_recall,
@@ -18,7 +19,6 @@ from sglang_ext.calibration.layer_statistics import (
     recall_by_block_size,
     reuse_recovery,
 )
-from sglang_ext.calibration.prompt_capture import LayerCapture
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 from tests.calibration.captures import attention, make_layers, softmax
 from tests.examples import examples
@@ -97,22 +97,6 @@ def test_is_the_recall_of_whole_blocks_and_a_cut_one():
         torch.testing.assert_close(recall[i, :, 0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_scattered_keys_need_small_blocks_and_clustered_ones_do_not():
-    """Head 0: one critical key every 64; head 1: 16 critical keys in a row."""
-    keys = torch.zeros(1024, 2, 4)
-    keys[::64, 0, 0] = 12.0
-    keys[512:576, 1, 0] = 12.0
-    noise = torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
-    layer = LayerCapture(torch.ones(1, 2, 4), keys + 1e-3 * noise, torch.tensor([2000]))
-    recall, best = recalls(layer, budget_of(0.25), 1.0)
-    scattered, clustered = recall[:, 0, 0].tolist(), recall[:, 1, 0].tolist()
-    assert clustered == pytest.approx([1.0, 1.0, 1.0], abs=1e-2)
-    assert scattered[0] > 0.9
-    assert scattered[0] > scattered[1] + 0.3
-    assert scattered[1] > scattered[2] + 0.15
-    assert best.min() > 0.95
-
-
 @pytest.mark.parametrize(("prefix_len", "keep_ratio"), [(1000, 0.1), (100, 0.29)])
 def test_uniform_attention_reaches_the_keep_ratio_rounded_as_in_serving(prefix_len, keep_ratio):
     """0.29 * 100 is 28.999999999999996 in fp64 and 29 in fp32."""
@@ -162,14 +146,6 @@ def test_recovery_against_plain_loops(num_layers, num_tokens, prefix_len, kv_hea
     np.testing.assert_allclose(reuse_recovery(iter(layers), 0.4, top_k).numpy(), mean, rtol=2e-5, atol=1e-7)
 
 
-def test_future_keys_are_not_seen():
-    layers = make_layers(2, prefix_len=30, positions=torch.tensor([4, 11, 20]))
-    changed = [layer._replace(keys=layer.keys.clone()) for layer in layers]
-    for layer in changed:
-        layer.keys[21:] = 1e4
-    assert torch.equal(reuse_recovery(layers, 0.4, 3), reuse_recovery(changed, 0.4, 3))
-
-
 def test_vanishing_probabilities_still_rank():
     """All mass on key 0; the ranks behind it come from the log, so equal layers stay alike."""
     (layer,) = make_layers(1, scale=300.0, positions=torch.full((5,), 99))
@@ -195,3 +171,48 @@ def test_chunks_change_nothing(monkeypatch):
         monkeypatch.setattr(prompt_capture, "ELEMENTS_PER_CHUNK", elements)
         # A product's last bit may depend on how many rows are multiplied at once.
         torch.testing.assert_close(everything(), whole, rtol=1e-6, atol=1e-6)
+
+
+# -- channels ----------------------------------------------------------------------------------------------------------
+
+
+def over_pairs(layers):
+    """Greatest |q_i k_i| of all pairs of a query and a key, mean over the group: [layer, head, channel]."""
+    out = []
+    for queries, keys, _ in layers:
+        pairs = (queries[:, None] * keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)[None]).abs()
+        out.append(pairs.double().amax(dim=(0, 1)).unflatten(0, (keys.shape[1], -1)).mean(dim=1))
+    return torch.stack(out)
+
+
+@settings(max_examples=examples(25))
+@given(
+    num_tokens=st.integers(1, 5),
+    prefix_len=st.integers(1, 7),
+    kv_heads=st.integers(1, 3),
+    gqa=st.integers(1, 3),
+    seed=st.integers(0, 1 << 20),
+)
+def test_contribution_against_all_pairs(seed, **sizes):
+    layers = make_layers(2, **sizes, seed=seed)
+    found = channel_contribution(*channel_maxima(iter(layers)))
+    np.testing.assert_allclose(found.numpy(), over_pairs(layers).numpy(), rtol=1e-6)
+
+
+def test_top_channels_by_hand():
+    chosen = top_channels(torch.tensor([[3.0, 1.0, 9.0, 3.0], [0.0, 0.0, 0.0, 1.0]]), 2)
+    assert chosen.dtype == torch.int16
+    assert chosen.tolist() == [[0, 2], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("contribution", "count", "message"),
+    [
+        (torch.ones(2, 6), 7, r"expected num_channels in 1\.\.6 \(head_dim\), got 7"),
+        (torch.ones(2, 6), 0, "got 0"),
+        (torch.full((2, 6), torch.nan), 2, "expected finite contributions"),
+    ],
+)
+def test_channels_that_cannot_be_chosen_are_refused(contribution, count, message):
+    with pytest.raises(ValueError, match=message):
+        top_channels(contribution, count)

@@ -19,8 +19,8 @@ from prefix_index import BuildInfo, FileStore, IndexEntry, Retention
 from prefix_index.connect import open_store
 from sglang_ext.cli import main
 from sglang_ext.storage import ENV_STORE
-from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
+from tests.prefix_index.tiers import Service
 
 PROGRAM = [sys.executable, "-m", "sglang_ext.cli"]
 

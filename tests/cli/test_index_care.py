@@ -16,8 +16,8 @@ import pytest
 from prefix_index import FileStore, Retention, StoreFolderError
 from sglang_ext.cli import main
 from tests.cli.conftest import flip, kept
-from tests.prefix_index.faults.service_process import Service
 from tests.prefix_index.samples import sample_identity, sample_payload
+from tests.prefix_index.tiers import Service
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
 
@@ -141,18 +141,6 @@ def test_a_dry_run_lives_with_files_that_go_meanwhile(shelf: Any, index: Any, mo
 # -- export and import -------------------------------------------------------------------------------------------------
 
 
-def test_export_of_all_counts_what_is_damaged(shelf: Any, index: Any, tmp_path: Path) -> None:
-    shelf.flip(1, at=70)
-    said = index("export", "--all", "--json", "--to", tmp_path / "out")
-    assert said.status == 1
-    (row,) = (line for line in said.lines if line["status"] == "damaged")
-    assert (row["digest"], row["path"], row["nbytes"]) == (shelf.entries[1].digest, str(shelf.path(1)), 0)
-    assert row["detail"]
-    assert sum(line["status"] == "exported" for line in said.lines) == 4
-    text = index("export", "--all", "--to", tmp_path / "out2")
-    assert (text.status, text.out.splitlines()[-1]) == (1, "1 damaged, 4 exported")
-
-
 def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Any, tmp_path: Path) -> None:
     soon = time.time() + 5000
     with FileStore(shelf.folder) as store:
@@ -171,16 +159,6 @@ def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Any,
     assert [new.get(entry.digest) for entry in shelf.entries] == wanted
     assert index("import", "--replace", shelf.path(4), "--store", tmp_path / "new").status == 0
     assert kept(tmp_path / "new")[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
-
-
-def test_import_goes_on_after_a_path_that_the_system_refuses(shelf: Any, index: Any, tmp_path: Path) -> None:
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    said = index("import", "--json", tmp_path / ("x" * 300), loop, shelf.path(0), "--store", tmp_path / "new")
-    assert said.status == 1
-    assert [line["status"] for line in said.lines][-1] == "imported"
-    assert len(said.lines) == 3
-    assert all(line["detail"] for line in said.lines[:2])
 
 
 def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Any, tmp_path: Path) -> None:

@@ -217,18 +217,9 @@ def test_a_beginning_of_several_indexes_is_refused_with_their_names(tmp_path: Pa
 # -- verify ------------------------------------------------------------------------------------------------------------
 
 
-def test_verify_of_a_good_store_reads_every_byte(shelf: Any, index: Any) -> None:
-    said = index("verify")
-    assert said.status == 0
-    assert said.out.startswith("5 read, ")
-    assert said.out.endswith(": 5 good\n")
-    lines = index("verify", "--json").lines
-    assert {line["status"] for line in lines} == {"good"}
-    assert all(set(line) == {"digest", "path", "nbytes", "status", "detail"} for line in lines)
-    assert {line["digest"] for line in lines} == {entry.digest for entry in shelf.entries}
-
-
 def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -> None:
+    said = index("verify")
+    assert (said.status, said.out[:8], said.out[-9:]) == (0, "5 read, ", ": 5 good\n")
     shelf.flip(0)
     shelf.flip(1, at=70)
     shelf.path(2).write_bytes(shelf.path(2).read_bytes()[:-4096])
@@ -239,6 +230,7 @@ def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -
     assert narrow(said.out)
     assert said.out.endswith(": 3 corrupt, 2 foreign, 1 good\n")
     found = {line["digest"]: line for line in index("verify", "--json").lines}
+    assert all(set(line) == {"digest", "path", "nbytes", "status", "detail"} for line in found.values())
     statuses = {digest: line["status"] for digest, line in found.items()}
     wanted = ("corrupt", "corrupt", "corrupt", "foreign", "good", "foreign")
     assert statuses == dict(zip([*(entry.digest for entry in shelf.entries), None], wanted, strict=True))
@@ -246,15 +238,6 @@ def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -
     assert "notes.txt" in found[None]["detail"]
     for entry in shelf.entries[:4]:
         assert entry.digest[:12] in said.out
-
-
-def test_verify_finds_damage_anywhere_in_the_arrays(shelf: Any, index: Any) -> None:
-    nbytes = shelf.entries[0].nbytes
-    for at in range(4096, nbytes - 4096, nbytes // 7):
-        shelf.flip(0, at=at)
-        assert index("verify", shelf.entries[0].digest).status == 1, at
-        shelf.flip(0, at=at)
-    assert index("verify", shelf.entries[0].digest).status == 0
 
 
 def test_verify_takes_named_indexes_and_samples(shelf: Any, index: Any) -> None:

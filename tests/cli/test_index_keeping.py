@@ -190,6 +190,11 @@ def test_a_damaged_index_is_not_exported_and_leaves_no_file(shelf: Any, index: A
     assert said.out.splitlines()[-1] == "1 damaged, 1 exported, 1 failed"
     assert "checksum of ('csa." in " ".join(said.out.split())
     assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{words[2]}.pfxindex"]
+    said = index("export", "--all", "--json", "--to", tmp_path / "all")
+    (row,) = (line for line in said.lines if line["status"] == "damaged")
+    assert (row["digest"], row["path"], row["nbytes"]) == (words[1], str(shelf.path(1)), 0)
+    assert row["detail"]
+    assert (said.status, sum(line["status"] == "exported" for line in said.lines)) == (1, 3)
 
 
 def test_export_needs_indexes_or_all(index: Any, shelf: Any, tmp_path: Path) -> None:
@@ -211,11 +216,13 @@ def test_import_refuses_what_is_not_whole_by_name_and_goes_on(shelf: Any, index:
     files[4].write_bytes(raw)
     files[5].write_text("shopping list")
     (tmp_path / "empty").mkdir()
-    order = [*files[1:], tmp_path / "empty", files[0]]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    order = [*files[1:], tmp_path / "empty", tmp_path / "loop", tmp_path / ("x" * 300), files[0]]
     said = index("import", "--json", *order, "--store", tmp_path / "new")
     assert said.status == 1
     statuses = [line["status"] for line in said.lines]
-    assert statuses == ["corrupt", "corrupt", "corrupt", "too_new", "foreign", "missing", "missing", "imported"]
+    assert statuses[:7] == ["corrupt", "corrupt", "corrupt", "too_new", "foreign", "missing", "missing"]
+    assert statuses[9:] == ["imported"], "also behind paths that the system refuses"
     assert all(line["detail"] for line in said.lines[:-1])
     with FileStore(tmp_path / "new") as store:
         assert [entry.digest for entry in store.list()] == [shelf.entries[0].digest]

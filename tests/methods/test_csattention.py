@@ -1,13 +1,18 @@
-"""CSAttention's build and search against brute force in numpy, degenerate inputs."""
+"""CSAttention's lists, codec and search against brute force, bytes, recall beside the paper's layout."""
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from prefix_kernels.csa_scores import csa_scores
+from prefix_kernels.csa_scores import csa_scores, decode_lists
+from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.methods import make_builder
 from sglang_ext.methods.csattention import CSAttentionSpec
-from tests.methods.common import randn, scores, select
+from sglang_ext.methods.csattention.lists import compact_lists, top_lists
+from tests.examples import examples
+from tests.methods.common import randn, recall, scores, select
 
 
 def build(keys, samples, **parameters):
@@ -128,3 +133,98 @@ def test_large_keys_fit_as_long_as_their_scores_do():
         for scale in (1e6, 1e30):
             with pytest.raises(ValueError, match="more than fp16 holds"):
                 build(scale * randn(40, 2, 16), samples, codec=codec)
+
+
+def built_bytes(spec, keys, samples):
+    return sum(array.nbytes for array in make_builder(spec).build_layer(keys, samples).values())
+
+
+@pytest.mark.parametrize(("m", "c", "alpha"), [(8, 64, 0.2), (4, 16, 0.02), (16, 32, 0.4)])
+def test_bytes_of_the_papers_tables(m, c, alpha):
+    """Eq. B.1, 3 m C alpha / (2 d): bytes that 500 more tokens add to tables and to fp16 keys and values."""
+    spec = CSAttentionSpec(num_subspaces=m, num_centroids=c, list_ratio=alpha, codec="paper", iterations=0)
+    tables = [built_bytes(spec, randn(n, 1, 32), randn(1, 20, 32, seed=1)) for n in (500, 1000)]
+    assert (tables[1] - tables[0]) / (500 * 32 * 2 * 2) == pytest.approx(3 * m * c * alpha / (2 * 32))
+
+
+def test_the_default_is_small():
+    """At most 13% of the keys and values from 4,096 tokens on."""
+    keys = randn(4096, 1, 64)
+    assert built_bytes(CSAttentionSpec(), keys, randn(1, 40, 64, seed=1)) <= 0.13 * 2 * keys.half().nbytes
+
+
+def test_compact_tables_hold_the_paper_tables():
+    """The same positions; scores at most half a step of a list's span away."""
+    keys, samples = randn(3000, 2, 16), randn(2, 300, 16, seed=1)
+    paper = make_builder(CSAttentionSpec(codec="paper")).build_layer(keys, samples)
+    for bits in (4, 8):
+        compact = make_builder(CSAttentionSpec(score_bits=bits)).build_layer(keys, samples)
+        assert torch.equal(compact["centroids"], paper["centroids"])
+        list_len = paper["positions"].shape[3]
+        positions, decoded = decode_lists(compact_lists(compact), list_len, bits)
+        assert torch.equal(positions.int(), paper["positions"])
+        span = paper["scores"].float().amax(-1) - paper["scores"].float().amin(-1)
+        error = (decoded - paper["scores"].float()).abs().amax(-1)
+        rounding = 0.001 * paper["scores"].float().abs().amax(-1)  # of the paper's fp16
+        assert bool((error <= 0.503 * span / (2**bits - 1) + rounding).all())
+
+
+@pytest.mark.parametrize("rope_base", [0.0, 1e6], ids=["shift", "rope"])
+@pytest.mark.parametrize(
+    "parameters",
+    [{}, {"num_subspaces": 8, "list_ratio": 0.2}, {"num_subspaces": 8, "num_centroids": 64, "list_ratio": 0.035}],
+    ids=["default", "bitmap", "many-centroids"],
+)
+def test_recall_is_that_of_the_paper_layout(parameters, rope_base):
+    planted = planted_prefix(PlantedConfig(prefix_len=4096, num_topics=16, rope_base=rope_base))
+    paper, compact = (recall(CSAttentionSpec(codec=c, **parameters), planted, 204) for c in ("paper", "compact"))
+    assert paper > 0.7
+    assert abs(compact - paper) <= 0.01
+
+
+def by_sort(values, list_len):
+    order = values.argsort(dim=-1, descending=True, stable=True)[..., :list_len].sort(dim=-1).values
+    return order.int(), values.gather(-1, order)
+
+
+@settings(max_examples=examples(200, 30))
+@given(
+    st.integers(1, 3000),
+    st.floats(0, 1),
+    st.sampled_from(
+        ["normal", "few", "constant", "huge", "tiny", "zeros", "skew", "rising", "falling", "spikes", "half"]
+    ),
+    st.integers(0, 2**31),
+)
+def test_top_lists_are_those_of_a_stable_sort(n, ratio, kind, seed):
+    values = torch.randn(3, 2, n, generator=torch.Generator().manual_seed(seed))
+    rising = torch.arange(n).float().expand(3, 2, n)
+    values = {
+        "normal": values,
+        "few": (values * 2).round(),
+        "constant": torch.full_like(values, -1.5),
+        "huge": values * 1e38,
+        "tiny": values * 1e-40,
+        "zeros": torch.where(values > 0, 0.0, -0.0),
+        "skew": values.exp() ** 5,
+        "rising": rising,
+        "falling": -rising,
+        "spikes": torch.where(rising % 100 == 1, rising, 0.0),
+        "half": values.half(),
+    }[kind]
+    list_len = max(1, int(ratio * n))
+    positions, best = top_lists(values, list_len)
+    expected, highest = by_sort(values, list_len)
+    assert positions.dtype == torch.int32
+    assert torch.equal(positions, expected)
+    assert torch.equal(best, highest)
+
+
+def test_top_lists_of_a_transposed_input_and_errors():
+    values = torch.randn(500, 3, generator=torch.Generator().manual_seed(0)).T
+    for list_len in (0, 501):
+        with pytest.raises(ValueError, match=f"1\\.\\.500 .*got {list_len}"):
+            top_lists(values, list_len)
+    got, want = top_lists(values, 5), top_lists(values.contiguous(), 5)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])

@@ -25,10 +25,6 @@ def test_registry_and_round_trip(name):
     assert hasattr(make_selector(spec), "select")
 
 
-def test_an_int_is_a_float():
-    assert parse_spec({"method": "csattention", "list_ratio": 1}).list_ratio == 1.0
-
-
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from prefix_index import ArrayKey, BuildInfo, IndexPayload, IndexStore
+from prefix_index import ArrayKey, BuildInfo, FileStore, IndexPayload, IndexStore, SharedStore, link
+from prefix_index.remote import RemoteStore
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.faults.tools import Clock
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, Make, Shaky
 from tests.prefix_index.samples import sample_identity
-from tests.prefix_index.shared_stores import Make, Shaky, machines
-from tests.prefix_index.tiers import TIERS
+from tests.prefix_index.small_stores import SOON, Clock
+from tests.prefix_index.tiers import TIERS, Service
 
 #: By day of each kind the one that costs least.
 BY_DAY = ("file", "copied", "service", "shared-file", "shared-memory")
@@ -58,8 +60,21 @@ def blobs() -> Iterator[Shaky]:
 
 @pytest.fixture
 def make(tmp_path: Path, blobs: Shaky, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    with machines(tmp_path, blobs, monkeypatch) as make:
-        yield make
+    """Makes machines on one remote store, each with a folder of its name, open; hardly a pause after failures."""
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 0.0)
+    with contextlib.ExitStack() as stores:
+
+        def machine(
+            name: str = "a", *, remote: Any = None, max_bytes: int | None = None, **options: Any
+        ) -> SharedStore:
+            local = FileStore(tmp_path / name, create=True, max_bytes=max_bytes)
+            over = RemoteStore(blobs, chunk_nbytes=CHUNK_NBYTES, **{"timeout_s": SOON, **(remote or {})})
+            return stores.enter_context(SharedStore(local, [over], **{"timeout_s": SOON, "rescan_s": 0.0, **options}))
+
+        yield machine
+        blobs.fails = False
+        blobs.answers.set()
+        blobs.gate.set()
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,11 @@ class Cluster:
         flags |= {"metrics_host": HOST, "metrics_port": self.http_port, "client_ttl": 2}
         command = [str(_master()), *(f"--{name}={value}" for name, value in flags.items()), *self._flags]
         self.master = _spawn(command, stdout=subprocess.DEVNULL)
-        self._wait(lambda: self._asks("health") is not None, "the master")
+        deadline = time.monotonic() + 60.0
+        while not self._is_up():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the master did not start within 60 s")
+            time.sleep(0.05)
 
     def start_holder(self) -> None:
         command = [sys.executable, __file__, "hold", self.address, str(self._segment_nbytes)]
@@ -141,19 +145,10 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _asks(self, what: str) -> bytes | None:
-        try:
-            with urllib.request.urlopen(f"{self.listing_url}/{what}", timeout=10) as reply:
-                return bytes(reply.read())
-        except OSError:
-            return None
-
-    def _wait(self, done: Any, what: str, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{what} did not start within {seconds:g} s")
-            time.sleep(0.05)
+    def _is_up(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.listing_url}/health", timeout=10):
+            return True
+        return False
 
 
 @functools.lru_cache(maxsize=1)

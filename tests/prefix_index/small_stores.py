@@ -1,16 +1,18 @@
-"""What tests of stores share: indexes of one size, folders to keep a few of them in, and a system that refuses."""
+"""What tests of folders share: their files, a system that refuses, a clock, and real child processes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import io
 import os
-import resource
+import select
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ import pytest
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
 from prefix_index.format import ALIGN, aligned
-from tests.prefix_index.samples import sample_identity, sample_payload
+from tests.prefix_index.samples import IDS, sample_payload
 
-IDS = [sample_identity(range(i, i + 32)) for i in range(8)]
-PINNED = Retention(pinned=True, name="tools")
 ONE = IndexWriter(sample_payload()).nbytes
+SOON = 60.0
+"""Seconds for what happens in any case, on the slowest of machines; longer is a hang."""
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[Any]:
@@ -78,11 +80,18 @@ def index_file(folder: Path, identity: IndexIdentity) -> Path:
     return keep_file(folder, identity).with_suffix(".pfxindex")
 
 
-def fill_of(index: IndexFile) -> int:
-    """Reads all of it, and closes it."""
-    with index:
-        index.verify()
-        return int(index.array("channels")[0])
+def dump(payload: IndexPayload) -> bytes:
+    """The container of an index."""
+    out, writer = io.BytesIO(), IndexWriter(payload)
+    writer.write(out)
+    assert writer.nbytes == len(out.getvalue())
+    return out.getvalue()
+
+
+def drop_from_page_cache(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def in_memory(raw: bytes) -> IndexFile:
@@ -108,38 +117,92 @@ def held(store: FileStore) -> set[int]:
     return {IDS.index(e.identity) for e in store.list()}
 
 
-@contextlib.contextmanager
-def few_descriptors(left: int) -> Iterator[None]:
-    """This process may open ``left`` more files; then the system says EMFILE. For a process of one thread: others
-    could close files meanwhile.
-    """
-    gc.collect()  # nor may files of objects that nobody has any more be closed then
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(len(os.listdir("/proc/self/fd")) + 32, hard), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
-        for _ in range(left):
-            os.close(taken.pop())
-        yield
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def open_below(folder: Path) -> list[str]:
-    """What this process has open there: other threads have descriptors of their own, which come and go."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [link for link in links if link.startswith(str(folder))]
-
-
 def settled(folder: Path) -> None:
     """As if nobody had changed the folder for a minute: a store then believes its shards' modification times."""
     for shard in folder.iterdir():
         os.utime(shard, (shard.stat().st_atime, shard.stat().st_mtime - 60))
+
+
+class Clock:
+    """Seconds since the Unix epoch that pass when a test says so."""
+
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(path: Path, **options: Any) -> FileStore:
+    store = FileStore(path, **{"create": True, **options})
+    store.open()
+    return store
+
+
+def stored_files(path: Path) -> list[str]:
+    """Names of everything in the shards of a store's folder, hidden names included."""
+    return sorted(p.name for p in path.glob("*/*"))
+
+
+def remove(path: Path) -> None:
+    """A folder, while somebody may be writing there."""
+    while path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def fork(work: Callable[[], None]) -> int:
+    """A child process that does ``work`` and leaves at once; its status is 0 unless ``work`` raised."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def reap(pid: int, seconds: float) -> int | None:
+    """The exit code of a child (negative: a signal); None when it had to be killed after ``seconds``."""
+    fd = os.pidfd_open(pid)
+    ended = select.select([fd], [], [], seconds)[0]
+    os.close(fd)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if ended else None
+
+
+class Line:
+    """A pipe of text lines from children that may be killed at any time. ``heard`` is all that came so far."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        self.heard = b""
+
+    def say(self, text: str) -> None:
+        os.write(self.writer, (text + "\n").encode())
+
+    def wait_for(self, text: str, seconds: float) -> bool:
+        """Whether the line ``text`` was said, or is within ``seconds`` of silence."""
+        while f"{text}\n".encode() not in self.heard:
+            if not select.select([self.reader], [], [], seconds)[0]:
+                return False
+            self.heard += os.read(self.reader, 1 << 16)
+        return True
+
+    def close(self) -> list[str]:
+        """All lines. The children must have ended."""
+        os.close(self.writer)
+        while part := os.read(self.reader, 1 << 16):
+            self.heard += part
+        os.close(self.reader)
+        return self.heard.decode(errors="replace").splitlines()
+
+
+def outlasts(a: Retention, b: Retention) -> bool:
+    """Whether ``a`` keeps an index at least as long as ``b``."""
+    return a.pinned >= b.pinned and (a.expires is None or (b.expires is not None and a.expires >= b.expires))

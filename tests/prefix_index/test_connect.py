@@ -84,17 +84,6 @@ def test_remote_stores_behind_a_folder_share_with_it(tmp_path: Path) -> None:
     assert isinstance(open_store([tmp_path / "a"]), FileStore)
 
 
-def test_a_folder_that_shares_works(tmp_path: Path) -> None:
-    with open_store([tmp_path / "a", "memory:///"], create=True) as store:  # type: ignore[attr-defined]
-        entry = store.put(sample_payload())
-        assert store._teller.settle(60)
-        for one in (store.local, *store.remotes):
-            assert one.contains(entry.digest)
-        store.local.delete(entry.digest)
-        with store.get(entry.digest) as index:
-            index.verify()
-
-
 @pytest.mark.parametrize("addresses", [["mooncake://m:1", "memory:///"], "s3://b"])
 def test_what_shares_is_this_machines_own(addresses: list[str] | str) -> None:
     with pytest.raises(InvalidPayload, match=r"expected a folder, .* found a remote store"):

@@ -1,9 +1,12 @@
-"""Copies of hot indexes in DRAM: never wrong, whoever changes the folder, and never an error of its store."""
+"""Copies of hot indexes in DRAM: never wrong, whoever changes the folder, and never an error of its store. And work in
+the background, which makes them: across a fork, and at the end of a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,12 +25,12 @@ from prefix_index import (
     IndexNotFound,
     Retention,
     StoreFolderError,
+    background,
 )
 from prefix_index.store import digest_of
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.tools import SOON, remove
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.small_stores import fill_of, flip, in_threads, place_of
+from tests.prefix_index.samples import IDS, fill_of, read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, flip, fork, in_threads, place_of, python, reap, remove
 from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))
@@ -90,7 +93,7 @@ def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
         entry = store.put(sample_payload(fill=7))
         assert entry.path == str(store.path_of(DIGEST))
         assert copied(store)
-        assert fill_of(store.get(DIGEST)) == 7
+        assert read_fill(store) == 7
         assert copies(folder) == {DIGEST}
         assert store.counters is not None
         assert (store.counters.hits_fast, store.counters.promotions, store.counters.promotion_failures) == (2, 1, 0)
@@ -109,7 +112,7 @@ def test_what_does_not_fit_is_stored_and_served_and_not_read_again_at_each_get(f
         assert store.counters is not None
         failures = store.counters.promotion_failures
         for _ in range(3):
-            assert fill_of(store.get(DIGEST)) == 7
+            assert read_fill(store) == 7
         assert store._copier.settle(SOON)
         assert store.counters.promotion_failures == failures
         assert not copied(store), "asked for, it is tried again"
@@ -135,11 +138,11 @@ def test_a_replacement_by_another_process_is_served_though_size_and_times_are_eq
         before = store.path_of(DIGEST).stat()
         put_elsewhere(folder, fill=2)
         os.utime(store.path_of(DIGEST), ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert fill_of(store.get(DIGEST)) == 2
+        assert read_fill(store) == 2
         assert store.counters is not None
         assert store.counters.stale_dropped == 1
         assert copied(store)
-        assert fill_of(store.get(DIGEST)) == 2
+        assert read_fill(store) == 2
 
 
 def test_what_was_deleted_or_has_expired_is_a_miss_and_loses_its_copy(folder: Path) -> None:
@@ -172,7 +175,7 @@ def test_copies_of_an_earlier_life_are_compared_before_they_are_served(folder: P
         other.delete(OTHER)
     with opened(folder) as store:
         assert copies(folder) == {DIGEST}
-        assert fill_of(store.get(DIGEST)) == 2
+        assert read_fill(store) == 2
 
 
 @pytest.mark.parametrize("where", ["magic", "footer", "cut", "a folder"])
@@ -212,7 +215,7 @@ def test_damage_in_a_copy_is_never_held_against_the_index(folder: Path) -> None:
                 reader.verify()
             assert not store.report(reader, caught.value)
             assert list(store.problems()) == []
-            assert fill_of(store.get(DIGEST)) == 4
+            assert read_fill(store) == 4
         eventually(lambda: copied(store))  # the copy that was removed last may have been a job that still ran
         damage(path)
         reader = store.get(DIGEST)
@@ -233,7 +236,7 @@ def test_damage_found_while_copying_takes_the_index_out_of_the_offer(folder: Pat
         assert [type(p.error) for p in store.problems()] == [IndexCorrupt]
         assert copies(folder) == set()
         store.put(sample_payload(fill=5))
-        assert fill_of(store.get(DIGEST)) == 5
+        assert read_fill(store) == 5
         assert list(store.problems()) == []
 
 
@@ -242,10 +245,10 @@ def test_the_copies_folder_may_go(folder: Path) -> None:
         store.put(sample_payload(fill=4))
         assert copied(store)
         remove(folder.parent / "dram")
-        assert fill_of(store.get(DIGEST)) == 4
+        assert read_fill(store) == 4
         store.put(sample_payload(fill=5))
         assert not copied(store)
-        assert fill_of(store.get(DIGEST)) == 5
+        assert read_fill(store) == 5
         store.rescan()
         assert [type(p.error) for p in store.problems()] == [StoreFolderError]
         assert store.delete(DIGEST)
@@ -289,7 +292,7 @@ def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Pat
             while not stop.is_set():
                 least = latest[0]
                 with contextlib.suppress(IndexNotFound):
-                    assert fill_of(store.get(DIGEST)) >= least
+                    assert read_fill(store) >= least
 
         def crowd_out() -> None:
             while not stop.is_set():
@@ -310,4 +313,91 @@ def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Pat
                     time.sleep(0.005)
 
         in_threads(write, read, read, read, crowd_out)
-        assert fill_of(store.get(DIGEST)) == 59
+        assert read_fill(store) == 59
+
+
+# Work in the background
+
+
+class SlowInParent(FileStore):
+    """Copying from it begins, and does not end before ``go``; not so in a child."""
+
+    parent = os.getpid()
+    began, go = threading.Event(), threading.Event()
+
+    def _copy(self, digest: str, check: background.Check) -> None:
+        if os.getpid() == self.parent and threading.current_thread().name.startswith("prefix_index-promoter"):
+            self.began.set()
+            assert self.go.wait(200)  # longer than the child may take
+        super()._copy(digest, check)
+
+
+def test_a_child_does_its_own_jobs_and_waits_for_none_of_its_parent_s(folder: Path) -> None:
+    with FileStore(folder, create=True) as writer:
+        writer.put(sample_payload(IDS[0]))
+    slow = SlowInParent(folder, copies=copies_in(folder.parent / "dram"))
+    with slow as store:
+        store._copier.request(IDS[0].digest)
+        assert slow.began.wait(60)
+        job = store._copier.request(IDS[0].digest)
+
+        def work() -> None:
+            signal.alarm(60)
+            assert not job.wait()
+            store._copier.request(IDS[0].digest)
+            assert store._copier.settle(60)
+            with store.get(IDS[0]) as index:
+                assert "/dram/" in str(index.path)
+            store.close()
+
+        assert reap(fork(work), 120) == 0
+        slow.go.set()
+
+
+def test_jobs_are_one_a_digest_few_and_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Semaphore(0), threading.Event()
+    steps: list[str] = []
+
+    def slow(self: FileStore, digest: str, check: background.Check) -> None:
+        steps.append(digest)
+        begun.release()
+        assert go.wait(60)
+        check()
+        steps.append("second")
+
+    monkeypatch.setattr(FileStore, "_copy", slow)
+    store = FileStore(folder, create=True)
+    store.open()
+    for _ in range(1000):
+        for identity in IDS[:2]:
+            store._copier.request(identity.digest)
+    assert begun.acquire(timeout=60)  # else it may be dropped for those that follow
+    for number in range(1000):
+        store._copier.request(f"{number:064x}")
+    assert len(store._copier._pending) <= background.MAX_PENDING
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    until = time.monotonic() + 60
+    while not store._copier._closed and time.monotonic() < until:
+        time.sleep(0.01)
+    go.set()  # not before: a job that goes on earlier is right to take its second step
+    closing.join(60)
+    assert not closing.is_alive()
+    assert len(steps) == 1  # neither its second step nor another job
+
+
+EXIT = """
+import sys, time
+from prefix_index import FileStore
+FileStore._copy = lambda *_: time.sleep(10)
+store = FileStore(sys.argv[1], create=True)
+store.open()
+for i in range(60):
+    store._copier.request(f"{i:064x}")
+"""
+
+
+def test_a_process_with_jobs_under_way_ends(folder: Path) -> None:
+    """Without doing them all: that takes ten minutes, ten seconds each."""
+    with python(EXIT, folder) as process:
+        assert process.wait(300) == 0

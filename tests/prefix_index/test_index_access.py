@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,8 @@ from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
 from prefix_index.connect import open_store
 from prefix_index.service import StoreServer
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults import tools
-from tests.prefix_index.faults.tools import fork, opened, reap
-from tests.prefix_index.samples import sample_payload
-from tests.prefix_index.small_stores import IDS, ONE, PINNED, index_file, keep_file, python
+from tests.prefix_index.samples import IDS, PINNED, sample_payload
+from tests.prefix_index.small_stores import ONE, fork, index_file, keep_file, opened, python, reap
 from tests.prefix_index.tiers import copies_in
 
 NOBODY = 65534
@@ -96,7 +95,8 @@ def as_somebody_else(work: Callable[[], None]) -> int | None:
 @pytest.fixture
 def public() -> Iterator[Path]:
     """A folder that other users can reach, which those of pytest are not."""
-    with tools.folder() as path:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
         path.chmod(0o755)
         yield path
 

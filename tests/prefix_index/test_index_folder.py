@@ -1,13 +1,18 @@
-"""What only the file store has: a folder that others write to, that processes die in, that is not what it
-should be."""
+"""What only the file store has: a folder that others write to, that processes die in, that is not what it should be,
+and its build leases.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import gc
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import xxhash
@@ -25,8 +30,8 @@ from prefix_index import (
     page_hashes,
 )
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.tools import opened
 from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
+from tests.prefix_index.small_stores import opened
 
 
 def put_file(folder: Path, **options: Any) -> Path:
@@ -163,3 +168,93 @@ def test_partials_are_ignored_and_the_dead_ones_removed(folder: Path) -> None:
         assert [p.name for p in shard.glob(".partial-*")] == names[1:2]
     with opened(folder, partial_grace_s=0.0) as store:
         assert list(shard.glob(".partial-*")) == []
+
+
+# Build leases
+
+DIGEST = sample_identity().digest
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[FileStore]:
+    with FileStore(folder, create=True, partial_grace_s=0.0) as store:
+        yield store
+
+
+def lease_file(folder: Path) -> Path:
+    return folder / DIGEST[:2] / f".lease-{DIGEST}"
+
+
+def test_what_a_dead_holder_left_is_cleared_away(folder: Path, store: FileStore) -> None:
+    lease_file(folder).parent.mkdir(parents=True)
+    lease_file(folder).write_text("")
+    other = lease_file(folder).with_name(f".lease-{DIGEST[:2]}{'0' * 62}")
+    with store.lease(other.name.removeprefix(".lease-")) or pytest.fail("held"):
+        store.rescan()
+        store.collect()
+        assert not lease_file(folder).exists()
+        assert other.exists()
+        assert list(store.problems()) == []
+    assert not other.exists()
+    lease_file(folder).write_text("")
+    with store.lease(DIGEST) or pytest.fail("a file without a lock is free"):
+        assert store.lease(DIGEST) is None
+
+
+def test_a_fresh_lease_file_is_left_to_whoever_is_about_to_lock_it(folder: Path) -> None:
+    with FileStore(folder, create=True) as store:
+        lease_file(folder).parent.mkdir()
+        lease_file(folder).write_text("")
+        store.rescan()
+        store.collect()
+        assert lease_file(folder).exists()
+
+
+@pytest.mark.parametrize(
+    "plant", [lambda at, target: at.symlink_to(target), lambda at, _: os.mkfifo(at), lambda at, _: at.mkdir()]
+)
+def test_what_is_planted_by_the_name_of_a_lease(folder: Path, store: FileStore, tmp_path: Path, plant: Any) -> None:
+    path, target = lease_file(folder), tmp_path / "target"
+    path.parent.mkdir()
+    plant(path, target)
+    with pytest.raises(StoreFolderError, match=r"lease: expected a regular file, found a link, pipe.*; remove it"):
+        store.lease(DIGEST)
+    store.rescan()
+    store.collect()
+    assert path.is_symlink() or path.exists()
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOLCK])
+def test_a_lock_that_the_system_does_not_give(
+    folder: Path, store: FileStore, error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system has no locks, a lease is one among the users of this store."""
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(error, "no lock")))
+    if error == errno.EIO:
+        with pytest.raises(StoreFolderError, match="no lock"):
+            store.lease(DIGEST)
+        return
+    with store.lease(DIGEST) or pytest.fail("held"):
+        assert store.lease(DIGEST) is None
+    assert store.lease(DIGEST) is not None
+
+
+def test_an_unlinked_lease_file_is_not_taken_for_the_new_one(folder: Path, store: FileStore) -> None:
+    """Whoever removes the file by hand ends the lease; the old holder's release leaves the new one's alone."""
+    old = store.lease(DIGEST)
+    assert old is not None
+    lease_file(folder).unlink()
+    new = store.lease(DIGEST)
+    assert new is not None
+    old.release()
+    assert lease_file(folder).exists()
+    assert store.lease(DIGEST) is None
+    new.release()
+
+
+def test_a_lease_that_nobody_has_any_more_is_free(folder: Path) -> None:
+    with FileStore(folder, create=True) as store:
+        assert store.lease(DIGEST) is not None
+        gc.collect()
+        assert store.lease(DIGEST) is not None

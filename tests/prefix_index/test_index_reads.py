@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import os
 import random
 import subprocess
@@ -32,9 +32,10 @@ from prefix_index import (
     StoreClosed,
 )
 from prefix_index.folder import bulk_reads, open_direct
+from prefix_index.format import aligned
 from prefix_index.reader import fresh_buffer, pieces_of, run
 from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.small_stores import flip, in_memory, place_of
+from tests.prefix_index.small_stores import drop_from_page_cache, dump, flip, in_memory, place_of
 
 PIECE = 16384
 SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
@@ -79,15 +80,6 @@ def has_direct(path: Path) -> bool:
     if fd is not None:
         os.close(fd)
     return fd is not None
-
-
-def drop_from_page_cache(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = None) -> None:
@@ -137,10 +129,9 @@ def test_one_layer_is_one_stretch(index: IndexFile) -> None:
 @given(st.lists(st.integers(0, 60_000), max_size=12), st.integers(1, 4), st.randoms())
 def test_any_arrays_any_selection(sizes: list[int], threads: int, chance: random.Random) -> None:
     arrays = {ArrayKey("a", i // 4, i % 4): values(n, i) for i, n in enumerate(sizes)}
-    payload, out = IndexPayload(sample_identity(), arrays), io.BytesIO()
-    IndexWriter(payload).write(out)
+    payload = IndexPayload(sample_identity(), arrays)
     keys = [key for key in arrays if chance.random() < 0.7]
-    assert_same(in_memory(out.getvalue()).read_many(keys, threads=threads), payload, keys)
+    assert_same(in_memory(dump(payload)).read_many(keys, threads=threads), payload, keys)
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last", "padding"])
@@ -155,12 +146,28 @@ def test_damage_is_found_in_every_array_and_named(path: Path, where: str) -> Non
             flip(path, start + at)
             what = "padding after" if where == "padding" else "checksum of"
             message = rf"x.pfxindex: {what} \('{record.name}', {record.layer}, {record.kv_head}\)"
-            with pytest.raises(IndexCorrupt, match=message):
-                index.read_many()
+            for direct in (True, False):
+                with pytest.raises(IndexCorrupt, match=message):
+                    index.read_many(direct=direct)
             others = [k for k in index.keys if k != key]
             assert len(index.read_many(others)) == len(others)
             flip(path, start + at)
         index.read_many()
+
+
+def test_a_file_that_is_cut_after_it_was_opened_gives_the_right_bytes_or_an_error(path: Path, payload: Any) -> None:
+    whole = path.read_bytes()
+    for cut in (at for edge in range(0, len(whole), 4096) for at in (edge - 1, edge, edge + 1) if at >= 0):
+        with IndexFile.open(path) as index:
+            os.truncate(path, cut)
+            for key, direct in itertools.product(index.keys, (True, False)):
+                record = index.record(key)
+                if not record.nbytes or place_of(index, key) + aligned(record.nbytes) <= cut:
+                    assert np.array_equal(index.read_many([key], direct=direct)[key], payload.arrays[key])
+                else:
+                    with pytest.raises(IndexCorrupt):
+                        index.read_many([key], direct=direct)
+        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("threads", [1, 4])

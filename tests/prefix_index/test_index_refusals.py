@@ -1,5 +1,5 @@
 """What the system refuses costs a folder's store an error that says so: no index is forgotten or hidden for it, no
-retention lost, no descriptor leaked.
+retention lost, no descriptor leaked. And reports of damage: whom they hide, for how long, and whom they must not.
 """
 
 from __future__ import annotations
@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,31 +18,29 @@ import pytest
 
 from prefix_index import (
     FileStore,
+    IndexCorrupt,
     IndexFile,
     IndexNotFound,
     IndexPayload,
     IndexStoreError,
     IndexUnreadable,
     Retention,
-    StoreClosed,
     StoreFolderError,
     StoreFull,
     books,
 )
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.conformance import find
-from tests.prefix_index.faults.refusals import Refusals, refusing
-from tests.prefix_index.faults.tools import Clock, fork, opened, reap
-from tests.prefix_index.samples import sample_payload
+from tests.prefix_index.samples import IDS, PINNED, find, read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import (
-    IDS,
     ONE,
-    PINNED,
-    few_descriptors,
+    Clock,
+    flip,
+    fork,
     held,
     index_file,
     keep_file,
-    open_below,
+    opened,
+    reap,
     refuse,
     refuse_call,
     settled,
@@ -109,29 +108,6 @@ def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, mo
         balanced(store)
 
 
-@pytest.mark.parametrize("left", range(5))
-def test_a_store_that_opened_without_descriptors_sees_all_after_a_rescan(folder: Path, left: int) -> None:
-    with opened(folder) as writer:
-        writer.put(sample_payload(IDS[0]))
-    settled(folder)
-
-    def work() -> None:
-        store = FileStore(folder)
-        with few_descriptors(left):
-            try:
-                store.open()
-            except StoreFolderError:
-                with pytest.raises(StoreClosed):
-                    store.list()
-        with store:
-            store.rescan()
-            assert len(store.list()) == 1
-            assert list(store.problems()) == []
-            balanced(store)
-
-    assert reap(fork(work), 120) == 0
-
-
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES, errno.EIO])
 def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
     folder: Path, error: int, monkeypatch: pytest.MonkeyPatch
@@ -152,10 +128,12 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
                 with pytest.raises(StoreFolderError, match="folder of indexes: expected one that can be listed, found"):
                     raise store.problems()[0].error
                 balanced(store)
-        store.rescan()
-        assert list(store.problems()) == []
-        assert {e.identity for e in store.list()} == {IDS[0], IDS[1]}
-        assert [e.retention for e in store.list() if e.identity == IDS[0]] == [PINNED]
+            late = opened(folder)
+        for one in (store, late):
+            one.rescan()
+            assert list(one.problems()) == []
+            assert {e.identity for e in one.list()} == {IDS[0], IDS[1]}
+            assert [e.retention for e in one.list() if e.identity == IDS[0]] == [PINNED]
 
 
 def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +220,17 @@ def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monke
             assert (index.stats["fill"], store.list()[0].retention) == (1, FAR)
 
 
+def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0], fill=1), retention=PINNED)
+        with monkeypatch.context() as patch:
+            refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
+            with pytest.raises(StoreFolderError, match=r"retention of index .*, which is to be replaced: expected"):
+                store.put(sample_payload(IDS[0], fill=2))
+        assert read_fill(store, IDS[0]) == 1
+        assert [e.retention for e in store.list()] == [PINNED]
+
+
 def test_an_index_whose_retention_is_not_known_leaves_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]), retention=PINNED)
@@ -275,47 +264,7 @@ def test_nothing_leaves_by_what_was_known_of_a_folder_that_cannot_be_listed(
         assert [(e.identity, e.retention) for e in store.list()] == [(IDS[0], PINNED)]
 
 
-# ---- descriptors and errors ----
-
-
-OPERATIONS: dict[str, Callable[[FileStore], object]] = {
-    "get": lambda store: store.get(IDS[0]).close(),
-    "read": lambda store: read_all(store),
-    "contains": lambda store: store.contains(IDS[0]),
-    "lease": lambda store: store.lease(IDS[0]),
-    "put": lambda store: store.put(sample_payload(IDS[0]), retention=PINNED),
-    "retain": lambda store: store.retain(IDS[0], FAR),
-    "delete": lambda store: store.delete(IDS[0]),
-    "collect": lambda store: store.collect(),
-    "rescan": lambda store: store.rescan(full=True),
-}
-
-
-def read_all(store: FileStore) -> None:
-    with store.get(IDS[0]) as index:
-        index.read_many()
-
-
-@pytest.mark.parametrize("kind", ["EIO", "EMFILE", "ENOSPC"])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_each_call_refused_once_loses_no_descriptor(folder: Path, name: str, kind: str) -> None:
-    """In a child: other threads of this process open and close files meanwhile."""
-
-    def work() -> None:
-        with opened(folder) as store:
-            refusals = Refusals(kind, 0, 1)
-            number = 0
-            while number == 0 or refusals.refused:
-                store.put(sample_payload(IDS[0]), retention=PINNED)
-                refusals = Refusals(kind, number, 1)
-                with contextlib.suppress(IndexStoreError), refusing(refusals):
-                    OPERATIONS[name](store)
-                assert open_below(folder) == [], (number, open_below(folder))
-                store.rescan()
-                assert name == "delete" or [e.identity for e in store.list()] == [IDS[0]], number
-                number += 1
-
-    assert reap(fork(work), 300) == 0
+# ---- errors ----
 
 
 def test_an_index_that_cannot_be_read_now_is_not_told_to_be_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,3 +403,77 @@ def test_a_file_that_is_cut_while_it_is_carried_is_an_error_and_no_signal(folder
                 last.load()  # type: ignore[union-attr]
 
     assert reap(fork(work), 120) == 0
+
+
+# Reports of damage
+
+ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
+
+
+def test_a_file_that_another_process_replaced_is_offered_again(folder: Path) -> None:
+    with opened(folder) as store, opened(folder) as other:
+        store.put(sample_payload())
+        with store.get(sample_identity()) as index:
+            assert store.report(index, ERROR)
+        other.put(sample_payload(fill=2))
+        assert store.contains(sample_identity())  # even before a rescan
+        assert read_fill(store) == 2
+        store.rescan()
+        assert list(store.problems()) == []
+
+
+def test_a_damaged_header_is_found_by_get_and_stays_hidden(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload())
+        flip(index_file(folder, sample_identity()), 100)
+        for _ in range(2):
+            with pytest.raises(IndexCorrupt, match="header entry checksum"):
+                store.get(sample_identity())
+            assert not store.contains(sample_identity())
+            assert list(store.list()) == []
+        assert len(store.problems()) == 1
+
+
+def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the put's rename and its last step another thread deletes the index and looks at the folder."""
+    named, deleted = threading.Event(), threading.Event()
+    real = os.fsync
+
+    def slow(fd: int) -> None:
+        real(fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode) and threading.current_thread() is writer:
+            named.set()
+            assert deleted.wait(60)
+
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        writer = threading.Thread(target=store.put, args=(sample_payload(IDS[0]),))
+        monkeypatch.setattr(os, "fsync", slow)
+        writer.start()
+        assert named.wait(60)
+        monkeypatch.undo()
+        assert store.delete(IDS[0])
+        settled(folder)
+        store.rescan()
+        deleted.set()
+        writer.join()
+        store.rescan()
+        assert list(store.list()) == []
+        assert store._books.used_bytes == 0
+        balanced(store)
+
+
+def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(fill=1))
+        settled(folder)
+        store.rescan()
+        with monkeypatch.context() as patch:
+            refuse_call(patch, "fsync", lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode))
+            with pytest.raises(Exception, match="Input/output error"):
+                store.put(sample_payload(values_per_array=4096, fill=2))
+        nbytes = index_file(folder, sample_identity()).stat().st_size
+        assert [e.nbytes for e in store.list()] == [nbytes]
+        balanced(store)

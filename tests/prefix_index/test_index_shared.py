@@ -13,6 +13,7 @@ import pytest
 from prefix_index import (
     FileStore,
     IndexCorrupt,
+    IndexFormatError,
     IndexNotFound,
     IndexUnreadable,
     Retention,
@@ -22,11 +23,21 @@ from prefix_index import (
     folder,
     link,
 )
-from prefix_index.remote import ObjectBlobs, RemoteStore
-from tests.prefix_index.remote_stores import DIGEST, chunks_of, damage, flip
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.shared_stores import LONG, SOON, Make, Shaky, fill_of, find, flushed
-from tests.prefix_index.small_stores import python
+from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
+from tests.prefix_index.remote_stores import (
+    DIGEST,
+    LONG,
+    Make,
+    Shaky,
+    chunks_of,
+    damage,
+    flip_bit,
+    flushed,
+    longest,
+    reached,
+)
+from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, python
 from tests.prefix_index.tiers import eventually
 
 ERROR = IndexCorrupt("a test", expected="a", found="b", remedy="none")
@@ -38,16 +49,16 @@ def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: P
     one, two = make("a"), make("b")
     entry = one.put(sample_payload(fill=7), retention=Retention(pinned=True))
     assert flushed(one)
-    assert find(two) == 0
+    assert longest(two) == 0
     two.rescan(full=True)
-    assert find(two) == 32
+    assert longest(two) == 32
     assert two.contains(DIGEST)
-    assert fill_of(two) == 7
+    assert read_fill(two) == 7
     eventually(lambda: two.counters.fetched == 1)
     (copy,) = (tmp_path / "b").glob("*/*.pfxindex")
     assert copy.read_bytes() == Path(str(entry.path)).read_bytes()
     assert [entry.retention for entry in two.list()] == [Retention()], "retention is a folder's own"
-    assert fill_of(two) == 7
+    assert read_fill(two) == 7
     assert two.counters[:4] == (1, 1, 1, 0)
     assert one.counters.published == 1
 
@@ -60,14 +71,14 @@ def test_the_longer_prefix_wins_wherever_it_is_but_not_from_a_remote_store_that_
     two.put(sample_payload())
     assert flushed(one)
     two.rescan(full=True)
-    assert find(two) == 64
+    assert longest(two) == 64
     monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
     blobs.fails = True
     with pytest.raises(StoreUnavailable, match="the network is gone"):
         two.get(sample_identity(LONG))
-    assert find(two) == 32
+    assert longest(two) == 32
     two.local.delete(DIGEST)
-    assert find(two) == 64, "the reason of the miss is the remote store's"
+    assert longest(two) == 64, "the reason of the miss is the remote store's"
 
 
 def test_one_lease_among_machines_and_a_local_one_while_the_remote_store_is_away(make: Make, blobs: Shaky) -> None:
@@ -98,7 +109,7 @@ def test_an_older_build_there_stays_and_the_folder_s_is_served_here(make: Make, 
     one.open()
     assert flushed(one)
     assert {name: blobs.fetch(name, 1 << 20) for name in blobs.names("prefix_index")} == before
-    assert (fill_of(one), fill_of(two)) == (2, 1)
+    assert (read_fill(one), read_fill(two)) == (2, 1)
 
 
 def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky) -> None:
@@ -108,13 +119,13 @@ def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky)
     store.retain(DIGEST, Retention(expires=1.0))
     for full in (False, True):
         store.rescan(full=full)
-        assert (find(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
+        assert (longest(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
     with pytest.raises(IndexNotFound):
         store.get(DIGEST)
     assert flushed(store)
     assert blobs.names("prefix_index") == {}
     assert [entry.digest for entry in store.collect()] == [DIGEST]
-    assert (find(store), store.contains(DIGEST)) == (0, False)
+    assert (longest(store), store.contains(DIGEST)) == (0, False)
 
 
 def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make) -> None:
@@ -127,20 +138,6 @@ def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make)
     assert [entry.retention for entry in two.local.list()] == [kept]
 
 
-def test_what_the_remote_store_lacks_is_published_at_the_start_by_one_process(
-    make: Make, blobs: Shaky, tmp_path: Path
-) -> None:
-    with FileStore(tmp_path / "a", create=True) as folder:
-        folder.put(sample_payload(fill=7))
-        with folder.lease(DIGEST) or pytest.fail("held"):
-            store = make("a")
-            assert store._teller.settle(SOON)
-            assert blobs.names("prefix_index") == {}, "another process is at it"
-    store.close()
-    assert flushed(make("a"))
-    assert fill_of(make("b")) == 7
-
-
 # A remote store that loses
 
 
@@ -149,13 +146,13 @@ def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs
     one.put(sample_payload(fill=5))
     assert flushed(one)
     two.rescan(full=True)
-    damage(blobs, chunks_of(blobs)[1], flip(8 * 900))
+    damage(blobs, chunks_of(blobs)[1], flip_bit(8 * 900))
     with pytest.raises(IndexCorrupt, match="chunk 1"):
         two.get(DIGEST)
-    assert find(two) == 0
+    assert longest(two) == 0
     assert list(two.local.list()) == []
     one.rescan(full=True)
-    assert fill_of(one) == 5
+    assert read_fill(one) == 5
 
 
 def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> None:
@@ -170,10 +167,10 @@ def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> Non
         index.verify()
     for _ in range(2):  # there is a second reader of the same file
         assert store.report(index, caught.value)
-    assert find(store) == 32
-    assert fill_of(store) == 5
+    assert longest(store) == 32
+    assert read_fill(store) == 5
     assert list(store.problems()) == []
-    assert fill_of(store.local) == 5
+    assert read_fill(store.local) == 5
 
 
 def test_a_report_about_an_older_index_changes_nothing(make: Make) -> None:
@@ -184,9 +181,9 @@ def test_a_report_about_an_older_index_changes_nothing(make: Make) -> None:
         store.put(sample_payload(fill=2))
     assert not store.report(old, ERROR)
     assert flushed(store)
-    assert fill_of(store) == 2
+    assert read_fill(store) == 2
     store.local.delete(DIGEST)
-    assert fill_of(store) == 1, "the remote store's"
+    assert read_fill(store) == 1, "the remote store's"
     assert list(store.problems()) == []
 
 
@@ -199,7 +196,7 @@ def test_what_is_wrong_though_its_bytes_are_whole_goes_there_too_and_is_put_agai
         assert store.report(index, ERROR)
     blobs.gate.set()
     assert flushed(store)
-    assert (find(store), store.contains(DIGEST), blobs.names("prefix_index")) == (0, False, {})
+    assert (longest(store), store.contains(DIGEST), blobs.names("prefix_index")) == (0, False, {})
     with pytest.raises(IndexCorrupt, match="a test"):
         store.get(DIGEST)
     for fill in (1, 2):
@@ -227,14 +224,14 @@ def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_repo
         raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
 
     monkeypatch.setattr(folder, "open_fd", refuse)
-    assert fill_of(store) == 5
+    assert read_fill(store) == 5
     assert store.counters.hits_remote == 1
     store.put(sample_payload(sample_identity(LONG), fill=6))
     assert not store.flush(0.2), "the publication is tried again"
     monkeypatch.setattr(folder, "open_fd", opened)
     assert flushed(store)
     assert Path(str(entry.path)).stat().st_ino == inode
-    assert (fill_of(store), fill_of(store, sample_identity(LONG))) == (5, 6)
+    assert (read_fill(store), read_fill(store, sample_identity(LONG))) == (5, 6)
     assert store.remotes[0].contains(sample_identity(LONG))
     assert list(store.problems()) == []
 
@@ -254,7 +251,7 @@ def test_what_local_has_no_room_for_is_served_from_remote(make: Make) -> None:
     one, two = make("a"), make("b", max_bytes=4096)
     one.put(sample_payload(fill=5))
     assert flushed(one)
-    assert [fill_of(two) for _ in range(3)] == [5, 5, 5]
+    assert [read_fill(two) for _ in range(3)] == [5, 5, 5]
     assert (two.counters.hits_remote, two.counters.fetch_failures) == (3, 1)
 
 
@@ -262,7 +259,7 @@ def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs
     with RemoteStore(blobs) as other:
         other.put(sample_payload(sample_identity(LONG), fill=9))
     store = make()
-    eventually(lambda: find(store) == 64)
+    eventually(lambda: longest(store) == 64)
     digest = sample_identity(LONG).digest
     held, done = threading.Event(), threading.Event()
 
@@ -275,7 +272,7 @@ def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs
     thread.start()
     held.wait(60)
     try:
-        assert fill_of(store, digest) == 9
+        assert read_fill(store, digest) == 9
     finally:
         done.set()
         thread.join()
@@ -298,7 +295,7 @@ def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, chan
     assert flushed(two)
     assert two._fetcher.settle(SOON)
     assert two.local.contains(DIGEST) == (change == "put")
-    assert change == "delete" or fill_of(two) == 2
+    assert change == "delete" or read_fill(two) == 2
 
 
 def test_a_forgotten_lease_waits_for_no_remote_store(tmp_path: Path) -> None:
@@ -340,3 +337,156 @@ def test_a_lease_that_ends_in_a_garbage_collection_stops_nobody(tmp_path: Path) 
             assert process.wait(30) == 0
         finally:
             process.kill()
+
+
+# A remote store that is away, hangs or fails
+
+
+def test_the_store_opens_without_its_remote_store_and_finds_it_later(make: Make, blobs: Shaky) -> None:
+    with RemoteStore(blobs) as other:
+        other.put(sample_payload(sample_identity(LONG)))
+    blobs.fails = True
+    store = make("a")
+    assert ["the network is gone" in str(p.error) for p in store.problems()] == [True]
+    store.put(sample_payload(fill=5))
+    assert not store.flush(0.2)
+    with pytest.raises(IndexNotFound):
+        store.get(sample_identity(LONG))
+    assert read_fill(store) == 5
+    eventually(lambda: store.counters.publish_failures > 0)
+    blobs.fails = False
+    store.rescan(full=True)
+    assert longest(store) == 64
+    assert flushed(store)
+    assert list(store.problems()) == []
+    assert store.counters.published == 1
+
+
+def test_a_deletion_reaches_a_remote_store_that_was_away(make: Make, blobs: Shaky) -> None:
+    store = make("a")
+    store.put(sample_payload())
+    assert flushed(store)
+    blobs.fails = True
+    assert store.delete(DIGEST)
+    assert (longest(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
+    assert blobs._store is not None
+    assert ObjectBlobs.names(blobs, "prefix_index") != {}  # past the network, which fails until this was looked at
+    blobs.fails = False
+    store.rescan()
+    assert longest(store) == 0
+    assert flushed(store)
+    assert blobs.names("prefix_index") == {}
+    assert not store.delete(DIGEST)
+
+
+def test_a_hanging_remote_store_costs_its_time_limit_once_and_local_answers_nothing(
+    make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network hangs until the end of the test: who waits for it longer than its limit is seen to."""
+    one, two = make("a"), make("b", remote={"timeout_s": 2 * SOON}, timeout_s=2 * SOON)
+    impatient = make("c", remote={"timeout_s": 0.4})
+    one.put(sample_payload(sample_identity(LONG)))
+    assert flushed(one)
+    assert reached(impatient)
+    assert longest(impatient) == 64
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
+    blobs.answers.clear()
+    before, begun = blobs.calls, time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        impatient.get(sample_identity(LONG))
+    assert time.monotonic() - begun < SOON / 2
+    eventually(lambda: blobs.calls > before)
+    asked = blobs.calls
+    with pytest.raises(StoreUnavailable):
+        impatient.get(sample_identity(LONG))
+    assert blobs.calls == asked, "it was asked again"
+    begun = time.monotonic()
+    two.put(sample_payload(fill=5))
+    assert read_fill(two) == 5
+    assert time.monotonic() - begun < SOON / 2
+    impatient.put(sample_payload(fill=5))
+    begun = time.monotonic()
+    impatient.close()
+    assert time.monotonic() - begun < SOON / 2
+    for store in (two, impatient):
+        assert list((store.local.folder).glob("*/*.pfxindex"))
+
+
+def test_closing_while_something_is_published_takes_a_bounded_time(make: Make, blobs: Shaky) -> None:
+    store = make("a", timeout_s=0.2, remote={"timeout_s": 1.0})
+    assert reached(store)
+    blobs.gate.clear()
+    store.put(sample_payload(fill=5))
+    assert blobs.writing.wait(SOON)
+    begun = time.monotonic()
+    store.close()
+    assert time.monotonic() - begun < SOON / 2  # the gate opens after SOON
+    blobs.gate.set()
+    eventually(lambda: not any(t.name == "prefix_index-promoter" for t in threading.enumerate()))
+    store.open()
+    assert read_fill(store) == 5
+    assert flushed(store), "what was not published then is now"
+    eventually(lambda: store.remotes[0].contains(DIGEST))
+
+
+# What a machine does to a store that others use, when it starts
+
+
+@pytest.mark.parametrize("what", ["manifest", "000001"])
+def test_what_is_damaged_there_says_nothing_of_the_folder_s_which_takes_its_place(
+    make: Make, blobs: Shaky, what: str
+) -> None:
+    store = make("a")
+    store.put(sample_payload(fill=5))
+    assert flushed(store)
+    damage(blobs, next(name for name in blobs.names("prefix_index") if name.endswith(what)), flip_bit(900))
+    with pytest.raises(IndexFormatError):
+        store.remotes[0].get(DIGEST)
+    assert read_fill(store) == 5
+    assert list(store.local.problems()) == []
+    store.close()
+    store.open()
+    if what != "manifest":  # nobody finds out before it is read
+        with pytest.raises(IndexFormatError):
+            store.remotes[0].get(DIGEST)
+        store.put(sample_payload(fill=5))
+    assert flushed(store)
+    with RemoteStore(blobs) as remote:
+        assert read_fill(remote) == 5
+
+
+def test_a_store_without_room_is_asked_later_and_later_and_is_a_problem(
+    make: Make, blobs: Shaky, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes: list[str] = []
+
+    def full(name: str, value: memoryview) -> None:
+        writes.append(name)
+        raise BlobsFull("the bucket is full")
+
+    monkeypatch.setattr(blobs, "write", full)
+    monkeypatch.setattr(link, "FIRST_AWAY_S", 5.0)
+    store = make()
+    for number in range(3):
+        store.put(sample_payload(sample_identity(tuple(range(number, number + 32)))))
+    store.flush(1)
+    tried = len(writes)
+    for _ in range(50):
+        store.rescan(full=True)
+    store.flush(1)
+    assert len(writes) <= tried + 3, "at most one more round, which ends with the first index that is refused"
+    assert any("full" in str(problem.error) for problem in store.problems())
+
+
+def test_what_another_process_held_is_published_once_it_lets_go(make: Make, blobs: Shaky, tmp_path: Path) -> None:
+    with FileStore(tmp_path / "a", create=True) as neighbour:
+        neighbour.put(sample_payload(fill=3))
+        lease = neighbour.lease(DIGEST)
+        assert lease is not None
+        store = make("a")
+        assert not store.flush(1)
+        assert blobs.names("prefix_index") == {}
+        lease.release()
+    assert flushed(store)
+    with RemoteStore(blobs) as remote:
+        assert read_fill(remote) == 3

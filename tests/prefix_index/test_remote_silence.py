@@ -8,22 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefix_index import IndexCorrupt, OutOfMemory, StoreUnavailable, link
-from prefix_index.remote import ObjectBlobs, RemoteStore
+from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.remote.calls import Calls
 from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from prefix_index.store import Catalog
 from tests.prefix_index import s3_server
-from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, MANIFEST
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.shared_stores import LONG, Make, Shaky, fill_of
-from tests.prefix_index.small_stores import refuse_call
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, LONG, MANIFEST, Make, Shaky
+from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, refuse_call
 from tests.prefix_index.tiers import eventually
 
 
@@ -57,81 +55,37 @@ def is_idle(calls: Calls) -> bool:
     return True
 
 
-def test_a_store_that_stops_answering(tmp_path: Path) -> None:
-    """The bytes of a real server behind a relay that can fall silent, and speak again."""
-    with Relay(s3_server.endpoint()) as relay:
-        name = s3_server.new_bucket().name.split("/")[2]
-        relayed = ObjectBlobs(
-            f"s3://{name}/fleet", endpoint=relay.endpoint, region="us-east-1", client_options={"allow_http": True}
-        )
-        relayed.open(10.0)
-        with RemoteStore(relayed, chunk_nbytes=CHUNK_NBYTES, timeout_s=30.0) as store:
-            store.put(sample_payload(fill=1))
-            relay.silent = True
-            store._calls.timeout_s = 1.0
-            asked = time.monotonic()
-            calls: list[Callable[[], object]] = [
-                lambda: store.get(DIGEST),
-                lambda: store.put(sample_payload(sample_identity(LONG))),
-                lambda: store.delete(DIGEST),
-                lambda: store.lease(DIGEST),
-                store.rescan,
-                store.sweep,
-            ]
-            for call in calls:
-                with pytest.raises(StoreUnavailable):
-                    call()
-            assert not store.contains(DIGEST)
-            assert time.monotonic() - asked < 20  # eight times the client's own limit is more
-            assert [e.digest for e in store.list()] == [DIGEST]  # a look-up asks nobody
-            relay.silent = False
-            store._calls.timeout_s = 30.0
-
-            eventually(lambda: fill_of(store) == 1, but=(StoreUnavailable,))
-
-
-class Relay:
-    """A TCP relay. While ``silent`` it takes what comes and passes nothing on."""
-
-    def __init__(self, endpoint: str) -> None:
-        host, port = endpoint.removeprefix("http://").split(":")
-        self._target = (host, int(port))
-        self._server = socket.create_server(("127.0.0.1", 0), backlog=100)
-        self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
-        self.silent = False
-
-    def __enter__(self) -> Relay:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                return
-            upstream = socket.create_connection(self._target)
-            for source, target in ((client, upstream), (upstream, client)):
-                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                if not self.silent:
-                    target.sendall(data)
-        except OSError:
-            pass
-        for end in (source, target):
-            end.close()
+def test_a_store_that_stops_answering(blobs: Shaky) -> None:
+    with RemoteStore(blobs, chunk_nbytes=CHUNK_NBYTES, timeout_s=SOON) as store:
+        store.put(sample_payload(fill=1))
+        blobs.answers.clear()
+        store._calls.timeout_s = 0.2
+        asked = time.monotonic()
+        calls: list[Callable[[], object]] = [
+            lambda: store.get(DIGEST),
+            lambda: store.put(sample_payload(sample_identity(LONG))),
+            lambda: store.delete(DIGEST),
+            lambda: store.lease(DIGEST),
+            store.rescan,
+            store.sweep,
+        ]
+        for call in calls:
+            with pytest.raises(StoreUnavailable):
+                call()
+        assert not store.contains(DIGEST)
+        assert time.monotonic() - asked < SOON / 2
+        assert [e.digest for e in store.list()] == [DIGEST]  # a look-up asks nobody
+        blobs.answers.set()
+        store._calls.timeout_s = SOON
+        eventually(lambda: read_fill(store, DIGEST) == 1, but=(StoreUnavailable,))
 
 
 def test_a_refused_connection_says_so() -> None:
     blobs = ObjectBlobs("s3://b/x", endpoint="http://127.0.0.1:1", region="r", client_options={"allow_http": True})
     with pytest.raises(StoreUnavailable, match="s3://b/x: expected the request done, found GenericError"):
         RemoteStore(blobs, timeout_s=60).open()
+    with pytest.raises(BlobsFailed, match="GenericError"):
+        blobs.create("a", memoryview(b"a"))
 
 
 def test_a_call_that_overran_keeps_the_client_open_until_it_is_back() -> None:
@@ -226,7 +180,7 @@ def test_an_index_of_absurd_length_is_damaged_and_the_others_are_served(
     assert listed == (nbytes <= 1 << 46), "more than any container has is refused before anybody asks for it"
     with pytest.raises(IndexCorrupt):
         store.get(DIGEST)
-    assert fill_of(store, sample_identity(LONG)) == 7, "the remote store is asked as before"
+    assert read_fill(store, sample_identity(LONG)) == 7, "the remote store is asked as before"
     assert [problem.path for problem in store.problems()] == [DIGEST]
 
 
@@ -243,7 +197,7 @@ def test_no_memory_here_is_not_an_absent_store(
         with pytest.raises(OutOfMemory, match="free memory") as raised:
             store.get(DIGEST)
     assert raised.value.reason == "index_memory"
-    assert fill_of(store) == 3
+    assert read_fill(store) == 3
     assert list(store.problems()) == []
 
 

@@ -25,13 +25,10 @@ from prefix_index import (
 from prefix_index.folder import come_back
 from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
-from prefix_index.service.endpoint import socket_path
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.faults.tools import SOON, fork, reap, remove
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.small_stores import fill_of
-from tests.prefix_index.tiers import PATIENCE_S, eventually, patient, served, two_tiers
+from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, fork, reap, remove
+from tests.prefix_index.tiers import PATIENCE_S, Service, eventually, patient, served, two_tiers
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -43,10 +40,10 @@ def test_while_the_service_is_away_or_hangs_the_folder_is_used_all_the_same(proc
         else:
             os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()
-        assert fill_of(client.get(sample_identity())) == 7
+        assert read_fill(client) == 7
         client.put(sample_payload(fill=8))
         for _ in range(200):
-            assert fill_of(client.get(sample_identity())) == 8
+            assert read_fill(client) == 8
         assert client.contains(sample_identity())
         with client.lease(sample_identity()) or pytest.fail("no lease"):
             assert client.lease(sample_identity()) is None
@@ -109,15 +106,7 @@ def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.M
             client.put(sample_payload(fill=3))
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
         with patient(endpoint) as client:
-            assert fill_of(client.get(sample_identity())) == 3
-
-
-def test_sigterm_ends_it_well(process: Service) -> None:
-    path = socket_path(process.endpoint)
-    assert path.exists()
-    assert process.stop() == 0
-    assert not path.exists()
-    process.start()
+            assert read_fill(client) == 3
 
 
 def test_a_forked_child_uses_the_folder_and_tells_nobody(process: Service) -> None:
@@ -125,16 +114,16 @@ def test_a_forked_child_uses_the_folder_and_tells_nobody(process: Service) -> No
         client.put(sample_payload(fill=4))
 
         def child() -> None:
-            assert fill_of(client.get(sample_identity())) == 4
+            assert read_fill(client) == 4
             with pytest.raises(StoreUnavailable, match="expected a connection of this process"):
                 client.status()
             client.close()
             client.open()
-            assert fill_of(client.get(sample_identity())) == 4
+            assert read_fill(client) == 4
             client.close()
 
         assert reap(fork(child), SOON) == 0
-        assert fill_of(client.get(sample_identity())) == 4
+        assert read_fill(client) == 4
         assert client.status().counts.get("bad_messages", 0) == 0
 
 

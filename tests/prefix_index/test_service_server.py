@@ -23,10 +23,9 @@ from prefix_index.service import Limits, StoreClient, StoreServer, messages
 from prefix_index.service.endpoint import SocketPlace, most_connections, raise_descriptor_limit, socket_path
 from prefix_index.service.server import _leases
 from sglang_ext.cli.store import memory_name
-from tests.prefix_index.faults.service_process import Service
-from tests.prefix_index.faults.tools import SOON
 from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.tiers import eventually, patient, served
+from tests.prefix_index.small_stores import SOON
+from tests.prefix_index.tiers import Service, eventually, patient, served
 
 OTHER = sample_identity(range(64))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import secrets
 import shutil
 import tempfile
@@ -13,28 +16,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefix_index import FileStore, IndexNotFound, IndexStore, SharedStore, link
-from prefix_index.copies import digest_in
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
-from prefix_index.service import StoreClient
 from tests.examples import examples
 from tests.prefix_index import s3_server
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.tools import Clock
-from tests.prefix_index.machine import DEFAULT, FILL, PAGES, STEPS, TENANT, Key, StoreMachine, TwoStores, identity_of
-from tests.prefix_index.remote_stores import CHUNK_NBYTES, machine
-from tests.prefix_index.samples import sample_payload
-from tests.prefix_index.shared_stores import SOON, Shaky, fill_of, flushed
-from tests.prefix_index.small_stores import ONE
-from tests.prefix_index.tiers import copies_in, patient, served, two_tiers
+from tests.prefix_index.machine import DEFAULT, FILL, PAGES, RETENTION, STEPS, TENANT, Key, StoreMachine, prefix_of
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, Shaky, flushed, machine
+from tests.prefix_index.samples import read_fill, sample_payload
+from tests.prefix_index.small_stores import ONE, SOON, Clock
+from tests.prefix_index.tiers import TIERS
+
+MOMENTS = (None, 0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)
 
 
-class FileMachine(TwoStores):
+class FileMachine(StoreMachine):
     """Two stores in one folder; the second one's changes are known to the first after a rescan."""
 
     max_bytes: int | None = None
 
     def make(self) -> IndexStore:
-        self.clock = Clock()
+        self.clock, self.ticks = Clock(), itertools.count()
         self.folder = Path(tempfile.mkdtemp())
         self.other = FileStore(self.folder, max_bytes=self.max_bytes, clock=self.clock)
         self.other.open()
@@ -42,15 +43,63 @@ class FileMachine(TwoStores):
 
     def teardown(self) -> None:
         super().teardown()
+        self.other.close()
         shutil.rmtree(self.folder)
 
+    @rule(pages=PAGES, tenant=TENANT, fill=FILL, moment=st.sampled_from(MOMENTS))
+    def put_elsewhere(self, pages: int, tenant: str | None, fill: int, moment: int | None) -> None:
+        """And somebody sets the folders' times: the store learns of the change all the same."""
+        if self.was_set_back:  # then uses come behind the last one that is known
+            self.other.rescan(full=True)
+        self.pass_time(10)
+        key = (pages, tenant)
+        entry = self.other.put(sample_payload(prefix_of(pages, tenant), fill=fill))
+        kept = key in self.model or (key in self.reported and not self.is_over(self.retention[key]))
+        assert entry.retention == (self.retention[key] if kept else DEFAULT)
+        for place in (self.folder, *self.folder.iterdir()) if moment is not None else ():
+            os.utime(place, ns=(0, moment * 10**9 + next(self.ticks)))
+        self.store.rescan()
+        self.holds(key, fill, entry.retention)
+
     @precondition(lambda self: self.model)
+    @rule(data=st.data(), name=RETENTION)
+    def retain_elsewhere(self, data: st.DataObject, name: str) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        self.retention[key] = self.retention_of(name)
+        self.other.retain(prefix_of(*key), self.retention[key])
+        self.store.rescan()
+        self.pass_time(0)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def delete_elsewhere(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        assert self.other.delete(prefix_of(*key))
+        self.drop(key)
+        if data.draw(st.booleans()):
+            self.store.rescan()
+        else:
+            with pytest.raises(IndexNotFound):
+                self.store.get(prefix_of(*key))
+
+    @rule(pages=PAGES, tenant=TENANT)
+    def lease_elsewhere(self, pages: int, tenant: str | None) -> None:
+        lease = self.other.lease(prefix_of(pages, tenant))
+        assert (lease is None) == ((pages, tenant) in self.leases)
+        if lease is not None:
+            self.leases[pages, tenant] = lease
+
+    @rule()
+    def reopen(self) -> None:
+        self.open_again()
+
+    @precondition(lambda self: self.model and not self.was_set_back)
     @rule(data=st.data())
     def get_elsewhere(self, data: st.DataObject) -> None:
         self.pass_time(10)
         if self.model:
             key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
-            self.other.get(identity_of(*key)).close()
+            self.other.get(prefix_of(*key)).close()
             self.use(key)
 
 
@@ -76,53 +125,34 @@ TestSmallFileMachine = SmallFileMachine.TestCase
 TestSmallFileMachine.settings = MORE_STEPS
 
 
-class CopiedMachine(StoreMachine):
-    """A folder with copies of two of its indexes, against the dictionary."""
+class TierMachine(StoreMachine):
+    """A store of the conformance suite."""
+
+    tier: str
 
     def make(self) -> IndexStore:
-        self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name)
-        return FileStore(path / "store", create=True, copies=copies_in(path / "dram", 100 << 10))
+        self.stack = contextlib.ExitStack()
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory())
+        return self.stack.enter_context(TIERS[self.tier](Path(folder)))
 
     def teardown(self) -> None:
         super().teardown()
-        self.folder.cleanup()
+        self.stack.close()
 
     def reopen(self) -> None:
         """What was reported would be offered again: another machine's."""
+
+
+class CopiedMachine(TierMachine):
+    tier = "copied"
+
+
+class ServiceMachine(TierMachine):
+    tier = "service"
 
 
 TestCopiedMachine = CopiedMachine.TestCase
 TestCopiedMachine.settings = settings(STEPS, max_examples=examples(20, day=4))
-
-
-class ServiceMachine(StoreMachine):
-    """One client of a service with both tiers, against the dictionary; a second client sees the same."""
-
-    def make(self) -> StoreClient:
-        self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name)
-        self.context = served(path, two_tiers(path))
-        endpoint = self.context.__enter__()
-        self.other = patient(endpoint)
-        self.other.open()
-        return patient(endpoint)
-
-    def teardown(self) -> None:
-        try:
-            self.other.rescan()
-            reported = {digest_in(problem.path) for problem in self.store.problems()}  # by this client, to itself
-            assert [e for e in self.other.list() if e.digest not in reported] == list(self.store.list())
-            self.other.close()
-            super().teardown()
-        finally:
-            self.context.__exit__(None, None, None)
-            self.folder.cleanup()
-
-    def reopen(self) -> None:
-        """What was reported would be offered again: another machine's."""
-
-
 TestServiceMachine = ServiceMachine.TestCase
 TestServiceMachine.settings = settings(STEPS, max_examples=examples(10, day=4))
 
@@ -147,29 +177,29 @@ class RemoteMachine(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 1), pages=PAGES, tenant=TENANT, fill=FILL)
     def put(self, at: int, pages: int, tenant: str | None, fill: int) -> None:
-        done = self.stores[at].put(sample_payload(identity_of(pages, tenant), fill=fill))
+        done = self.stores[at].put(sample_payload(prefix_of(pages, tenant), fill=fill))
         assert done == ((pages, tenant) not in self.model)
         self.model.setdefault((pages, tenant), fill)
 
     @rule(at=st.integers(0, 1), pages=PAGES, tenant=TENANT)
     def get(self, at: int, pages: int, tenant: str | None) -> None:
-        store, identity = self.stores[at], identity_of(pages, tenant)
+        store, identity = self.stores[at], prefix_of(pages, tenant)
         assert store.contains(identity) == ((pages, tenant) in self.model)
         if (pages, tenant) in self.model:
-            assert fill_of(store, identity) == self.model[pages, tenant]
+            assert read_fill(store, identity) == self.model[pages, tenant]
         else:
             with pytest.raises(IndexNotFound):
                 store.get(identity)
 
     @rule(at=st.integers(0, 1), pages=PAGES, tenant=TENANT)
     def delete(self, at: int, pages: int, tenant: str | None) -> None:
-        assert self.stores[at].delete(identity_of(pages, tenant)) == (self.model.pop((pages, tenant), None) is not None)
+        assert self.stores[at].delete(prefix_of(pages, tenant)) == (self.model.pop((pages, tenant), None) is not None)
 
     @rule(at=st.integers(0, 1), full=st.booleans())
     def look(self, at: int, full: bool) -> None:
         self.stores[at].rescan(full=full)
         self.stores[at].sweep()
-        assert {entry.digest for entry in self.stores[at].list()} == {identity_of(*key).digest for key in self.model}
+        assert {entry.digest for entry in self.stores[at].list()} == {prefix_of(*key).digest for key in self.model}
         assert list(self.stores[at].problems()) == []
         balanced(self.stores[at])
 
@@ -212,24 +242,24 @@ class SharedMachine(StoreMachine):
         shutil.rmtree(self.folder)
 
     def is_here(self, key: Key) -> bool:
-        return self.shared.local.contains(identity_of(*key))
+        return self.shared.local.contains(prefix_of(*key))
 
     def is_known_bad(self, key: Key) -> bool:
         """Reported, and still there: local keeps it out of sight until it is opened again, whatever remote loses."""
-        return any(identity_of(*key).digest in str(problem.path) for problem in self.shared.local.problems())
+        return any(prefix_of(*key).digest in str(problem.path) for problem in self.shared.local.problems())
 
     @precondition(lambda self: not self.blobs.fails)
     @rule(pages=PAGES, tenant=TENANT)
     def evict(self, pages: int, tenant: str | None) -> None:
         """Behind the store's back; remote may have lost it before."""
-        key, identity = (pages, tenant), identity_of(pages, tenant)
+        key, identity = (pages, tenant), prefix_of(pages, tenant)
         self.release_all()  # what could not be sent is sent by who has the lease
         assert flushed(self.shared)
         if key in self.model:
             self.shared.local.delete(identity)
             self.shared.rescan(full=True)
             if self.shared.remotes[0].contains(identity):
-                self.holds(key, fill_of(self.shared.remotes[0], identity), DEFAULT)
+                self.holds(key, read_fill(self.shared.remotes[0], identity), DEFAULT)
             else:
                 self.drop(key)
 
@@ -245,14 +275,14 @@ class SharedMachine(StoreMachine):
             assert flushed(self.shared)
             self.shared.rescan(full=True)
             for key in (*self.model, *self.reported):
-                if not self.is_here(key) and not self.shared.contains(identity_of(*key)) and not self.is_known_bad(key):
+                if not self.is_here(key) and not self.shared.contains(prefix_of(*key)) and not self.is_known_bad(key):
                     self.drop(key)
 
     @rule()
     def go_away(self) -> None:
         """With all that is only there fetched before: what else is a miss is another test's."""
         for key in tuple(self.model):
-            fill_of(self.shared, identity_of(*key).digest)
+            read_fill(self.shared, prefix_of(*key).digest)
         self.blobs.fails = True
 
     @rule()
@@ -265,7 +295,7 @@ class SharedMachine(StoreMachine):
 
     @rule(pages=PAGES, tenant=TENANT)
     def delete(self, pages: int, tenant: str | None) -> None:
-        deleted = self.store.delete(identity_of(pages, tenant))
+        deleted = self.store.delete(prefix_of(pages, tenant))
         assert deleted or (pages, tenant) not in self.model
         self.drop((pages, tenant))
 
@@ -279,10 +309,10 @@ class SharedMachine(StoreMachine):
     @invariant()
     def listing_is_the_model(self) -> None:
         assert {e.digest: e.retention for e in self.store.list()} == {
-            identity_of(*key).digest: self.retention.get(key, DEFAULT) for key in self.model
+            prefix_of(*key).digest: self.retention.get(key, DEFAULT) for key in self.model
         }
         for key in self.model:
-            assert self.shared.local.contains(identity_of(*key)) or not self.blobs.fails
+            assert self.shared.local.contains(prefix_of(*key)) or not self.blobs.fails
 
 
 TestSharedMachine = SharedMachine.TestCase

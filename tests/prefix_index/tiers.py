@@ -1,8 +1,14 @@
-"""Every store that the conformance suite runs against: name -> (tmp_path) -> context of a store, not yet open."""
+"""Every store that the conformance suite runs against: name -> (tmp_path) -> context of a store, not yet open. And the
+service in a process of its own, which can be killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
+import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +20,7 @@ from prefix_index import Copies, FileStore, IndexStore, SharedStore
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
 from prefix_index.service import Limits, StoreClient, StoreServer
 from tests.prefix_index import mooncake_cluster, s3_server
+from tests.prefix_index.small_stores import SOON, Line, fork, reap
 
 Tier: TypeAlias = Callable[[Path], AbstractContextManager[IndexStore]]
 PATIENCE_S = 60.0
@@ -101,6 +108,61 @@ def served(tmp_path: Path, own: FileStore | None = None, limits: Limits | None =
     finally:
         server.stop()
         thread.join()
+        server.close()
+
+
+class Service:
+    """A service in a forked process, which can be killed and started again at the same place."""
+
+    def __init__(self, path: Path, *, rescan_s: float = 0.1, grace_s: float = 0.3, max_file: int = 0) -> None:
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="svc-")
+        self.endpoint = f"ipc://{self._socket_folder.name}/s"
+        self.pid = -1
+        self._path = path
+        self._options = rescan_s, grace_s, max_file
+
+    def start(self) -> bool:
+        """Whether it listens."""
+        line = Line()
+        self.pid = fork(lambda: self._serve(line))
+        up = line.wait_for("up", SOON)
+        os.close(line.writer)
+        os.close(line.reader)
+        return up
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        reap(self.pid, SOON)
+
+    def stop(self) -> int | None:
+        """Its exit status, None where SIGTERM did not end it."""
+        os.kill(self.pid, signal.SIGTERM)
+        return reap(self.pid, SOON)
+
+    def rss(self) -> int:
+        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def __enter__(self) -> Service:
+        assert self.start(), "the service did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.kill()
+        self._socket_folder.cleanup()
+
+    def _serve(self, line: Line) -> None:
+        rescan_s, grace_s, max_file = self._options
+        if max_file:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
+        copies = copies_in(self._path / "dram", 8 << 20)
+        store = FileStore(self._path / "store", create=True, copies=copies, partial_grace_s=grace_s)
+        server = StoreServer(store, self.endpoint, Limits(rescan_s=rescan_s, collect_s=5 * rescan_s))
+        signal.signal(signal.SIGTERM, lambda *_: server.stop())
+        server.open()
+        line.say("up")
+        server.serve()
         server.close()
 
 

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,6 @@ DTYPES |= {f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)}
 DTYPES |= {"f32": np.dtype("f4"), "pred": np.dtype(bool)}
 PRED, U32, U64 = (DTYPES[name] for name in ("pred", "u32", "u64"))
 _S8, _S32 = DTYPES["s8"], DTYPES["s32"]
-MOST_STEPS = 5_000_000
 TURN = 1000
 """Instructions of a program while others wait, where some run together."""
 SHARED_BASE = 1024
@@ -191,20 +191,12 @@ class Machine:
         numbers += [0] * (len(parameters) - len(numbers))
         for (kind, name), number in zip(parameters, numbers, strict=True):
             self.registers[name] = np.full(self.threads, number, DTYPES[kind])
-        self._constants: dict[tuple[str, Any], Array] = {}
-
-    def run(self) -> Counter[str]:
-        """Up to `ret`, writing the launch's tensors: how often each instruction was done, by its name's first part.
-
-        Raises UnknownInstructionError, or IndexError for an address outside of all tensors, not aligned, or in shared
-        memory that nothing was written to.
-        """
-        return run_together([self])
 
     def turns(self, done: Counter[str]) -> Iterator[None]:
-        """As `run`, adding to `done`; to be asked for again and again, for some instructions each time."""
+        """Up to `ret`, counting in `done` how often each instruction is done, by its name's first part; to be asked for
+        again and again, for some instructions each time."""
         at = 0
-        for step in range(MOST_STEPS):
+        for step in count():
             if step % TURN == TURN - 1:
                 yield
             one = self._instructions[at]
@@ -223,7 +215,6 @@ class Machine:
                 at = self._labels[one.operands[0]]
             else:
                 FAMILIES[name](self, one)
-        raise RuntimeError(f"expected an end after {MOST_STEPS} instructions, got none")
 
     def expect(self, holds: bool) -> None:
         """Raise unless this machine has the instruction, for threads that do not part at a branch."""
@@ -235,9 +226,7 @@ class Machine:
         self.expect(dtype is not None)
         value = self.registers.get(operand)
         if value is None:
-            if (operand, dtype) not in self._constants:
-                self._constants[operand, dtype] = self._constant(operand, dtype)
-            return self._constants[operand, dtype]
+            return self._constant(operand, dtype)
         if value.dtype.itemsize != dtype.itemsize:
             value = value.astype(UNSIGNED[dtype.itemsize])
         return value.view(dtype)
@@ -280,7 +269,11 @@ class Machine:
 
 
 def run_together(programs: Sequence[Machine]) -> Counter[str]:
-    """Programs of one launch that may wait for each other, in turns: how often all of them did each instruction."""
+    """Programs of one launch that may wait for each other, in turns, writing its tensors: how often they did what.
+
+    Raises UnknownInstructionError, or IndexError for an address outside of all tensors, not aligned, or in shared
+    memory that nothing was written to.
+    """
     done = Counter[str]()
     left = [program.turns(done) for program in programs]
     with np.errstate(all="ignore"):

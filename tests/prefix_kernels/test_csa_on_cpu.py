@@ -19,26 +19,16 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import rank_by_keys
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, run_together
-from tests.prefix_kernels.triton.test_csa_selection import (
-    GQA,
-    KV_HEADS,
-    LIMIT,
-    SHAPE,
-    SHORT,
-    SM_SCALE,
-    Problem,
-    problem,
-    runner,
-    slot_table,
-)
+from tests.prefix_kernels.selecting import KV_HEADS, check_scores
+from tests.prefix_kernels.triton.test_csa_selection import GQA, SHAPE, SHORT, CsaProblem, problem, runner
 
 
-def scored(made: Problem, form: Form, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scored(made: CsaProblem, form: Form, programs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, and counts of keys [max_items, KV_HEADS, COARSE + NUM_BINS], by the launches before the lists'."""
     one, scores = runner(made, form, programs), torch.full((made.room,), torch.nan)
     one.plan(made.scored, made.selected)
     with recording() as kept:
-        one.run(made.q, SM_SCALE, scores, one.new_lists(with_slots=True), slot_table=slot_table(made))
+        one.run(made.q, made.sm_scale, scores, one.new_lists(with_slots=True), slot_table=made.slot_table)
     tensors = [array for of in made.scored for array in of.arrays]
     *launches, _ = kept.launches
     for launched in launches:
@@ -49,23 +39,11 @@ def scored(made: Problem, form: Form, programs: int) -> tuple[torch.Tensor, torc
     return scores, launches[-1].arguments["at_least_ptr"]
 
 
-def check(made: Problem, scores: torch.Tensor) -> None:
-    """Those of the reference, and nothing else."""
-    written = torch.zeros_like(scores, dtype=torch.bool)
-    for g, (of, group) in enumerate(zip(made.scored, made.selected, strict=True)):
-        if group.budget < group.prefix_len:
-            for wanted, begin in zip(made.wanted(g), of.score_begins, strict=True):
-                there = slice(begin, begin + group.prefix_len)
-                torch.testing.assert_close(scores[there], wanted, atol=LIMIT, rtol=1e-5)
-                written[there] = True
-    assert bool((scores.isnan() | written).all())
-
-
 @pytest.mark.parametrize("form", list(Form), ids=lambda form: form.name)
 @pytest.mark.parametrize("options", [{}, {"bits": 8, "pooling": Pooling.MEAN}], ids=str)
 def test_programs_share_groups(options: dict[str, Any], form: Form) -> None:
     made = problem(torch.device("cpu"), SHORT, CsaShape(KV_HEADS * GQA, KV_HEADS, 32, 4, 5, **options))
-    check(made, scored(made, form, 3)[0])
+    check_scores(made, scored(made, form, 3)[0])
 
 
 @pytest.mark.parametrize(("subspaces", "centroids", "dim"), [(1, 1, 8), (16, 16, 64), (64, 2, 64)], ids=str)
@@ -74,14 +52,14 @@ def test_tables_of_any_size(subspaces: int, centroids: int, dim: int) -> None:
     made = problem(
         torch.device("cpu"), [((0, 1), 2300, 40)], CsaShape(KV_HEADS * GQA, KV_HEADS, dim, subspaces, centroids)
     )
-    check(made, scored(made, Form.FUSED, 2)[0])
+    check_scores(made, scored(made, Form.FUSED, 2)[0])
 
 
 def test_keys_are_counted() -> None:
     """Of lists that are full in some blocks and empty in others; with the windows' tokens above all."""
     made = problem(torch.device("cpu"), [((0,), 1300, 200)], SHAPE, ratio=0.11, clustered=True)
     scores, counts = scored(made, Form.FUSED, 1)
-    check(made, scores)
+    check_scores(made, scores)
     for head, begin in enumerate(made.scored[0].score_begins):
         keys = rank_by_keys(scores[begin : begin + 1300][None])[0].long()
         keys[:5] = keys[-20:] = NUM_BINS.value - 1

@@ -1,4 +1,4 @@
-"""How the work of grouped attention is cut: every entry of every row once, no two parts in one place."""
+"""How the work of grouped attention is cut: every entry of every row once, no two parts in one place; its tiles."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import itertools
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, default_config, passes_for
 from prefix_kernels.grouped_attention.items import DIRECT, Segment, cut
 
 BLOCK_M, BLOCK_N, GQA, KV_HEADS = 16, 8, 4, 3
@@ -91,3 +93,30 @@ def test_lists_of_one_length_stay_whole_and_a_long_one_among_short_ones_is_cut()
     assert len(few.items) == 20, "a second turn of half the length would be as long"
     long = cut([Segment((row,), 131072 if row == 5 else 1024) for row in range(32)], alone=range(32), **sizes)
     assert max(end - begin for _, _, _, _, _, begin, end, _ in long.items) < 131072 / 16
+
+
+def shape_of(gqa: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> AttentionShape:
+    return AttentionShape(2 * gqa, 2, dim, dim, dtype, kv_dtype or dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "specialized", "config"),
+    [
+        (shape_of(4, 128, torch.bfloat16), 1, True, AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)),
+        (shape_of(7, 64, torch.float16), 8, True, AttentionConfig(64, 64, 4, 3, 1, specialized=True)),
+        (shape_of(4, 128, torch.bfloat16), 32, True, AttentionConfig(128, 64, 4, 3, 1, specialized=True)),
+        (shape_of(4, 128, torch.bfloat16), 99, True, AttentionConfig(128, 64, 4, 3, 1, specialized=True)),
+        (shape_of(4, 128, torch.bfloat16), 32, False, AttentionConfig(128, 64, 8, 3, 2)),
+        (shape_of(4, 96, torch.bfloat16), 1, True, AttentionConfig(16, 64, 4, 3, 2)),
+        (shape_of(4, 128, torch.bfloat16, torch.float8_e4m3fn), 1, True, AttentionConfig(16, 64, 4, 3, 2)),
+        (shape_of(4, 256, torch.bfloat16), 32, True, AttentionConfig(32, 32, 8, 3, 1)),
+        (shape_of(4, 128, torch.float32), 32, True, AttentionConfig(16, 16, 8, 3, 1)),
+        (shape_of(40, 128, torch.float32), 1, False, AttentionConfig(64, 16, 8, 3, 1)),
+    ],
+)
+def test_launch_parameters_fit_the_kernel_that_has_the_shape(
+    shape: AttentionShape, rows: int, specialized: bool, config: AttentionConfig
+) -> None:
+    assert default_config(shape, rows, specialized=specialized) == config
+    alone = config if config.specialized else default_config(shape, 1)
+    assert passes_for(shape, rows, specialized=specialized) == [config, alone]

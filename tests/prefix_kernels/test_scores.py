@@ -14,43 +14,26 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_block_scores_mean_by_loop():
-    q, centroids = randn(3, 8, 16), randn(2, 5, 16, seed=1)
-    scores = block_scores_mean(q, centroids)
-    assert scores.shape == (2, 3, 4, 5)
-    for head in range(8):
-        expected = q[:, head] @ centroids[head // 4].T
-        torch.testing.assert_close(scores[head // 4, :, head % 4], expected)
-
-
 @pytest.mark.parametrize("block_size", [1, 7])
-def test_quest_score_is_a_tight_upper_bound(block_size):
+def test_bounds_of_blocks_by_their_definitions_are_upper_bounds_and_tight_for_single_keys(block_size):
     q, keys = randn(3, 8, 16), randn(2, 6, block_size, 16, seed=1)
-    low, high = keys.aminmax(dim=2)
-    bound = block_scores_minmax(q, low, high)
-    by_channel = torch.maximum(
-        q.view(3, 2, 4, 1, 16) * low[None, :, None], q.view(3, 2, 4, 1, 16) * high[None, :, None]
-    ).sum(-1)
-    torch.testing.assert_close(bound, by_channel.transpose(0, 1), atol=1e-5, rtol=1e-5)
+    rows = q.view(3, 2, 4, 1, 16).transpose(0, 1)
     true = torch.einsum("rhgd,hbnd->hrgbn", q.view(3, 2, 4, 16), keys).amax(-1)
-    assert bool((bound >= true - 1e-4).all())
-    if block_size == 1:
-        torch.testing.assert_close(bound, true, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("block_size", [1, 7])
-def test_ball_score_is_an_upper_bound(block_size):
-    q, keys = randn(3, 8, 16), randn(2, 6, block_size, 16, seed=1)
+    low, high = keys.aminmax(dim=2)
+    by_channel = torch.maximum(rows * low[:, None, None], rows * high[:, None, None]).sum(-1)
     centers = keys.mean(dim=2)
     radii = (keys - centers[:, :, None]).norm(dim=3).amax(dim=2)
-    bound = block_scores_ball(q, centers, radii)
-    for head in range(8):
-        expected = q[:, head] @ centers[head // 4].T + q[:, head].norm(dim=1)[:, None] * radii[head // 4]
-        torch.testing.assert_close(bound[head // 4, :, head % 4], expected)
-    true = torch.einsum("rhgd,hbnd->hrgbn", q.view(3, 2, 4, 16), keys).amax(-1)
-    assert bool((bound >= true - 1e-4).all())
-    if block_size == 1:
-        torch.testing.assert_close(bound, true, atol=1e-4, rtol=1e-4)
+    by_mean = (rows * centers[:, None, None]).sum(-1)
+    torch.testing.assert_close(block_scores_mean(q, centers), by_mean)
+    by_ball = by_mean + rows.norm(dim=-1) * radii[:, None, None]
+    for bound, wanted in (
+        (block_scores_minmax(q, low, high), by_channel),
+        (block_scores_ball(q, centers, radii), by_ball),
+    ):
+        torch.testing.assert_close(bound, wanted, atol=1e-5, rtol=1e-5)
+        assert bool((bound >= true - 1e-4).all())
+        if block_size == 1:
+            torch.testing.assert_close(bound, true, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))

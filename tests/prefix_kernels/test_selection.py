@@ -55,12 +55,6 @@ def test_unscored_positions_come_last_and_recent_first():
     assert chosen.positions.tolist() == [[2, 7, 8, 9]]
 
 
-def test_large_prefix_without_ties_matches_topk():
-    scores = torch.randn(2, 4097, generator=torch.Generator().manual_seed(0))
-    chosen = top_k_selection(scores, 205, 0, 0)
-    assert torch.equal(chosen.positions.long(), scores.topk(205).indices.sort().values)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

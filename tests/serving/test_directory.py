@@ -14,8 +14,7 @@ import pytest
 from prefix_index import FileStore, StoreFolderError, page_hashes
 from sglang_ext.config import Settings, config_from_dict
 from sglang_ext.prefix.directory import PrefixDirectory
-from tests.prefix_index.conformance import find
-from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
+from tests.prefix_index.samples import find, sample_identity, sample_model, sample_payload
 from tests.prefix_index.test_index_refusals import stuck_listing
 from tests.serving.admitting import eventually
 

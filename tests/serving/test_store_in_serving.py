@@ -17,7 +17,7 @@ import pytest
 from prefix_index import FileStore, StoreFolderError, StoreUnavailable
 from sglang_ext.prefill.builder import IndexFactory
 from sglang_ext.runtime import SparseRuntime
-from tests.prefix_index.faults.service_process import Service
+from tests.prefix_index.tiers import Service
 from tests.serving.admitting import (
     OTHER,
     PROMPT,

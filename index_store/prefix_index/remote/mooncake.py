@@ -27,6 +27,7 @@ _MISSING: Final = -704
 _BEING_WRITTEN: Final = -703
 _NO_ROOM: Final = (-200, -2)
 _OUT_OF_RANGE: Final = -600
+_LEASE_EXPIRED: Final = -707
 _MAX_LISTING_NBYTES: Final = 1 << 30
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -188,6 +189,7 @@ def _patiently(call: Callable[..., int], *args: Any) -> int:
 
 
 def _failed(code: int) -> BlobMissing | BlobsFailed:
-    if code in (_MISSING, _BEING_WRITTEN, _OUT_OF_RANGE):  # the last: it was deleted, and a longer one put
+    # Out of range: it was deleted, and a longer one put. Expired: it may have been evicted while it was read.
+    if code in (_MISSING, _BEING_WRITTEN, _OUT_OF_RANGE, _LEASE_EXPIRED):
         return BlobMissing("no such value, or not yet")
     return BlobsFailed(f"error {code} of Mooncake")

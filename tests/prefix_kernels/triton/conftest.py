@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.anchor_selection import Form
 from prefix_kernels.types import PagedKV
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUNS = INTERPRETED or torch.cuda.is_available()
 
+FORMS = [Form.UNFUSED] if INTERPRETED else list(Form)
 collect_ignore_glob = [] if RUNS else ["test_*.py"]
 
 
@@ -50,6 +52,12 @@ if INTERPRETED:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: form.name)
+def form(request: pytest.FixtureRequest) -> Form:
+    """How a selection is launched; in the interpreter no program can wait for another."""
+    return request.param  # type: ignore[no-any-return]
 
 
 def paged_kv(keys: torch.Tensor, values: torch.Tensor) -> tuple[PagedKV, torch.Tensor]:

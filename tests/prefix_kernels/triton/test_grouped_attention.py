@@ -1,4 +1,7 @@
-"""Grouped attention against the fp64 oracle: groups, suffixes, both merged, in every head shape."""
+"""Grouped attention against the fp64 oracle: groups, suffixes, both merged, in every head shape.
+
+On a GPU of that kind also Hopper's own kernel; elsewhere it is compiled, no more.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,9 @@ import pytest
 import torch
 
 from prefix_kernels import PagedKV
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, block_m_for
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, default_config
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
-from prefix_kernels.grouped_attention.tuned import own_config
-from prefix_kernels.grouped_attention.tuning import ERROR_BUDGET
-from prefix_kernels.testing import dense_attention
+from prefix_kernels.testing import ERROR_BUDGET, dense_attention
 from tests.prefix_kernels.triton.conftest import INTERPRETED, paged_kv
 
 #: The interpreter multiplies bf16 wrongly, so it is left to a GPU.
@@ -25,6 +26,14 @@ FLAT = AttentionConfig(16, 16, 4, 3, 2)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 OWN = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 """Of Hopper's own kernel, in which groups and suffixes share a launch."""
+HIGH = AttentionConfig(128, 64, 4, 5, 1, specialized=True)
+TILES = {
+    "128x64": HIGH,
+    "128x32": AttentionConfig(128, 32, 4, 4, 1, specialized=True),
+    "64x64": OWN,
+    "64x128": AttentionConfig(64, 128, 4, 2, 1, specialized=True),
+    "64x32": AttentionConfig(64, 32, 4, 6, 1, specialized=True),
+}
 
 
 class Kernel(NamedTuple):
@@ -35,9 +44,21 @@ class Kernel(NamedTuple):
 
 
 PORTABLE = Kernel((TALL, FLAT), torch.float32)
-KERNELS = pytest.mark.parametrize(
-    "kernel", [PORTABLE, *([Kernel((OWN, OWN), torch.bfloat16)] if HOPPER else [])], ids=lambda of: str(of.dtype)
-)
+#: Where passes are of two kernels, a third one merges what they wrote.
+HOPPERS = [
+    Kernel(passes, torch.bfloat16)
+    for passes in ((OWN, OWN), (HIGH, HIGH), (OWN, FLAT), (FLAT, OWN), (OWN, HIGH))
+    if HOPPER
+]
+
+
+def of_kernels(*kernels: Kernel) -> pytest.MarkDecorator:
+    names = ["-".join(f"{one.block_m}x{one.block_n}" for one in kernel.passes) for kernel in kernels]
+    return pytest.mark.parametrize("kernel", kernels, ids=names)
+
+
+KERNELS = of_kernels(PORTABLE, *HOPPERS[:1])
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")
 
 
 def inputs(
@@ -80,9 +101,9 @@ def run(
 def attended(
     q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, segments: list[Segment], sm_scale: float, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In what runs where nothing was tuned, of a tile that holds the first segment's rows."""
+    """In the portable kernel, of a tile that holds the first segment's rows."""
     shape = AttentionShape.of(q, kv)
-    config = own_config(shape, block_m_for(len(segments[0].rows), shape.gqa))
+    config = default_config(shape, len(segments[0].rows))
     attention = GroupedAttention(shape, q.shape[0], [config], q.device)
     attention.plan(segments)
     return run(attention, q, kv, slots, sm_scale, **options)
@@ -126,18 +147,6 @@ def test_heads_read_their_own_lists(kernel: Kernel, device: torch.device) -> Non
     assert bool((lse[:, 8:] == -torch.inf).all())
 
 
-@pytest.mark.parametrize("lengths", [[0], [1, 0, 17], [65, 3, 64, 0, 63]], ids=lambda x: "-".join(map(str, x)))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_suffixes(lengths: list[int], dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values, kv, slots = paged(max(sum(lengths), 1), len(lengths), 2, 4, 64, 64, dtype, device)
-    bounds = list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
-    segments = [Segment((row,), end - start, list_begin=start) for row, (start, end) in enumerate(bounds)]
-    out, lse = attended(q, kv, slots.int(), segments, 0.125)
-    for row, (start, end) in enumerate(bounds):
-        oracle = dense_attention(q[row : row + 1], keys[start:end], values[start:end], 0.125)
-        close(out[row : row + 1], lse[row : row + 1], oracle, dtype)
-
-
 class Batch:
     """Two groups on prefixes of their own, one request alone; everyone has a suffix; one arena of slots."""
 
@@ -145,12 +154,12 @@ class Batch:
     members = ((0, 2, 3, 5), (4, 1))
     alone = 6
 
-    def __init__(self, device: torch.device, kernel: Kernel = PORTABLE) -> None:
+    def __init__(self, device: torch.device, kernel: Kernel = PORTABLE, dims: tuple[int, int] = (64, 64)) -> None:
         self.kernel = kernel
         suffixes = [3, 17, 1, 0, 5, 9, 50]
         self.lengths = [*self.prefix_lens, *suffixes]
         self.bounds = [0, *itertools.accumulate(self.lengths)]
-        self.q, self.keys, self.values = inputs(sum(self.lengths), 7, 2, 4, 64, 64, kernel.dtype, device)
+        self.q, self.keys, self.values = inputs(sum(self.lengths), 7, 2, 4, *dims, kernel.dtype, device)
         self.kv, self.slots = paged_kv(self.keys, self.values)
         self.shape = AttentionShape.of(self.q, self.kv)
         self.groups = [
@@ -171,10 +180,13 @@ class Batch:
             close(out[row : row + 1], lse[row : row + 1], oracle, self.kernel.dtype)
 
 
-@KERNELS
+@of_kernels(PORTABLE, *HOPPERS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("num_programs", [2, 9, 64])
-def test_groups_and_suffixes_in_one_plan(num_programs: int, kernel: Kernel, device: torch.device) -> None:
-    batch = Batch(device, kernel)
+def test_groups_and_suffixes_in_one_plan(
+    num_programs: int, dims: tuple[int, int], kernel: Kernel, device: torch.device
+) -> None:
+    batch = Batch(device, kernel, dims)
     attention = batch.attention(num_programs=num_programs)
     attention.plan(batch.groups, batch.suffixes)
     batch.check(*run(attention, batch.q, batch.kv, batch.slots.int(), 0.1))
@@ -222,13 +234,20 @@ def test_a_row_s_result_does_not_depend_on_the_batch(kernel: Kernel, device: tor
             torch.testing.assert_close(one[row], other[row], rtol=room, atol=room)
 
 
+@pytest.mark.parametrize("config", [TALL, *(TILES.values() if HOPPER else [])], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_split_list_gives_what_an_unsplit_one_does(dtype: torch.dtype, device: torch.device) -> None:
-    q, keys, values, kv, slots = paged(150, 5, 2, 4, 64, 64, dtype, device)
+@pytest.mark.parametrize("length", [1, 64, 65, 1000])
+def test_a_split_list_gives_what_an_unsplit_one_does(
+    length: int, dtype: torch.dtype, dim: int, config: AttentionConfig, device: torch.device
+) -> None:
+    if config.specialized and dtype is torch.float32:
+        pytest.skip("halves only")
+    q, keys, values, kv, slots = paged(length, 21, 2, 4, dim, dim, dtype, device)
     oracle = dense_attention(q, keys, values, 0.125)
     for num_programs in (2, 6, 40):
-        attention = GroupedAttention(AttentionShape.of(q, kv), 5, [TALL], q.device, num_programs=num_programs)
-        attention.plan([Segment(tuple(range(5)), 150)])
+        attention = GroupedAttention(AttentionShape.of(q, kv), 21, [config], device, num_programs=num_programs)
+        attention.plan([Segment(tuple(range(21)), length)])
         close(*run(attention, q, kv, slots, 0.125), oracle, dtype)
 
 
@@ -329,3 +348,77 @@ def test_a_replayed_plan_for_more_rows_than_were_captured_writes_nothing_behind_
     close(out[:2], lse[:2], dense_attention(q, keys, values, 0.1), torch.float32)
     assert bool(out[2:].isnan().all())
     assert bool(lse[2:].isnan().all())
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [1, 2, 9, 33, 64])
+@pytest.mark.parametrize("gqa", [1, 2, 4, 5, 6, 7, 8, 16])
+def test_every_group_size_and_batch(gqa: int, rows: int, device: torch.device) -> None:
+    q, keys, values, kv, slots = paged(300, rows, 2, gqa, 128, 128, torch.bfloat16, device)
+    attention = GroupedAttention(AttentionShape.of(q, kv), rows, [OWN], device)
+    attention.plan([Segment(tuple(range(rows)), 300)])
+    close(*run(attention, q, kv, slots, 0.09), dense_attention(q, keys, values, 0.09), torch.bfloat16)
+
+
+@of_kernels(PORTABLE, *HOPPERS[:2])
+def test_lists_by_head_lie_in_an_arena_of_their_own(kernel: Kernel, device: torch.device) -> None:
+    """Two groups' packed lists of different length, behind others of the same set, and each row's own list."""
+    q, keys, values, kv, slots = paged(900, 12, 2, 4, 128, 128, kernel.dtype, device)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 12, kernel.passes, device, num_programs=20)
+    lists = torch.full((40 + 2 * 300 + 2 * 72,), 0, dtype=slots.dtype, device=device)
+    groups = [Segment(tuple(range(7)), 299, 40, 300, 12), Segment(tuple(range(7, 12)), 70, 640, 72, 13)]
+    counts = torch.full((14, 2), 1000, dtype=torch.int32, device=device)
+    chosen = {}
+    for group in groups:
+        for head in range(2):
+            order = torch.randperm(600, generator=torch.Generator().manual_seed(group.length + head))
+            chosen[group, head] = listed = order[: group.length - 3 * head].to(device)
+            counts[group.list_id, head] = len(listed)
+            lists[group.list_begin + head * group.head_stride :][: len(listed)] = slots[listed]
+    attention.plan(groups, [Segment((r,), 10 + r, list_begin=600 + r, list_id=r) for r in range(12)])
+    out, lse = run(attention, q, kv, slots, 0.1, counts=counts, head_slots=lists)
+    for group in groups:
+        for row in group.rows:
+            own = torch.arange(600 + row, 610 + 2 * row, device=device)
+            for head in range(2):
+                part, at = slice(head * 4, head * 4 + 4), torch.cat((chosen[group, head], own))
+                wanted = dense_attention(
+                    q[row : row + 1, part], keys[at, head][:, None], values[at, head][:, None], 0.1
+                )
+                close(out[row : row + 1, part], lse[row : row + 1, part], wanted, kernel.dtype)
+
+
+@needs_hopper
+def test_many_launches_merge_what_each_of_them_wrote(device: torch.device) -> None:
+    """Programs wait for the parts of their own launch, never for an earlier one's: a stale part would be seen."""
+    q, _, _, kv, slots = paged(4000, 8, 8, 4, 128, 128, torch.bfloat16, device)
+    shape = AttentionShape.of(q, kv)
+    attention = GroupedAttention(shape, 8, [OWN, OWN], device)
+    attention.plan([Segment(tuple(range(8)), 3900)], [Segment((r,), 9, list_begin=3900 + r) for r in range(8)])
+    first = run(attention, q, kv, slots, 0.1)
+    outs = [torch.full_like(q, torch.nan) for _ in range(200)]
+    lse = torch.empty(8, 32, device=device)
+    for n, out in enumerate(outs):
+        attention.run(q if n % 2 else -q, kv, slots, 0.1, out, lse)
+    assert all(torch.equal(out, first[0]) for out in outs[1::2])
+    assert not any(torch.equal(out, first[0]) for out in outs[::2])
+
+
+@needs_hopper
+def test_a_captured_graph_follows_the_plans(device: torch.device) -> None:
+    q, keys, values, kv, slots = paged(2000, 16, 2, 4, 128, 128, torch.bfloat16, device)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 16, [OWN, OWN], device)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    attention.plan([Segment(tuple(range(16)), 10)])
+    attention.run(q, kv, slots, 0.1, out, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(q, kv, slots, 0.1, out, lse)
+    for length in (1900, 3, 64, 1):
+        attention.plan([Segment(tuple(range(16)), length)], [Segment((r,), 6, list_begin=1900 + r) for r in range(16)])
+        out.fill_(torch.nan)
+        graph.replay()
+        for row in (0, 15):
+            chosen = [*range(length), *range(1900 + row, 1906 + row)]
+            oracle = dense_attention(q[row, None], keys[chosen], values[chosen], 0.1)
+            close(out[row, None], lse[row, None], oracle, torch.bfloat16)

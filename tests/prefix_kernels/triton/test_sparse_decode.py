@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
-from sglang_ext.decode.trace import StepTrace, read_trace
-from sglang_ext.decode.types import GroupRead, StepPath
+from sglang_ext.decode.types import GroupRead
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.csattention import CSAttentionSpec
@@ -27,9 +25,9 @@ from tests.sparse_server import (
     Server,
     join_many,
     searches,
+    until_search,
     walk_groups,
     walk_own_tokens,
-    walk_surplus,
 )
 
 CENTROIDS = CSAttentionSpec(num_subspaces=8, num_centroids=4)
@@ -38,53 +36,54 @@ CENTROIDS = CSAttentionSpec(num_subspaces=8, num_centroids=4)
 @pytest.mark.parametrize(
     "sum_every", [pytest.param(1, id="all summed", marks=pytest.mark.full), pytest.param(None, id="as by default")]
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
+@pytest.mark.parametrize("kind", LAST, ids=str)
 def test_groups_and_single_requests_with_and_without_an_index(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, sum_every: int | None, device: torch.device
+    kind: Any, sum_every: int | None, device: torch.device
 ) -> None:
     """Where all tokens are summed, raw scores of few rows are kept, in fp32 as in Triton's interpreter."""
-    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, sum_every=sum_every)
+    server = Server(device, 6, *kind, sum_every=sum_every)
     walk_groups(server)
     kept = server.sparse.op._raw
-    if dtype is torch.float32:
+    if kind[0] is torch.float32:
         assert bool(kept) == (sum_every == 1)
 
 
+def _two_levels(first: IndexSpec) -> TwoLevelSpec:
+    return TwoLevelSpec(first=first, second=SPEC, candidate_factor=2)
+
+
+def _union(first: IndexSpec) -> UnionSpec:
+    return UnionSpec(first=first, second=ABSparseSpec(sizes="profile"))
+
+
+SPECS: dict[str, IndexSpec] = {
+    "blocks of sizes of heads": ABSparseSpec(sizes="profile"),
+    "minmax": ABSparseSpec(representation="minmax", quantization="int2"),
+    "ball of sizes": ABSparseSpec(sizes="profile", representation="ball", quantization="int8"),
+    "two levels of blocks": _two_levels(ABSparseSpec(sizes="profile")),
+    "union of lists": _union(CENTROIDS),
+    "lists": CENTROIDS,
+}
+RARER: dict[str, IndexSpec] = {
+    "mean": ABSparseSpec(),
+    "minmax of sizes": ABSparseSpec(sizes="profile", representation="minmax"),
+    "ball of halves": ABSparseSpec(representation="ball", quantization="none"),
+    "mean of halves": ABSparseSpec(block_size=32, quantization="none"),
+    "two levels of tokens": _two_levels(SPEC),
+    "union of tokens": _union(SPEC),
+}
+
+
 @pytest.mark.parametrize(
-    "parameters",
+    "spec",
     [
-        pytest.param({}, id="mean", marks=pytest.mark.full),
-        pytest.param({"sizes": "profile"}, id="sizes of heads"),
-        pytest.param({"representation": "minmax", "quantization": "int2"}, id="minmax"),
-        pytest.param({"sizes": "profile", "representation": "minmax"}, id="minmax of sizes", marks=pytest.mark.full),
-        pytest.param({"sizes": "profile", "representation": "ball", "quantization": "int8"}, id="ball of sizes"),
-        pytest.param({"representation": "ball", "quantization": "none"}, id="ball of halves", marks=pytest.mark.full),
-        pytest.param({"block_size": 32, "quantization": "none"}, id="mean of halves", marks=pytest.mark.full),
+        *(pytest.param(spec, id=name) for name, spec in SPECS.items()),
+        *(pytest.param(spec, id=name, marks=pytest.mark.full) for name, spec in RARER.items()),
     ],
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
-def test_blocks(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, parameters: dict[str, Any], device: torch.device
-) -> None:
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=ABSparseSpec(**parameters)))
-
-
-@pytest.mark.parametrize(
-    "first", [ABSparseSpec(sizes="profile"), pytest.param(SPEC, marks=pytest.mark.full)], ids=["blocks", "tokens"]
-)
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), LAST, ids=str)
-def test_two_levels(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, first: IndexSpec, device: torch.device
-) -> None:
-    spec = TwoLevelSpec(first=first, second=SPEC, candidate_factor=2)
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
-
-
-@pytest.mark.parametrize("first", [CENTROIDS, pytest.param(SPEC, marks=pytest.mark.full)], ids=["lists", "tokens"])
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_unions(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, first: IndexSpec, device: torch.device) -> None:
-    spec = UnionSpec(first=first, second=ABSparseSpec(sizes="profile"))
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=spec))
+@pytest.mark.parametrize("kind", LAST, ids=str)
+def test_every_method(kind: Any, spec: IndexSpec, device: torch.device) -> None:
+    walk_groups(Server(device, 6, *kind, spec=spec))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +116,6 @@ def test_blocks_of_a_long_prefix(sizes: str, device: torch.device) -> None:
         server.step([1, 2, 3])
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_groups_and_single_requests_with_lists_of_centroids(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
-) -> None:
-    walk_groups(Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, spec=CENTROIDS))
-
-
 def test_a_prefix_is_too_short_for_lists_of_offsets(device: torch.device) -> None:
     server = Server(device, spec=CENTROIDS)
     serials = join_many(server, [1, 2])
@@ -135,10 +127,10 @@ def test_a_prefix_is_too_short_for_lists_of_offsets(device: torch.device) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device) -> None:
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_sums_of_a_sample(kind: Any, device: torch.device) -> None:
     """Of the long prefix every second token is summed, of the short one all."""
-    server = Server(device, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=9, sum_every=16)
+    server = Server(device, 6, *kind, 9, sum_every=16)
     first, second = server.prefix(4500), server.prefix(210)
     server.join(1, *first, 5)
     server.join(2, *first, 9)
@@ -147,12 +139,10 @@ def test_sums_of_a_sample(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, d
         server.step([1, 2, 3])
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_long_own_tokens_are_selected_from(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, device: torch.device
-) -> None:
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_long_own_tokens_are_selected_from(kind: Any, device: torch.device) -> None:
     """Beside requests with few of their own, with none of an index, and while indexes grow, come and go."""
-    server = Server(device, 5, dtype=dtype, kv_dtype=kv_dtype, dim=dim, suffix_dense_tokens=64)
+    server = Server(device, 5, *kind, suffix_dense_tokens=64)
     index, slots = walk_own_tokens(server)
     for _ in range(24):
         server.lens[1] += 1
@@ -173,11 +163,9 @@ def test_long_own_tokens_are_selected_from(
         pytest.param([1] * 63, id="63", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype", "dim"), FIRST, ids=str)
-def test_any_number_of_prefixes_has_an_index(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, members: list[int], device: torch.device
-) -> None:
-    server = Server(device, 64, dtype=dtype, kv_dtype=kv_dtype, dim=dim, size=3, keep_ratio=0.5)
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_any_number_of_prefixes_has_an_index(kind: Any, members: list[int], device: torch.device) -> None:
+    server = Server(device, 64, *kind, 3, keep_ratio=0.5)
     serials = join_many(server, members)
     assert len(server.step(serials, padded=1)) == sum(members), "nothing is known of their slots yet"
     if max(members) > 1 or device.type == "cuda":
@@ -185,17 +173,6 @@ def test_any_number_of_prefixes_has_an_index(
         assert [one.rows for one in server.step(serials)] == members
     server.leave(2)
     assert sum(one.rows for one in server.step([serial for serial in serials if serial != 2][::-1])) == sum(members) - 1
-
-
-@pytest.mark.full
-def test_every_set_of_lists_has_all_groups(device: torch.device) -> None:
-    server = Server(device, 20, size=2, search_period=3, layer_plan=["anchor", {"reuse": 0}, "anchor", {"reuse": 0}])
-    serials = join_many(server, [1, 2] * 6 + [1])
-    assert searches(server, serials, 9).count(False) >= 3
-
-
-def test_where_lists_are_full_the_surplus_attends_all(device: torch.device) -> None:
-    walk_surplus(Server(device))
 
 
 @pytest.mark.full
@@ -208,7 +185,7 @@ def test_own_tokens_of_a_request_alone(sum_every: int | None, device: torch.devi
 
 
 def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.device, tmp_path: Path) -> None:
-    """Later layers write over the lists; the copies are those of the step, group by group, and so is the file."""
+    """Later layers write over the lists; the copies are those of the step, group by group."""
     assert Server(device).sparse.copies is None
     server = Server(device, trace_folder=str(tmp_path))
     first, second = server.prefix(300), server.prefix(210)
@@ -216,40 +193,33 @@ def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.devi
         server.join(serial, *first, 5 + serial)
     server.join(3, server.slots(77), None, 3)
     server.join(4, *second, 9)
-    trace = StepTrace(str(tmp_path), server.plan, server.dtype)
-    mode = SimpleNamespace(is_decode=lambda: True)
     for _ in range(3):
         server.step([1, 2, 3, 4], padded=1)
-        lens = torch.tensor([server.lens[serial] for serial in (1, 2, 3, 4)])
-        batch = SimpleNamespace(rids=["trace-1", "b", "trace-3", "d"], seq_lens_cpu=lens, forward_mode=mode)
-        trace.note(batch, StepPath.SPARSE, server.sparse.copies)
     copies = server.sparse.copies
     assert copies is not None
     assert copies.layers == [1, 3]
-    wanted = server.groups
-    taken = copies.take(range(len(wanted)))
-    _, *steps = read_trace(next(tmp_path.glob("*.trace")))
-    assert [len(step.groups) for step in steps] == [1, 1, 1]  # groups without a traced request are left out
-    (group,) = steps[-1].groups
-    assert (group.rids, group.seq_lens, group.digest) == (["trace-1", "b"], lens[:2].tolist(), "d")
-    for of_group, here in zip(wanted, taken, strict=True):
+    for of_group, here in zip(server.groups, copies.take(range(len(server.groups))), strict=True):
         for layer, selection in of_group.selections.items():
             positions, counts = here[layer]
             assert counts.tolist() == selection.counts.tolist()
             for head, count in enumerate(counts.tolist()):
                 assert positions[head, :count].tolist() == selection.positions[head, :count].tolist()
-                if of_group is wanted[0]:
-                    assert group.mask(layer)[head].nonzero()[0].tolist() == positions[head, :count].tolist()
+
+
+def copied(server: Server, slots: torch.Tensor) -> torch.Tensor:
+    """Other slots, with the same keys and values."""
+    copy = server.slots(len(slots))
+    for cache in server.caches:
+        for part in (cache.k_cache, cache.v_cache):
+            part[copy.long()] = part[slots.long()]
+    return copy
 
 
 def test_one_index_on_other_slots_is_another_group(device: torch.device) -> None:
     """Two cold prefills of one prompt: equal tokens, one index, but no slot in common."""
     server = Server(device)
     slots, index = server.prefix(128)
-    copy = server.slots(128)
-    for cache in server.caches:
-        for part in (cache.k_cache, cache.v_cache):
-            part[copy.long()] = part[slots.long()]
+    copy = copied(server, slots)
     server.join(1, slots, index, 3)
     server.join(2, copy, index, 5)
     for _ in range(4):
@@ -262,10 +232,7 @@ def test_slots_that_the_prefix_cache_replaces_are_read_anew(device: torch.device
     """
     server = Server(device)
     slots, index = server.prefix(128)
-    copy = server.slots(128)
-    for cache in server.caches:
-        for part in (cache.k_cache, cache.v_cache):
-            part[copy.long()] = part[slots.long()]
+    copy = copied(server, slots)
     server.join(1, slots, index, 3)
     server.join(2, copy, index, 5)
     server.step([1, 2])
@@ -285,10 +252,8 @@ def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.de
     server.join(1, slots, index, 3)
     server.step([1])
     server.leave(1)
-    copy = server.slots(128)
+    copy = copied(server, slots)
     for cache in server.caches:
-        for part in (cache.k_cache, cache.v_cache):
-            part[copy.long()] = part[slots.long()]
         cache.v_cache[slots.long()] += 100
     server.join(1, copy, index, 3)
     for _ in range(4):
@@ -318,3 +283,49 @@ def test_costs_are_measured_on_made_up_indexes_of_many_groups(
     assert found[::2] == [[]] * 6, "attention selects nothing"
     server.join(1, *server.prefix(130), 5)
     server.step([1])
+
+
+# -- a selection that serves several steps ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_a_selection_serves_its_steps_until_a_group_changes(kind: Any, device: torch.device) -> None:
+    """Each anchor layer's own selection, in a step with other queries; suffix tokens grow in all of them."""
+    server = Server(device, 6, *kind, search_period=3)
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2):
+        server.join(serial, *first, 5 + serial)
+    server.join(3, *second, 9)
+    server.join(4, server.slots(77), None, 3)
+    # As long as slots may change, and when two requests become a group, every step searches.
+    found = searches(server, [1, 2, 3, 4], 7)
+    settled = found.index(False) - 1
+    assert settled <= 3
+    assert found[settled:] == ([True, False, False] * 3)[: 7 - settled]
+    until_search(server, [1, 2, 3, 4])
+    server.leave(4)
+    assert searches(server, [1, 2, 3], 3) == [False, False, True], "who has no index is in no group"
+    server.join(6, server.slots(50), None, 3)
+    assert searches(server, [1, 2, 3, 6], 3) == [False, False, True], "nor is one that comes"
+    assert searches(server, [3, 1, 2], 2) == [True, False], "rows have moved"
+    server.join(5, *first, 4)
+    assert searches(server, [3, 1, 2, 5], 1) == [True]
+
+
+@pytest.mark.full
+def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) -> None:
+    """Also when an index of suffix tokens has grown: the groups are others then."""
+    server = Server(device, 5, search_period=8, suffix_dense_tokens=64)
+    first = server.prefix(210)
+    server.join(1, *first, 300)
+    server.join(2, *first, 20)
+    searches(server, [1, 2], 4)
+    covered = [one.prefix_len for one in server.suffix_reads]
+    found, grown = [], 0
+    for _ in range(40):
+        found += searches(server, [1, 2], 1)
+        if [one.prefix_len for one in server.suffix_reads] != covered:
+            assert found[-1], "an index has grown"
+            covered, grown = [one.prefix_len for one in server.suffix_reads], grown + 1
+    assert grown >= 1
+    assert 40 > found.count(False) > 20
