@@ -97,7 +97,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             `wait_complete`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
-        store_min_free_bytes: bytes of the store's disk that indexes leave free. When one of these two is reached,
+        store_min_free_bytes: bytes of the store's disk that indexes leave free. At this limit and at `store_max_bytes`
             the least recently used leave first.
         store_mode: octal mode of folders that are made in the store; its files have it without execution.
         store_group: group that they belong to; null: the process's own.

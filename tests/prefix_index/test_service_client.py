@@ -101,17 +101,10 @@ def test_the_services_limits_hold_for_its_clients(tmp_path: Path) -> None:
 
 
 def test_services_and_clients_of_before_say_and_read_a_policy_of_eviction() -> None:
-    fields = {
-        "version": 2,
-        "folder": "/f",
-        "memory": None,
-        "max_bytes": 1,
-        "min_free_bytes": 0,
-        "eviction": "cost_aware",
-    }
-    assert isinstance(messages.decode_answer(messages.encode({"type": "Welcome", **fields})), messages.Welcome)
-    said = messages.encode(messages.Welcome(version=2, folder="/f", memory=None, max_bytes=1, min_free_bytes=0))
-    assert msgspec.msgpack.decode(said) == {"type": "Welcome", **fields, "eviction": "lru"}
+    fields: dict[str, Any] = {"version": 2, "folder": "/f", "memory": None, "max_bytes": 1, "min_free_bytes": 0}
+    before = {"type": "Welcome", **fields, "eviction": "cost_aware"}
+    assert isinstance(messages.decode_answer(messages.encode(before)), messages.Welcome)
+    assert msgspec.msgpack.decode(messages.encode(messages.Welcome(**fields))) == {**before, "eviction": "lru"}
 
 
 def test_a_client_that_may_only_read_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
