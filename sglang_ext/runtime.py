@@ -24,7 +24,7 @@ from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.metrics import Counters
 from sglang_ext.model_view import ModelView
-from sglang_ext.options import Build
+from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
@@ -368,6 +368,25 @@ class SparseRuntime:
         return self._step.planned is not None
 
     # -- what others see -----------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """One line for people, at the start: what is on, and what is not and why."""
+        config, shared = self.config, "read once, exactly"
+        if self.planner.refusal is not None:
+            shared = f"left to SGLang ({self.planner.refusal})"
+        elif self.planner.cascade is None:
+            shared = "each request's own (share_prefixes is off, on a CPU unless it is set)"
+        if self.planner.uses_indexes:
+            store = f"store {self.directory.address}: {self.directory.summary()}"
+            indexes = f"{config.method}, build {config.build.value}, {store}"
+        elif config.decode_path is DecodePath.CASCADE:
+            indexes = (
+                "off (decode_path is cascade, as it also is where no store is named, the default one is empty and "
+                'nothing builds: name one with --sparse-attn-store, or set "build": "shared")'
+            )
+        else:
+            indexes = "off (decode_path is stock)" if config.decode_path is DecodePath.STOCK else "off (see above)"
+        return f"shared prefixes: {shared}; indexes: {indexes}"
 
     def snapshot(self) -> dict[str, Any]:
         """State and counters as plain values, for `/get_server_info`. Waits for the device, and for all ranks: it is

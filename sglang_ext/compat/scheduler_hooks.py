@@ -60,13 +60,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         from sglang_ext.compat.residual_stream import observe_residual_stream
 
         observe_residual_stream(runner.model, _runtime.observe)
-    logger.info(
-        "sparse attention: adopted %s; method %s, store %s: %s",
-        type(wrapped).__name__,
-        settings.config.method,
-        settings.store,
-        _runtime.directory.summary(),
-    )
+    logger.info("sparse attention: on %s; %s", type(wrapped).__name__, _runtime.summary())
     return adopt(wrapped, _runtime, view.layer_refusal)
 
 

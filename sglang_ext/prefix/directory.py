@@ -74,6 +74,7 @@ class PrefixDirectory:
         publish: Callable[[int, int], None] | None = None,
     ) -> None:
         builds = settings.config.build in (Build.SHARED, Build.PREFILL)
+        self.address = settings.store
         self.store: IndexStore = configured_store(settings.store, settings.config, write=builds)
         self._model, self._profile_digest = model, profile_digest
         self._min_prefix_len = settings.config.min_sparse_prompt_len

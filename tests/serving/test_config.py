@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefix_index import FileStore
 from sglang_ext.config import (
     ConfigError,
     Settings,
@@ -18,7 +19,9 @@ from sglang_ext.config import (
     parse_profiled,
     settings_from_env,
 )
+from sglang_ext.options import DecodePath
 from sglang_ext.prefill.builder import covered_tokens
+from tests.prefix_index.samples import sample_identity, sample_payload
 
 
 def parsed(text: str | None) -> SparseAttnConfig:
@@ -145,6 +148,22 @@ def test_without_a_store_the_default_one_is_made(tmp_path: Path, monkeypatch: py
     settings = make_settings(None, None)
     assert settings.store == default_store() == str(tmp_path / "sglang-ext" / "store")
     assert Path(settings.store).is_dir()
+
+
+def test_the_flag_alone_expects_no_index_that_cannot_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def path(text: str | None = None, store: str | None = None) -> DecodePath:
+        return make_settings(text, store).config.decode_path
+
+    assert path() is DecodePath.CASCADE
+    for text in ('{"build": "shared"}', '{"store_remote": "file:///shared"}'):
+        assert path(text) is DecodePath.AUTO
+    assert path('{"decode_path": "sparse"}') is DecodePath.SPARSE
+    assert path(None, str(tmp_path)) is DecodePath.AUTO, "named"
+    with FileStore(default_store()) as store:
+        store.put(sample_payload(sample_identity(range(64))))
+    assert path() is DecodePath.AUTO, "it has an index"
 
 
 def test_settings_survive_dump_and_load(tmp_path: Path) -> None:

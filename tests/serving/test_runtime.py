@@ -208,6 +208,24 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
 # -- what the state says ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"share_prefixes": True}, "shared prefixes: read once, exactly; indexes: exact, build off, store "),
+        ({"decode_path": "stock"}, "left to SGLang (decode_path is stock); indexes: off (decode_path is stock)"),
+        (
+            {"decode_path": "cascade", "share_prefixes": True},
+            "once, exactly; indexes: off (decode_path is cascade, as ",
+        ),
+    ],
+)
+def test_the_start_says_what_is_on_and_why_not(make_bench: Any, keys: dict[str, Any], said: str) -> None:
+    bench = make_bench(layer_plan=["anchor"] * LAYERS, **keys)
+    runtime = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
+    assert said in runtime.summary()
+    runtime.close()
+
+
 def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplog: Any) -> None:
     bench = make_bench(layer_plan=["anchor"] * LAYERS)
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
@@ -216,7 +234,9 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplo
     settings = Settings(config=bench.config, store=str(bench.store.folder))
     for model, line in ((bench.model, "1 of 3"), (msgspec.structs.replace(bench.model, kv_dtype="float16"), "0 of 3")):
         runtime = SparseRuntime(settings, Model(model))
-        assert f"usable {line} indexes (" in runtime.directory.summary()
+        assert f"; indexes: {bench.config.method}, build off, store {settings.store}: " in runtime.summary()
+        assert f": usable {line} indexes (" in runtime.summary()
+        assert runtime.summary().startswith("shared prefixes: each request's own (share_prefixes is off")
         runtime.admit(Request(), "a", [*PROMPT, 7], NAMESPACE)
         state = runtime.snapshot()
         runtime.close()
