@@ -292,14 +292,7 @@ def _checked_store(store: str, config: SparseAttnConfig) -> str:
         kind, value = None, store
     if kind == "service":
         own = SparseAttnConfig()
-        keys = (
-            "store_max_bytes",
-            "store_min_free_bytes",
-            "store_eviction",
-            "store_mode",
-            "store_group",
-            "store_remote",
-        )
+        keys = ("store_max_bytes", "store_min_free_bytes", "store_mode", "store_group", "store_remote")
         for key in keys:
             if getattr(config, key) != getattr(own, key):
                 raise _fail(

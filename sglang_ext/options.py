@@ -36,15 +36,6 @@ class DecodePath(str, Enum):
     SPARSE = "sparse"
 
 
-class Eviction(str, Enum):
-    """Which index leaves a full store first: the least recently used, or the one that is cheapest to build again
-    for its bytes and idle time.
-    """
-
-    LRU = "lru"
-    COST_AWARE = "cost_aware"
-
-
 SUM_EVERY = 16
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
 
@@ -106,9 +97,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             `wait_complete`.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
-        store_min_free_bytes: bytes of the store's disk that indexes leave free.
-        store_eviction: which index leaves first when one of these two is reached: `lru`, or `cost_aware` (the fewest
-            build seconds per byte and second of idleness).
+        store_min_free_bytes: bytes of the store's disk that indexes leave free. At this limit and at `store_max_bytes`
+            the least recently used leave first.
         store_mode: octal mode of folders that are made in the store; its files have it without execution.
         store_group: group that they belong to; null: the process's own.
         store_remote: URL of a remote store, or several, fastest first: `s3://BUCKET/PREFIX`, `gs://`, `az://`,
@@ -153,7 +143,6 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     index_gpu_bytes: int = 4 << 30
     store_max_bytes: int | None = None
     store_min_free_bytes: int = 1 << 30
-    store_eviction: Eviction = Eviction.LRU
     store_mode: str = "0700"
     store_group: str | None = None
     store_remote: str | list[str] | None = None

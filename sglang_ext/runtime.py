@@ -36,7 +36,6 @@ from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import Residency
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
 from sglang_ext.ranks import Ranks, check_alike
-from sglang_ext.weights import ServedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,6 @@ class SparseRuntime:
         self.builds = self._recording(profile)
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
-        self.weights = ServedWeights(view.weights, self.ranks)
         self._step = Step()
 
     def _recording(self, profile: Profile | None) -> Recording | None:
@@ -202,16 +200,16 @@ class SparseRuntime:
         """Keep a request dense that could not be looked up."""
         self.requests.add(request, Attachment(rid, "unsupported_mode"))
 
-    def weights_updated(self, *, replaced: bool) -> None:
-        """SGLang was told to replace the weights in place (`replaced`: it says so). A collective: all ranks are
-        told. Unless they are shown to be what they were, on all ranks, nothing is looked up, used or built any more.
+    def weights_updated(self) -> None:
+        """SGLang was told to replace the weights in place, on all ranks. One that failed may have changed some of them:
+        nothing is looked up, used or built any more, whatever came of it.
         """
-        if self.ready.stale or self.weights.unchanged(replaced=replaced):
+        if self.ready.stale:
             return
-        self.ready.stale = "the weights were updated in place; restart the server to use indexes of the new ones"
+        self.ready.stale = "the weights may have been updated in place; restart the server to use indexes"
         logger.warning("sparse attention: off until a restart: %s", self.ready.stale)
         if self.view.has_kv_scales:  # numbers in our graphs
-            self._refuse("the weights were updated in place, perhaps also the scales of keys and values")
+            self._refuse("the weights may have been updated in place, and with them the scales of keys and values")
         if self.builds is not None:
             self.builds.close()
             self.builds = None

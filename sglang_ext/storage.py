@@ -61,7 +61,6 @@ def configured_store(address: str, config: SparseAttnConfig, *, write: bool = Tr
         [address, *(remote_addresses(config) if folder else [])],
         max_bytes=config.store_max_bytes,
         min_free_bytes=config.store_min_free_bytes,
-        eviction=config.store_eviction.value,
         write=write,
         mode=config.store_mode,
         group=config.store_group,

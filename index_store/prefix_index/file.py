@@ -9,13 +9,12 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from .background import Check, Promoter
 from .books import FolderBooks
 from .copies import Copies, TierCounters
 from .errors import IndexCorrupt, IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError, StoreFull
-from .eviction import Candidate, FolderLimits, choose_victims, policy_of
 from .folder import (
     PARTIAL,
     SUFFIX,
@@ -35,11 +34,30 @@ from .folder import (
 from .format import Entry
 from .lease import LEASE, FolderLeases
 from .reader import IndexFile, IndexLookup, read_entry
-from .retention import publish, read_retention, remove_orphans, remove_retention, write_retention
+from .retention import (
+    Candidate,
+    choose_victims,
+    publish,
+    read_retention,
+    remove_orphans,
+    remove_retention,
+    write_retention,
+)
 from .store import DEFAULT, BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
+
+
+class FolderLimits(NamedTuple):
+    """``max_bytes`` for all index files together (None: any), ``min_free_bytes`` to leave free on the disk."""
+
+    max_bytes: int | None
+    min_free_bytes: int
+
+    @property
+    def any(self) -> bool:
+        return self.max_bytes is not None or self.min_free_bytes > 0
 
 
 class FileStore(IndexStore):
@@ -54,8 +72,8 @@ class FileStore(IndexStore):
     a folder that cannot be written to is opened all the same: whatever writes then raises StoreFolderError.
 
     ``max_bytes`` bounds all index files together, those being written included; ``min_free_bytes`` is left free on the
-    disk. ``put`` and ``collect`` evict for them in the order of ``eviction`` (``lru`` or ``cost_aware``); with neither,
-    nothing is evicted. Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get``.
+    disk. ``put`` and ``collect`` evict for them, the least recently used first; with neither, nothing is evicted.
+    Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get``.
     ``clock`` gives seconds since the Unix epoch. ``copies`` of hot indexes in DRAM belong to the store.
     """
 
@@ -72,7 +90,6 @@ class FileStore(IndexStore):
         partial_grace_s: float = 60.0,
         max_bytes: int | None = None,
         min_free_bytes: int = 0,
-        eviction: str = "lru",
         clock: Callable[[], float] = time.time,
         copies: Copies | None = None,
     ) -> None:
@@ -84,7 +101,7 @@ class FileStore(IndexStore):
         self._access = Access.found(self.folder) if own else Access.of(0o700 if mode is None else mode, group)
         self._partial_grace_s = partial_grace_s
         self._clock = clock
-        self.limits = FolderLimits(max_bytes, min_free_bytes, policy_of(eviction))
+        self.limits = FolderLimits(max_bytes, min_free_bytes)
         self.copies = copies
         self._books = FolderBooks(self.folder, clock)
         self.catalog = self._books.catalog
@@ -408,9 +425,9 @@ class FileStore(IndexStore):
         removed: list[IndexEntry] = []
         while nbytes > 0:
             with self._lock:
-                known, latest = [*self._books.uses()], self._books.latest_use
+                known = [*self._books.uses()]
             held = [Candidate(entry, _last_used(entry, used)) for digest, entry, used in known if digest not in staying]
-            victims = choose_victims(held, nbytes, policy=self.limits.policy, now=self._clock(), latest=latest)
+            victims = choose_victims(held, nbytes, now=self._clock())
             if victims is None:
                 break
             nbytes = 0

@@ -1,4 +1,5 @@
 """How long an index should stay, and its name, on disk: ``<digest>.pfxkeep`` beside it, where that is not the default.
+And who leaves a full store first.
 
 Replaced whole, never changed in place. One that is damaged, or is none of ours, counts as the default and as a problem:
 retention is advice, and never a reason to lose an index or to refuse one. One whose bytes the system does not give us
@@ -11,16 +12,16 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
 from .folder import SUFFIX, Signature, closing_fd, pread
 from .format import is_digest, xxh3_hex
-from .store import DEFAULT, Retention, has_expired
+from .store import DEFAULT, IndexEntry, Retention, has_expired
 from .writer import PartialFile
 
 KEEP_SUFFIX: Final = ".pfxkeep"
@@ -153,3 +154,30 @@ def remove_orphans(dir_fd: int, names: Iterable[str], *, grace_s: float) -> None
             old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
             if is_digest(digest) and old and not _exists(dir_fd, digest + SUFFIX):
                 os.unlink(digest + KEEP_SUFFIX, dir_fd=dir_fd)
+
+
+class Candidate(NamedTuple):
+    """An index that could leave. ``last_used`` is in seconds, by the clock that also gives ``now``."""
+
+    entry: IndexEntry
+    last_used: float
+
+
+def choose_victims(candidates: Iterable[Candidate], nbytes: int, *, now: float) -> Sequence[IndexEntry] | None:
+    """The fewest first leavers that hold ``nbytes`` bytes together; None where all of them do not.
+
+    Order: expired, then not pinned, then pinned; within each the least recently used first.
+    """
+
+    def rank(candidate: Candidate) -> tuple[int, float]:
+        retention = candidate.entry.retention
+        group = 0 if has_expired(retention, now) else 2 if retention.pinned else 1
+        return group, candidate.last_used
+
+    victims: list[IndexEntry] = []
+    for entry, _ in sorted(candidates, key=rank):
+        if nbytes <= 0:
+            break
+        victims.append(entry)
+        nbytes -= entry.nbytes
+    return victims if nbytes <= 0 else None

@@ -85,11 +85,6 @@ def block_sizes_by_budget(recall: Tensor, target: float) -> Tensor:
     return torch.tensor(chosen[::-1]).view(recall.shape[:-1])
 
 
-def average_block_size(assigned: Tensor) -> float:
-    """Tokens per block, harmonic mean over all heads of `assigned` [...]."""
-    return float(1.0 / (1.0 / assigned.double()).mean())
-
-
 def near_uniform_heads(oracle_recall: Tensor) -> Tensor:
     """[...] bool: heads that no selection serves. Even that of the best tokens at the budget keeps less than
     `MIN_ORACLE_RECALL` of their attention (`oracle_recall` [...]). Raises ValueError where that is out of range or NaN.

@@ -17,7 +17,6 @@ from sglang_ext.calibration.channels import NUM_CHANNELS_GQA, channel_contributi
 from sglang_ext.calibration.measurement import PromptMeasurement
 from sglang_ext.calibration.plans import (
     assigned_anchors,
-    best_head_map,
     choose_anchors,
     layer_similarity,
     make_layer_plan,
@@ -148,31 +147,24 @@ def fewest_anchors(averages: PromptMeasurement, setting: FitSetting) -> tuple[in
     """The smallest number of anchors whose reuse keeps `REUSE_RETENTION` of the layers' own attention mass."""
     num_layers = averages.oracle.shape[0]
     first = setting.first_layer(num_layers)
-    table = averages.recovery
-    wanted = REUSE_RETENTION * float(plan_recovery(averages.recovery, tuple(range(first, num_layers)), table))
+    wanted = REUSE_RETENTION * plan_recovery(averages.recovery, tuple(range(first, num_layers)))
     for num_anchors in range(1, num_layers - first):
         choice = best_anchors(averages, setting, num_anchors)
-        if float(plan_recovery(averages.recovery, choice, table)) >= wanted:
+        if plan_recovery(averages.recovery, choice) >= wanted:
             return choice
     return best_anchors(averages, setting, num_layers - first)
 
 
-def plan_recovery(recovery: Tensor, anchors: tuple[int, ...], table: Tensor, *, remap: bool = True) -> Tensor:
+def plan_recovery(recovery: Tensor, anchors: tuple[int, ...]) -> float:
     """Attention mass that the layers keep under a plan, mean over the layers from the first anchor on and KV heads.
 
     Args:
-        recovery: [..., num_layers a, num_layers b, num_kv_heads of b, of a], for instance one per prompt.
-        anchors: ascending; the first layer that takes part is the first of them.
-        table: [num_layers a, num_layers b, num_kv_heads of b, of a], what the head maps are chosen by.
-        remap: heads by the table; False: the identity.
-
-    Returns:
-        [...] fp64.
+        recovery: [num_layers a, num_layers b, num_kv_heads of b, of a].
+        anchors: ascending; the first layer that takes part is the first of them. In a layer that reuses one, each head
+            takes the anchor's best for it.
     """
-    num_layers, num_kv_heads = recovery.shape[-4], recovery.shape[-1]
-    own = tuple(range(num_kv_heads))
     kept = []
-    for layer, anchor in assigned_anchors(anchors, num_layers).items():
-        heads = best_head_map(table[anchor, layer]) if remap and layer != anchor else own
-        kept.append(recovery[..., anchor, layer, own, heads].mean(dim=-1))
-    return torch.stack(kept).mean(dim=0)
+    for layer, anchor in assigned_anchors(anchors, recovery.shape[0]).items():
+        heads = recovery[anchor, layer]
+        kept.append((heads.diagonal() if layer == anchor else heads.amax(dim=1)).mean())
+    return float(torch.stack(kept).mean())

@@ -1,7 +1,6 @@
 """Everything that calibration measures of one prompt, as a file of its own, and its mean over prompts.
 
-One small file per prompt makes a job resumable, lets any split of the prompts be compared later without the model,
-and gives intervals over prompts.
+One small file per prompt makes a job resumable.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class PromptInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which prompt was measured.
 
     Attributes:
-        held_out: not fitted in the held-out comparison.
+        held_out: proposals are judged on it, and not fitted.
         prompt_tokens: with the question.
         prefix_tokens: whose keys were measured.
         measured_tokens: queries that were measured.

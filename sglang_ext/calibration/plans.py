@@ -54,7 +54,11 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
     if not bool(torch.isfinite(weighted).all()):
         raise ValueError("expected finite similarities and importances, got NaN or infinity; measure them again")
     size = weighted.shape[0] - first_layer
-    _check_count(num_anchors, weighted.shape[0], first_layer)
+    if not 1 <= num_anchors <= size:
+        raise ValueError(
+            f"expected num_anchors in 1..{size} (layers {first_layer}..{weighted.shape[0] - 1}), got {num_anchors}; "
+            "choose a number in that range"
+        )
     # reach[i, j]: what anchor i is worth for the layers i..j - 1.
     reach = torch.zeros(size, size + 1, dtype=torch.float64)
     reach[:, 1:] = weighted[first_layer:, first_layer:].cumsum(dim=1)
@@ -85,12 +89,6 @@ def assigned_anchors(anchors: Sequence[int], num_layers: int) -> dict[int, int]:
             f"expected at least one anchor, ascending, in 0..{num_layers - 1}, got {listed}; name layers of the model"
         )
     return {layer: max(anchor for anchor in listed if anchor <= layer) for layer in range(listed[0], num_layers)}
-
-
-def evenly_spaced_anchors(num_layers: int, num_anchors: int, first_layer: int = 0) -> tuple[int, ...]:
-    """`num_anchors` anchors with equal distances, up to rounding, from `first_layer` on: the rival."""
-    _check_count(num_anchors, num_layers, first_layer)
-    return tuple(first_layer + i * (num_layers - first_layer) // num_anchors for i in range(num_anchors))
 
 
 def best_head_map(similarity: Tensor) -> HeadMap:
@@ -158,12 +156,3 @@ def plan_from_maps(
         else:
             roles.append(LayerRole(LayerMode.REUSE, nearest[layer], tuple(maps[layer])))
     return LayerPlan(tuple(roles), num_kv_heads)
-
-
-def _check_count(num_anchors: int, num_layers: int, first_layer: int) -> None:
-    most = num_layers - first_layer
-    if not 1 <= num_anchors <= most:
-        raise ValueError(
-            f"expected num_anchors in 1..{most} (layers {first_layer}..{num_layers - 1}), got {num_anchors}; "
-            "choose a number in that range"
-        )

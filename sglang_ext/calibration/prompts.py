@@ -71,7 +71,7 @@ def prefix_digest(prompt: CalibrationPrompt) -> str:
 def held_out_ids(prompts: Sequence[CalibrationPrompt]) -> frozenset[str]:
     """Every second group of prompts in the order of tasks; both halves have as many groups of a task, but for one.
 
-    A group is the prompts with the same prefix: its keys must not be fitted on and compared with. A prefix of several
+    A group is the prompts with the same prefix: its keys must not be fitted on and judged by. A prefix of several
     tasks is one group, of the task that comes first.
     """
     groups: dict[str, list[str]] = {}

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from sglang_ext.calibration.comparison import Comparison, HeldOut
 from sglang_ext.calibration.fit import Fit, FitSetting
 from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.layer_statistics import MeasureSetting
@@ -48,7 +47,6 @@ class Result:
     profile: Profile
     averages: PromptMeasurement
     fit: Fit
-    held_out: HeldOut
     reason: str
     infos: list[PromptInfo]
     left_out: dict[str, str]
@@ -96,7 +94,6 @@ def report_values(shown: Result) -> dict[str, Any]:
         "recovery": layer_similarity(means.recovery).tolist(),
         "importance": means.importance.tolist(),
         "anchors": shown.fit.anchors,
-        "held_out": shown.held_out,
         "recommended": {
             "name": recommended.method,
             "spec": recommended.spec,
@@ -111,13 +108,12 @@ def _plots(shown: Result) -> dict[str, bytes]:
     from sglang_ext.calibration import report_plots as plots
 
     means, setting = shown.averages, shown.measure
-    first = shown.held_out.first_layer
+    first = shown.settings.first_layer(len(means.recall))
     return {
         "sparsity": plots.sparsity_plot(means.sparsity, means.oracle, setting.mass, setting.keep_ratio),
         "block_recall": plots.block_recall_plot(means.recall, means.oracle, first),
         "recovery": plots.recovery_plot(layer_similarity(means.recovery), shown.fit.anchors),
         "importance": plots.importance_plot(means.importance),
-        "held_out": plots.comparison_plot(shown.held_out),
         **({"judged": plots.judged_plot(shown.verdict)} if shown.verdict else {}),
     }
 
@@ -129,7 +125,6 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         shown: what to tell.
         plots: name -> PNG, the names of `write_report`'s files.
     """
-    held = shown.held_out
     keep = f"{shown.measure.keep_ratio:.0%}"
     own = shown.profile.model
     parts = [
@@ -154,20 +149,6 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         "<h2>Reuse between layers, and anchors</h2>",
         _image(plots, "recovery", "attention that layers keep by the selection of others, with the chosen anchors"),
         _image(plots, "importance", "importance of the layers"),
-        "<h2>Held-out comparison</h2>",
-        _paragraph(
-            f"Chosen on {held.fitted} prompts, compared on {held.held_out} others; the profile is fitted on all. "
-            f"Layers before {held.first_layer} are dense and take no part. Room for improvement: block sizes differ "
-            f"over {held.num_heads} heads, a head map chooses among {own.num_kv_heads} heads, anchors among "
-            f"{own.num_layers - held.first_layer} layers. Differences have 95% bootstrap intervals over texts."
-        ),
-        _image(plots, "held_out", "calibrated choices and their rivals on held-out prompts"),
-        "<h3>Block sizes per head against one size at equal bytes</h3>",
-        _compared([held.blocks]),
-        "<h3>Anchors of the programme against evenly spaced ones</h3>",
-        _compared(held.anchors),
-        "<h3>Head maps against the identity</h3>",
-        _compared(held.head_maps) if held.head_maps else _paragraph("No layer reuses another: nothing to map."),
         "<h2>Profile</h2>",
         f"<pre>{html.escape(shown.profile.encode().decode())}</pre>",
     ]
@@ -229,21 +210,6 @@ def _dense_heads(shown: Result) -> str:
     )
 
 
-def _compared(rows: Sequence[Comparison]) -> str:
-    body = [
-        (
-            row.choice,
-            row.against,
-            row.calibrated,
-            row.rival,
-            f"{row.gain:+.4f}" + ("" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]"),
-            row.reason,
-        )
-        for row in rows
-    ]
-    return _table(("calibrated", "rival", "attention held", "the rival's", "gain [95%]", "reason"), body)
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
@@ -251,8 +217,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, int | float):
-        return f'<td class="number">{value if isinstance(value, int) else f"{value:.4f}"}</td>'
+    if isinstance(value, int):
+        return f'<td class="number">{value}</td>'
     return f"<td>{html.escape(str(value))}</td>"
 
 

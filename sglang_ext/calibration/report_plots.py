@@ -15,13 +15,12 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from sglang_ext.calibration.comparison import HeldOut
 from sglang_ext.calibration.judge import Verdict
 from sglang_ext.calibration.plans import assigned_anchors
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
 DPI = 110
-CALIBRATED, RIVAL, NEUTRAL = "#1f6fb4", "#c9772b", "#6b7280"
+CALIBRATED, ORACLE, NEUTRAL = "#1f6fb4", "#c9772b", "#6b7280"
 
 
 def sparsity_plot(sparsity: Tensor, oracle: Tensor, mass: float, keep_ratio: float) -> bytes:
@@ -43,7 +42,7 @@ def block_recall_plot(recall: Tensor, oracle: Tensor, first_layer: int) -> bytes
     for row in rows.tolist():
         axes.plot(places, row, color=NEUTRAL, alpha=0.35, linewidth=0.9)
     axes.plot(places, rows.mean(dim=0).tolist(), color=CALIBRATED, linewidth=2.5, label="mean")
-    axes.axhline(float(oracle[first_layer:].mean()), color=RIVAL, linestyle="--", label="best tokens (oracle)")
+    axes.axhline(float(oracle[first_layer:].mean()), color=ORACLE, linestyle="--", label="best tokens (oracle)")
     axes.set(title="blocks by minimum and maximum", xlabel="tokens per block", ylabel="attention recall", ylim=(0, 1))
     axes.set_xticks(places, [str(size) for size in BLOCK_SIZES])
     axes.legend(loc="lower left", fontsize=8)
@@ -76,20 +75,6 @@ def importance_plot(importance: Tensor) -> bytes:
     axes = figure.subplots()
     axes.bar(range(len(importance)), importance.tolist(), color=CALIBRATED)
     axes.set(xlabel="layer", ylabel="1 - cos(x, y)", title="importance: how much attention changes the hidden state")
-    return _png(figure)
-
-
-def comparison_plot(held_out: HeldOut) -> bytes:
-    """Held-out figures of the calibrated choices beside their rivals'; of anchors and head maps over their number."""
-    figure = Figure(figsize=(9.5, 3.8))
-    kinds = (("block sizes", [held_out.blocks]), ("anchors", held_out.anchors), ("head maps", held_out.head_maps))
-    for axes, (title, rows) in zip(figure.subplots(1, 3), kinds, strict=True):
-        numbers = range(1, len(rows) + 1)
-        axes.plot(numbers, [row.rival for row in rows], "o--", color=RIVAL, label="rival")
-        axes.plot(numbers, [row.calibrated for row in rows], "o-", color=CALIBRATED, label="calibrated")
-        axes.set(title=title, ylabel="attention held, held out", xlabel="" if len(rows) == 1 else "number of anchors")
-        axes.locator_params(axis="x", integer=True)
-        axes.legend(fontsize=8)
     return _png(figure)
 
 

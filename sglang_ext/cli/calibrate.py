@@ -21,12 +21,12 @@ Prompts are JSON lines: {"id": "task-1", "text": "..."}, or "messages" (with "to
 Give prompts as long as those that will be served, at least two, better some dozens of several tasks.
 
 Measurements lie in OUT.state, one small file per prompt. Running the job again measures only what is missing; with
-all prompts measured, it fits the profile anew without measuring (--anchors, --tau, ...). Every second prompt (all
-questions about one text together) is held out in comparisons; the profile is fitted on all.
+all prompts measured, it fits the profile anew without measuring (--anchors, --tau, ...).
 
 Attention mass proposes layer plans and budgets. On a GPU each of them then serves held-out prompts (an engine start
-each): dense's tokens are forced through its decode steps, and the fastest whose KL divergence from dense is surely
-within the bound is recommended. Where none is faster than every layer selecting, that is. --judge no leaves it out.
+each; every second prompt, all questions about one text together, is held out): dense's tokens are forced through its
+decode steps, and the fastest whose KL divergence from dense is surely within the bound is recommended. The profile is
+then fitted on all prompts. Where none is faster than every layer selecting, that is. --judge no leaves it out.
 Flags after -- go to SGLang (device, dtype, attention backend, context length, ...): use those of the server.
 """
 

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from prefix_index import ModelFingerprint
 from sglang_ext import __version__
-from sglang_ext.calibration.comparison import compare
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
 from sglang_ext.calibration.judge import Candidate, Verdict, choose, proposals
 from sglang_ext.calibration.layer_statistics import MeasureSetting
@@ -168,13 +167,10 @@ class CalibrateJob:
         profile = self._profile(self._model, fit, keep_ratio, infos)
         profile.save(self._args.out)
         if self._args.report is not None:
-            held = [info for info in infos if info.held_out]
-            prefixes = {prompt.id: prefix_digest(prompt) for prompt in self._prompts}
             shown = Result(
                 profile=profile,
                 averages=averages,
                 fit=fit,
-                held_out=compare(*halves, [prefixes[info.id] for info in held], self._fit),
                 reason=reason,
                 infos=infos,
                 left_out=self._left_out,

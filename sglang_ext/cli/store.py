@@ -15,7 +15,6 @@ import msgspec
 import xxhash
 
 from prefix_index import IndexStoreError, StoreFolderError, printable
-from prefix_index.eviction import POLICIES
 from sglang_ext.cli.arguments import parse_bytes
 from sglang_ext.cli.index.text import size
 from sglang_ext.storage import default_store
@@ -49,10 +48,9 @@ def add_parser(commands: Any) -> None:
     serve.add_argument("--dir", default=default_store(), help="index store; made when missing (default: %(default)s)")
     serve.add_argument("--endpoint", default=default_endpoint(), metavar="ipc:///PATH", help="default: %(default)s")
     serve.add_argument(
-        "--max-bytes", type=parse_bytes, metavar="N", help="evict above this many bytes (default: never)"
+        "--max-bytes", type=parse_bytes, metavar="N", help="evict the least recently used above it (default: never)"
     )
     serve.add_argument("--min-free-bytes", type=parse_bytes, default=0, metavar="N", help="to leave free on the disk")
-    serve.add_argument("--eviction", choices=sorted(POLICIES), default="lru", help="who leaves first (default: lru)")
     serve.add_argument(
         "--memory-bytes", type=parse_bytes, default=0, metavar="N", help="size of the DRAM tier (default: none)"
     )
@@ -84,14 +82,13 @@ def run_serve(args: argparse.Namespace) -> int:
         copies = None
         if args.memory_bytes:
             memory = _memory_dir(args)
-            keeper = FileStore(memory, create=True, max_bytes=args.memory_bytes, eviction=args.eviction)
+            keeper = FileStore(memory, create=True, max_bytes=args.memory_bytes)
             copies = Copies(Path(memory), keeper=keeper)
         store = FileStore(
             args.dir,
             create=True,
             max_bytes=args.max_bytes,
             min_free_bytes=args.min_free_bytes,
-            eviction=args.eviction,
             mode=args.mode,
             group=args.group,
             copies=copies,

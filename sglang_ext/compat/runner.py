@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -123,15 +122,6 @@ class RunnerView:
         self.runner.token_to_kv_pool.set_kv_buffer(
             layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, layer.k_scale, layer.v_scale
         )
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters, and of its buffers those that a checkpoint may have."""
-        for path, module in self.runner.model.named_modules():
-            passing = module._non_persistent_buffers_set  # tables that grow while serving, for instance of RoPE
-            buffers = {name: one for name, one in module._buffers.items() if name not in passing}
-            for name, tensor in {**module._parameters, **buffers}.items():
-                if tensor is not None:
-                    yield f"{path}.{name}", tensor
 
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model served. Reads the checkpoint's files once."""

@@ -244,28 +244,10 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
                 _runtime.builds.discard(req.rid)
 
 
-def after_weights_update(result: Any, updater: Any, _request: Any) -> None:
-    """Weights may have been changed in place: indexes of the old ones must neither be used nor built any more.
-
-    Args:
-        result: of the update; `success` says whether the weights are new ones. A failed one may have changed some.
-        updater: SchedulerWeightUpdaterManager.
-    """
+def after_weights_update(_result: Any, _updater: Any, _request: Any) -> None:
+    """Weights may have been changed in place, also by an update that failed."""
     if _runtime is not None:
-        _runtime.weights_updated(replaced=result.success is not False or _paused(updater))
-
-
-def after_end_weight_update(_result: Any, updater: Any, _request: Any) -> None:
-    """What was written into the weights between begin and end need not have passed here (peer-to-peer)."""
-    if _runtime is not None:
-        _runtime.weights_updated(replaced=_paused(updater))
-
-
-def _paused(updater: Any) -> bool:
-    """Whether the weights' memory is given away (`/release_memory_occupation`): it cannot be read then, nor trusted."""
-    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-
-    return GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags
+        _runtime.weights_updated()
 
 
 def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -282,7 +264,6 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
             f"--sparse-attn: expected SGLang's {what}, found it untouched; start without --sparse-attn and report the "
             "SGLang version and flags"
         )
-    _runtime.weights.note()
 
 
 def after_get_internal_state(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:

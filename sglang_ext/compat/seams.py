@@ -82,11 +82,10 @@ SEAMS: tuple[Seam, ...] = (
             _AFTER,
             hooks.after_weights_update,
             ("recv_req",),
-            {"success": bool},
         )
         for where in ("disk", "distributed", "tensor", "ipc")
     ),
-    Seam(f"{_WEIGHTS}.end_weight_update", _AFTER, hooks.after_end_weight_update, ("recv_req",), releases=("0.5.23",)),
+    Seam(f"{_WEIGHTS}.end_weight_update", _AFTER, hooks.after_weights_update, ("recv_req",), releases=("0.5.23",)),
     Seam(f"{_SCHEDULER}.__init__", _AFTER, hooks.after_scheduler_init, ("server_args",)),
     Seam(
         f"{_SCHEDULER}.get_internal_state",

@@ -12,7 +12,6 @@ from sglang_ext.calibration.plans import (
     assigned_anchors,
     best_head_map,
     choose_anchors,
-    evenly_spaced_anchors,
     layer_similarity,
     make_layer_plan,
     plan_from_maps,
@@ -43,14 +42,6 @@ def test_anchors_against_exhaustive_search(data, size):
     choices = [(first, *rest) for rest in itertools.combinations(range(first + 1, size), count - 1)]
     best = pytest.approx(max(map(objective, choices)), abs=1e-6)
     assert (len(choice), choice[0], objective(choice)) == (count, first, best)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "count", "first", "expected"),
-    [(32, 4, 0, (0, 8, 16, 24)), (10, 3, 0, (0, 3, 6)), (7, 2, 1, (1, 4)), (3, 3, 0, (0, 1, 2)), (5, 1, 4, (4,))],
-)
-def test_evenly_spaced(num_layers, count, first, expected):
-    assert evenly_spaced_anchors(num_layers, count, first) == expected
 
 
 def test_assigned_anchors():
@@ -117,7 +108,6 @@ def test_a_dense_layer_between_is_skipped():
         (lambda: assigned_anchors((0, 2, 2), 4), "expected at least one anchor, ascending"),
         (lambda: assigned_anchors((), 4), "expected at least one anchor"),
         (lambda: assigned_anchors((0, 6), 6), r"in 0\.\.5, got \[0, 6\]"),
-        (lambda: evenly_spaced_anchors(4, 5), r"expected num_anchors in 1\.\.4"),
         (lambda: make_layer_plan((0, 6), head_similarity()), r"in 0\.\.5, got \[0, 6\]"),
         (lambda: make_layer_plan((2,), head_similarity()), "got layer 1 with nothing to reuse"),
         (lambda: plan_from_maps((1,), {2: (0, 7)}, 3, 2), r"layer 2: expected head_map entries in 0\.\.1, got 7"),

@@ -308,13 +308,13 @@ def test_the_report_is_one_page_with_all_figures(calibrate: Any, tmp_path: Path)
     text = (folder / "report.html").read_text()
     page = Page()
     page.feed(text)
-    assert len(page.images) == 5
+    assert len(page.images) == 4
     assert all(image.startswith("data:image/png;base64,") for image in page.images)
     assert page.loaded == []
     assert not re.search(r"https?://|@import|url\(", text)
     assert "&lt;made &amp; up&gt;" in text
     pngs = sorted(path.stem for path in folder.glob("*.png"))
-    assert pngs == ["block_recall", "held_out", "importance", "recovery", "sparsity"]
+    assert pngs == ["block_recall", "importance", "recovery", "sparsity"]
     values = json.loads((folder / "report.json").read_text())
     assert values["profile"] == json.loads((tmp_path / "out" / "profile.json").read_text())
     recommended = values["profile"]["recommended"]
@@ -322,8 +322,3 @@ def test_the_report_is_one_page_with_all_figures(calibrate: Any, tmp_path: Path)
         **{key: value for key, value in values["recommended"].items() if key != "name"},
         "method": values["recommended"]["name"],
     }
-    held = values["held_out"]
-    assert (held["fitted"], held["held_out"], held["num_heads"]) == (2, 2, 4)
-    for row in [held["blocks"], *held["anchors"], *held["head_maps"]]:
-        assert row["gain"] > 0 or row["reason"]
-    assert f"{held['anchors'][0]['calibrated']:.4f}" in text

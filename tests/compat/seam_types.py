@@ -1,7 +1,7 @@
 """What each hook takes for granted, held against SGLang's real functions. `test_seam_types` calls it.
 
-Results come of real calls where no model is needed for one; else they are of the class that the function's text says it
-returns (not of its annotation, which may be wrong), and `tests/server` sees real ones.
+Results come of real calls where no model is needed for one; else they are of the class that the function returns, and
+`tests/server` sees real ones.
 """
 
 from __future__ import annotations
@@ -29,19 +29,6 @@ def original(target: str) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
-
-
-def returned(function: Callable[..., Any], kind: type, **fields: Any) -> list[Any]:
-    """An instance of a class that the function's text returns."""
-    assert f"return {kind.__name__}(" in inspect.getsource(function), f"{function} does not return {kind.__name__}"
-    return [kind(**fields)]
-
-
-def update(kind: str) -> Callable[[Any], list[Any]]:
-    made = getattr(io_struct, kind)
-    return lambda function: [
-        one for done in (True, False) for one in returned(function, made, success=done, message="")
-    ]
 
 
 def outputs(function: Callable[..., Any]) -> list[Any]:
@@ -76,10 +63,6 @@ def slots(function: Callable[..., Any]) -> list[Any]:
 
 #: By the last word of a path: real results, of a function without its hook.
 RESULTS: dict[str, Callable[[Any], list[Any]]] = {
-    "update_weights_from_disk": update("UpdateWeightFromDiskReqOutput"),
-    "update_weights_from_distributed": update("UpdateWeightsFromDistributedReqOutput"),
-    "update_weights_from_tensor": update("UpdateWeightsFromTensorReqOutput"),
-    "update_weights_from_ipc": update("UpdateWeightsFromIPCReqOutput"),
     "get_internal_state": lambda _: [io_struct.GetInternalStateReqOutput(internal_state={})],
     "forward": outputs,
     "_resolve_lora_variant": labels,

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
+from prefix_index import ArrayKey, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
 from prefix_index.format import ALIGN, aligned
 from tests.prefix_index.samples import IDS, sample_payload
 
@@ -105,11 +105,6 @@ def place_of(index: IndexFile, key: ArrayKey) -> int:
     """Where in the file the values of an array begin."""
     data_nbytes = sum(aligned(index.record(k).nbytes) for k in index.keys)
     return index.nbytes - ALIGN - data_nbytes + index.record(key).offset
-
-
-def built_in(seconds: float, identity: IndexIdentity, values_per_array: int = 16) -> IndexPayload:
-    payload = sample_payload(identity, values_per_array=values_per_array)
-    return IndexPayload(identity, payload.arrays, payload.dtypes, info=BuildInfo(created=1.0, build_seconds=seconds))
 
 
 def held(store: FileStore) -> set[int]:

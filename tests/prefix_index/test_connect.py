@@ -58,7 +58,7 @@ def test_no_address_at_all_is_refused() -> None:
 
 
 def test_a_folder_takes_its_options(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "new", create=True, max_bytes=4096, min_free_bytes=5, eviction="cost_aware")
+    store = open_store(tmp_path / "new", create=True, max_bytes=4096, min_free_bytes=5)
     assert isinstance(store, FileStore)
     assert not (tmp_path / "new").exists(), "not opened yet"
     store.open()
@@ -66,8 +66,6 @@ def test_a_folder_takes_its_options(tmp_path: Path) -> None:
         store.put(sample_payload())
     store.close()
     assert (tmp_path / "new").is_dir()
-    with pytest.raises(InvalidPayload, match="eviction"):
-        open_store(tmp_path, eviction="random")
 
 
 def test_a_service_is_reached_by_its_client() -> None:

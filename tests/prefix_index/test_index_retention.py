@@ -1,5 +1,5 @@
 """How long an index in a folder stays: sidecars, read by other stores, damaged, orphaned or half written; who leaves a
-full store, by each policy; and a folder's limits: its byte cap and the disk's free space.
+full store; and a folder's limits: its byte cap and the disk's free space.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from prefix_index import (
     IndexForeign,
     IndexStoreError,
     IndexWriter,
-    InvalidPayload,
     Retention,
     StoreFolderError,
     StoreFull,
     file,
 )
-from prefix_index.eviction import Candidate, choose_victims, cost_aware, lru
-from prefix_index.retention import remove_orphans
+from prefix_index.retention import Candidate, choose_victims, remove_orphans
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, sample_payload
-from tests.prefix_index.small_stores import ONE, Clock, built_in, held, index_file, keep_file, opened, refuse_call
+from tests.prefix_index.small_stores import ONE, Clock, held, index_file, keep_file, opened, refuse_call
 
 
 def test_a_sidecar_on_disk(folder: Path) -> None:
@@ -249,20 +247,16 @@ def test_nothing_fails_behind_the_rename_of_a_retention(
 
 # Eviction
 
-# Policies.
 
-
-def candidate(
-    number: int, last_used: float, *, nbytes: int = 100, seconds: float = 1.0, retention: Retention | None = None
-) -> Candidate:
+def candidate(number: int, last_used: float, retention: Retention | None = None) -> Candidate:
     entry = IndexEntry(
-        identity=IDS[number], nbytes=nbytes, created=0.0, build_seconds=seconds, retention=retention or Retention()
+        identity=IDS[number], nbytes=100, created=0.0, build_seconds=1.0, retention=retention or Retention()
     )
     return Candidate(entry, last_used)
 
 
-def leave(candidates: list[Candidate], nbytes: int, policy: Any = lru, now: float = 100.0, **more: Any) -> list[int]:
-    victims = choose_victims(candidates, nbytes, policy=policy, now=now, **more)
+def leave(candidates: list[Candidate], nbytes: int) -> list[int]:
+    victims = choose_victims(candidates, nbytes, now=100.0)
     return [-1] if victims is None else [IDS.index(v.identity) for v in victims]
 
 
@@ -282,45 +276,12 @@ def test_order_of_leaving_expired_then_unpinned_then_pinned() -> None:
     assert leave([], 1) == [-1]
 
 
-def test_cost_aware_keeps_what_is_dear_per_byte_and_second() -> None:
-    cheap, dear = candidate(0, 50, seconds=1.0), candidate(1, 50, seconds=60.0)
-    assert leave([dear, cheap], 1, cost_aware) == [0]
-    small, large = candidate(2, 50, nbytes=10), candidate(3, 50, nbytes=1000)
-    assert leave([small, large], 1, cost_aware) == [3]
-    # 60 times as dear, but idle 100 times as long
-    assert leave([candidate(4, 0, seconds=60.0), candidate(5, 99, seconds=1.0)], 1, cost_aware) == [4]
-    assert leave([candidate(6, 60, seconds=0.0), candidate(7, 50, seconds=0.0)], 1, cost_aware) == [7]
-
-
-@pytest.mark.parametrize("policy", [lru, cost_aware])
-def test_a_use_in_the_future_counts_as_one_now(policy: Any) -> None:
-    assert leave([candidate(0, 1e9), candidate(1, 99)], 1, policy) == [1]
-    assert leave([candidate(0, 1e9), candidate(1, 2e9), candidate(2, 100)], 100, policy) == [2]
-    dear = candidate(1, 100, seconds=2.0)
-    assert leave([candidate(0, 200), dear], 1, policy, latest=200.0) == [1], "the clock was set back: dear is idle"
-
-
-def test_unknown_policy() -> None:
-    with pytest.raises(InvalidPayload, match="eviction: expected lru or cost_aware, found 'fifo'; choose one"):
-        FileStore("x", eviction="fifo")
+def test_a_use_in_the_future_is_the_latest() -> None:
+    assert leave([candidate(0, 1e9), candidate(1, 99)], 1) == [1]
+    assert leave([candidate(0, 1e9), candidate(1, 2e9), candidate(2, 100)], 200) == [2, 0]
 
 
 # A folder's byte cap.
-
-
-def test_cost_aware_folder(folder: Path, clock: Clock) -> None:
-    with opened(folder, max_bytes=2 * ONE, eviction="cost_aware", clock=clock) as store:
-        store.put(built_in(60.0, IDS[0]))
-        clock.now += 10
-        store.put(built_in(1.0, IDS[1]))
-        clock.now += 10
-        store.put(built_in(1.0, IDS[2]))
-        assert held(store) == {0, 2}
-        clock.now += 10_000
-        store.get(IDS[2]).close()
-        clock.now += 10
-        store.put(built_in(1.0, IDS[3]))
-        assert held(store) == {2, 3}
 
 
 def test_replacing_needs_no_room_but_the_difference(folder: Path, clock: Clock) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,6 @@ class Model:
     def __init__(self, fingerprint: Any, heads: slice = slice(KV_HEADS)) -> None:
         self._fingerprint = fingerprint
         gen = torch.Generator().manual_seed(0)
-        self.weight = torch.randn(5, 7, generator=gen)
         pools = [torch.randn(2, 1024, KV_HEADS, DIM, generator=gen)[:, :, heads] for _ in range(LAYERS)]
         self.num_kv_heads = pools[0].shape[2]
         self.num_qo_heads = GQA * self.num_kv_heads
@@ -62,9 +61,6 @@ class Model:
 
     def fingerprint(self) -> Any:
         return self._fingerprint
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "weight", self.weight
 
 
 class Runtime(SparseRuntime):

@@ -67,7 +67,6 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
         ('{"store_timeout_s": 0}', ["store_timeout_s", "above 0 seconds"]),
         ('{"store_timeout_s": NaN}', ["store_timeout_s", "nan"]),
         ('{"build": "share"}', ["build to be one of off, shared, prefill, capture", "got 'share'", "mean 'shared'?"]),
-        ('{"store_eviction": "random"}', ["store_eviction to be one of lru, cost_aware", "got 'random'"]),
         ('{"store_remote": "ftp://host"}', ["store_remote", "s3://BUCKET/PREFIX", "ftp://host"]),
         ('{"store_remote": "/a/folder"}', ["store_remote", "folder or service is named by --sparse-attn-store"]),
         ('{"store_remote": ["s3://b", 3]}', ["store_remote", "str"]),
@@ -137,7 +136,7 @@ def test_a_service_is_taken_as_it_is_and_a_file_url_as_its_folder(tmp_path: Path
 
 
 def test_limits_and_tiers_of_a_service_are_its_own() -> None:
-    own = {"max_bytes": 5_000_000, "min_free_bytes": 0, "eviction": "cost_aware", "remote": "s3://bucket"}
+    own = {"max_bytes": 5_000_000, "min_free_bytes": 0, "remote": "s3://bucket"}
     for name, value in own.items():
         with pytest.raises(ConfigError, match="together with a store service") as caught:
             make_settings(json.dumps({f"store_{name}": value}), "ipc:///run/none.sock")

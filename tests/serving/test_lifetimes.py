@@ -138,13 +138,15 @@ def test_a_request_with_a_slot_that_vanishes_gives_all_back(start: Any) -> None:
 # -- weights that are replaced in place ------------------------------------------------------------------------------
 
 
-def test_after_a_weight_update_nothing_is_used_or_looked_up_unless_the_weights_are_the_same(start: Any) -> None:
+def test_after_a_weight_update_nothing_is_used_or_looked_up_and_the_log_says_so_once(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime = start([PROMPT], share_prefixes=True)
     runtime.came("a")
-    runtime.weights.note()
-    runtime.weights_updated(replaced=False)
     assert planned(runtime, ["a"], [66])
-    runtime.weights_updated(replaced=True)
+    for _ in range(2):
+        runtime.weights_updated()
+    assert caplog.text.count("off until a restart: the weights may have been updated in place; restart") == 1
     assert "updated in place" in str(runtime.planner.refusal)
     assert not planned(runtime, ["a"], [67])
     runtime.came("b", [*PROMPT, 2])

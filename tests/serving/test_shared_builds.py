@@ -268,7 +268,7 @@ def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic
 def test_leases_go_back_when_weights_change(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     samples = traffic.runtime.builds._samples
-    traffic.runtime.weights_updated(replaced=True)
+    traffic.runtime.weights_updated()
     assert eventually(lambda: build.closed)
     assert not leased(traffic.runtime, build)
     assert samples.nbytes == 0

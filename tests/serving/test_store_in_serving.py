@@ -88,7 +88,7 @@ def test_a_build_that_comes_to_nothing_gives_its_lease_back(how: str, builders: 
     elif how == "retracted":
         one.slot_freed(first, 0, finished=False)
     elif how == "weights":
-        one.weights_updated(replaced=True)
+        one.weights_updated()
     else:
         del first
         one.held.clear()

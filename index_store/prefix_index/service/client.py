@@ -66,7 +66,6 @@ class StoreClient(FileStore):
                 write=False,  # where this process may only read, only what writes fails
                 max_bytes=welcome.max_bytes,
                 min_free_bytes=welcome.min_free_bytes,
-                eviction=welcome.eviction,
                 copies=copies,
             )
             self._link = link

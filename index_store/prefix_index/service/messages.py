@@ -52,14 +52,16 @@ Request: TypeAlias = Hello | Used | GetStatus
 
 
 class Welcome(_Message):
-    """The folders, and the limits that hold for whoever writes into the durable one."""
+    """The folders, and the limits that hold for whoever writes into the durable one. ``eviction`` is for clients of
+    before, who had a choice: nobody here reads it.
+    """
 
     version: int
     folder: str
     memory: str | None
     max_bytes: Count | None
     min_free_bytes: Count
-    eviction: Text
+    eviction: Text = "lru"
 
 
 class TierStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -214,7 +214,6 @@ class StoreServer:
             memory=None if copies is None else str(copies.folder.absolute()),
             max_bytes=limits.max_bytes,
             min_free_bytes=limits.min_free_bytes,
-            eviction=limits.policy.__name__,
         )
 
     def _remember(self, client: bytes, name: str | None) -> None:

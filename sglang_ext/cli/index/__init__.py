@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from prefix_index import IndexStoreError
-from prefix_index.eviction import POLICIES
 from sglang_ext.cli.arguments import parse_bytes, parse_count, parse_seconds
 from sglang_ext.cli.index import containers, keeping, listing
 from sglang_ext.cli.index.targets import UnknownIndex
@@ -112,13 +111,10 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
     "gc": (
         keeping.run_gc,
         "remove what has expired, what exceeds limits, and what dead writers left",
-        ["--dry-run --max-bytes 50G", "--min-free-bytes 10G --eviction cost_aware"],
+        ["--dry-run --max-bytes 50G", "--min-free-bytes 10G"],
         _argument("--max-bytes", type=parse_bytes, metavar="SIZE", help="most bytes of all indexes, for instance 50G"),
         _argument(
             "--min-free-bytes", type=parse_bytes, default=0, metavar="SIZE", help="bytes to leave free on the disk"
-        ),
-        _argument(
-            "--eviction", choices=sorted(POLICIES), default="lru", help="which index leaves first (default: lru)"
         ),
         _flag("--dry-run", "say what would go, remove nothing"),
     ),

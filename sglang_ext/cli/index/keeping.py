@@ -15,10 +15,9 @@ from msgspec.structs import replace
 from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError, Retention
 from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
-from prefix_index.eviction import Candidate, choose_victims, policy_of
 from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, os_errors
 from prefix_index.lease import LEASE
-from prefix_index.retention import KEEP_SUFFIX
+from prefix_index.retention import KEEP_SUFFIX, Candidate, choose_victims
 from prefix_index.store import has_expired
 from sglang_ext.cli.index.targets import HEADER, RIGHT, Target, fields, find, listing, opened, row, store_address
 from sglang_ext.cli.index.text import SHORT, complain, count, emit, size, table, wrapped
@@ -156,7 +155,6 @@ def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
             partial_grace_s=PARTIAL_GRACE_S,
             max_bytes=plan.max_bytes,
             min_free_bytes=plan.min_free_bytes,
-            eviction=args.eviction,
         ) as store:
             removed, left = store.collect(), store.list()
         _tell(args, removed, before.keys() - _leftovers(folder).keys(), left)
@@ -247,8 +245,7 @@ def _plan(folder: Path, args: argparse.Namespace) -> Plan:
     out_of_reach = short > sum(c.entry.nbytes for c in rest)
     leaving = [c for c in rest if not c.entry.retention.pinned] if out_of_reach else rest
     wanted = sum(c.entry.nbytes for c in leaving) if out_of_reach else short
-    policy, latest = policy_of(args.eviction), books.latest_use
-    victims = [*expired, *(choose_victims(leaving, wanted, policy=policy, now=now, latest=latest) or ())]
+    victims = [*expired, *(choose_victims(leaving, wanted, now=now) or ())]
     if out_of_reach:
         return Plan(victims, used - wanted, 0, short, short - wanted)
     return Plan(victims, args.max_bytes, args.min_free_bytes, short, 0)
