@@ -149,10 +149,6 @@ def _of_meaning(names: list[str]) -> Iterator[Damage]:
             yield damage(name, "descending", lambda a: a[::-1].copy())
             yield damage(name, "one twice", lambda a: np.concatenate([a[:1], a[:-1]]))
             yield damage(name, "one behind the last", lambda a: np.concatenate([a[:-1], a[-1:] + 100]))
-        if last == "positions":
-            yield damage(name, "one beyond the prefix", lambda a: _replaced(a, (..., -1), 1 << 20))
-            yield damage(name, "descending", lambda a: a[..., ::-1].copy())
-            yield damage(name, "all alike", lambda a: np.broadcast_to(a[..., :1], a.shape).copy())
         if last == "counts":
             yield damage(name, "one entry too many", lambda a: _added(a, 1))
             yield damage(name, "one entry too few", lambda a: _added(a, -1))
@@ -162,9 +158,7 @@ def _of_meaning(names: list[str]) -> Iterator[Damage]:
         if last == "places":
             yield damage(name, "all 255", lambda a: np.full_like(a, 255))
             yield damage(name, "all 0", lambda a: np.zeros_like(a))
-            # A bitmap is one of other positions then.
-            bitmap = name.removesuffix("places") + "counts" not in names
-            yield damage(name, "descending", lambda a: a[..., ::-1].copy(), fits=bitmap)
+            yield damage(name, "descending", lambda a: a[..., ::-1].copy())
             yield damage(name, "the first one other", lambda a: _replaced(a, (..., 0), a[..., 0] ^ 0xFF))
         if last == "block_sizes":
             for size in (0, -16, 1, 17, 128, 1 << 30):

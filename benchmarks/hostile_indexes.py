@@ -76,20 +76,16 @@ LENGTHS = (DAMAGED, DAMAGED, WHOLE)
 SLOTS, WIDTH = 2048, 400
 METHODS: dict[str, dict[str, Any]] = {
     "token_index": {"method": "token_index"},
-    "token_index, 2 bits": {"method": "token_index", "bits": 2, "symmetric": True},
+    "token_index, 2 bits": {"method": "token_index", "bits": 2},
     "ab_sparse": {"method": "ab_sparse"},
     "ab_sparse, bounds in fp16": {"method": "ab_sparse", "representation": "minmax", "quantization": "none"},
     "ab_sparse, sizes per head": {"method": "ab_sparse", "sizes": "profile", "representation": "ball"},
     "csattention": {"method": "csattention"},
-    "csattention, bitmaps": {"method": "csattention", "list_ratio": 0.4, "score_bits": 8},
-    "csattention, paper": {"method": "csattention", "codec": "paper"},
+    "csattention, long lists": {"method": "csattention", "list_ratio": 0.4, "score_bits": 8},
     "two_level": {"method": "two_level"},
     "union": {"method": "union"},
     "exact": {"method": "exact"},
 }
-REFERENCE_ONLY = ({"list_ratio": 0.4}, {"codec": "paper"})
-"""Parameters of lists that kernels do not read."""
-
 
 Selections = dict[int, Selection]
 """By anchor layer."""
@@ -256,8 +252,7 @@ class Bench:
 
     def paths(self) -> dict[str, Callable[[Sequence[ResidentIndex]], Found]]:
         """The decode paths of the method."""
-        refused = graph_refusal(self.spec.method) or any(of.items() <= vars(self.spec).items() for of in REFERENCE_ONLY)
-        graphs = {} if refused else {"decode graphs": partial(self.step, kernels=True)}
+        graphs = {} if graph_refusal(self.spec.method) else {"decode graphs": partial(self.step, kernels=True)}
         return {"reference": partial(self.step, kernels=False), **graphs}
 
 

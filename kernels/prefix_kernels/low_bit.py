@@ -12,7 +12,7 @@ BITS = (2, 4, 8)
 
 
 class LowBitTensor(NamedTuple):
-    """Quantized rows: value = code * scale + zero, per channel, whether symmetric or not.
+    """Quantized rows: value = code * scale + zero, per channel.
 
     Attributes:
         packed: [..., num_rows, num_channels * bits / 8] uint8; of the channels of a byte the first has the low bits.
@@ -39,12 +39,10 @@ class LowBitTensor(NamedTuple):
         )
 
 
-def quantize(x: Tensor, bits: int, symmetric: bool = False) -> LowBitTensor:
+def quantize(x: Tensor, bits: int) -> LowBitTensor:
     """Quantize to 2^bits levels per channel over the rows: code = round((x - zero) / scale).
 
-    Asymmetric: zero = min, scale = (max - min) / (2^bits - 1). Symmetric: scale = max |x| / (2^(bits-1) - 1), zero =
-    -scale * 2^(bits-1), so that code 2^(bits-1) is exactly 0 and the lowest code stays unused. A channel with scale 0
-    has one value only: it is restored exactly (asymmetric) or is all zeros (symmetric).
+    zero = min, scale = (max - min) / (2^bits - 1). A channel with scale 0 has one value only, restored exactly.
 
     Source: AB-Sparse, 3.3 (INT4, asymmetric, per channel is its choice).
 
@@ -52,7 +50,6 @@ def quantize(x: Tensor, bits: int, symmetric: bool = False) -> LowBitTensor:
         x: [..., num_rows, num_channels] floating and finite, num_rows >= 1, num_channels a multiple of 8 / bits.
             Not written.
         bits: 2, 4 or 8.
-        symmetric: levels lie evenly around 0; else between the channel's minimum and maximum.
 
     Returns:
         New tensors; `dequantize` differs from `x` by at most scale / 2 (plus fp32 rounding).
@@ -74,13 +71,8 @@ def quantize(x: Tensor, bits: int, symmetric: bool = False) -> LowBitTensor:
         )
     x = x.float()
     levels = (1 << bits) - 1
-    if symmetric:
-        half = 1 << (bits - 1)
-        scale = x.abs().amax(dim=-2) / (half - 1)
-        zero = scale * -half
-    else:
-        zero, top = x.aminmax(dim=-2)
-        scale = (top - zero) / levels
+    zero, top = x.aminmax(dim=-2)
+    scale = (top - zero) / levels
     # Steps whose inverse leaves fp32 are as good as none.
     step = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)[..., None, :]
     # x / step - zero / step: one pass over x, which is what quantizing a long prefix costs.

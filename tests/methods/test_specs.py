@@ -47,7 +47,6 @@ def test_registry_and_round_trip(name):
         ({"method": "csattention", "max_samples": 0}, ValueError, "max_samples in 1.."),
         ({"method": "csattention", "seed": -1}, ValueError, "seed in 0.."),
         ({"method": "csattention", "baseline": "x"}, ValueError, "tail_mean, none"),
-        ({"method": "csattention", "codec": "x"}, ValueError, "compact, paper"),
         ({"method": "csattention", "score_bits": 2}, ValueError, "score_bits to be one of 4, 8, got 2"),
         ({"method": "token_index", "bits": 3}, ValueError, "2, 4, 8, got 3"),
         ({"method": "token_index", "num_channels": 6, "bits": 2}, ValueError, "multiple of 4"),

@@ -1,4 +1,6 @@
-"""The compact form of CSA lists: exact positions, scores within half a step, scores equal to the decoded tables'."""
+"""The compact form of CSA lists: exact positions, scores within half a step, token scores by their definition."""
+
+import itertools
 
 import pytest
 import torch
@@ -7,9 +9,7 @@ from hypothesis import strategies as st
 
 from prefix_kernels.csa_scores import (
     CompactLists,
-    bitmap_is_smaller,
     check_lists,
-    csa_scores,
     csa_scores_compact,
     decode_lists,
     encode_lists,
@@ -26,16 +26,13 @@ def lists_of(shape, list_len, prefix_len, seed=0):
     return positions, randn(*shape, list_len, seed=seed + 1)
 
 
-def by_hand(lists, list_len, prefix_len, bits):
+def by_hand(lists, list_len, bits):
     """One list, decoded entry by entry with Python integers."""
     places = lists.places.tolist()
-    if lists.counts is None:
-        positions = [p for p in range(prefix_len) if places[p // 8] >> (p % 8) & 1]
-    else:
-        positions, at = [], 0
-        for block, count in enumerate(lists.counts.tolist()):
-            positions += [256 * block + place for place in places[at : at + count]]
-            at += count
+    positions, at = [], 0
+    for block, count in enumerate(lists.counts.tolist()):
+        positions += [256 * block + place for place in places[at : at + count]]
+        at += count
     codes = lists.codes.tolist()
     per_byte = 8 // bits
     code = [codes[i // per_byte] >> (i % per_byte * bits) & (2**bits - 1) for i in range(list_len)]
@@ -53,8 +50,8 @@ def test_round_trip(prefix_len, ratio, bits, log_size, seed):
     assert torch.equal(got_positions.int(), positions)
     rounding = 1e-6 * scores.abs().amax()
     assert bool(((got_scores - scores).abs() <= lists.scale.float()[..., None] / 2 + rounding).all())
-    one = CompactLists(*(None if part is None else part[1, 2] for part in lists))
-    hand_positions, hand_scores = by_hand(one, list_len, prefix_len, bits)
+    one = CompactLists(*(part[1, 2] for part in lists))
+    hand_positions, hand_scores = by_hand(one, list_len, bits)
     assert hand_positions == positions[1, 2].tolist()
     torch.testing.assert_close(got_scores[1, 2], torch.tensor(hand_scores))
     check_lists(lists, (2, 3), list_len, prefix_len, bits)
@@ -71,7 +68,7 @@ def test_steps_are_those_of_the_span():
 def test_constant_scores_and_full_lists():
     positions = torch.arange(300).expand(2, 300)
     lists = encode_lists(positions, torch.full((2, 300), 0.5), 300, 4)
-    assert lists.counts is None
+    assert lists.counts.tolist() == [[256, 44]] * 2
     got_positions, got_scores = decode_lists(lists, 300, 4)
     assert torch.equal(got_positions, positions)
     assert torch.equal(got_scores, torch.full((2, 300), 0.5))
@@ -85,27 +82,35 @@ def test_a_full_block_and_empty_blocks():
     assert torch.equal(decode_lists(lists, 256, 8)[0], positions)
 
 
-@pytest.mark.parametrize("prefix_len", [1, 300, 8192, 131072])
-def test_the_smaller_form_is_chosen(prefix_len):
-    for list_len in {1, *(-(-prefix_len * i // 50) for i in range(1, 51))}:
-        offsets = list_len + 2 * -(-prefix_len // 256)
-        bitmap = -(-prefix_len // 8)
-        assert bitmap_is_smaller(list_len, prefix_len) == (bitmap < offsets)
+def by_loop(q, centroids, positions, scores, prefix_len):
+    """3.3 (1)-(3) of CSAttention: nearest centroid per subspace by the cosine, its list, the weighted sum."""
+    heads, m, _, dim = centroids.shape
+    gqa = q.shape[1] // heads
+    found = torch.full((heads, len(q), gqa, prefix_len), -torch.inf).double()
+    for head, row, part, b in itertools.product(range(heads), range(len(q)), range(gqa), range(m)):
+        query = q[row, head * gqa + part, b * dim : (b + 1) * dim].double()
+        cosine = centroids[head, b].double() @ query / query.norm()
+        nearest = int(cosine.argmax())
+        of_row = found[head, row, part]
+        for position, score in zip(
+            positions[head, b, nearest].tolist(), scores[head, b, nearest].tolist(), strict=True
+        ):
+            before = 0.0 if of_row[position] == -torch.inf else of_row[position]
+            of_row[position] = before + cosine[nearest] * query.norm() * score
+    return found
 
 
 @pytest.mark.parametrize("chunk", [1 << 24, 1])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("list_len", "prefix_len", "bits"), [(5, 600, 4), (7, 23, 4), (50, 600, 8), (600, 600, 4)])
-def test_scores_are_those_of_the_decoded_lists(list_len, prefix_len, bits, weighted, chunk, monkeypatch):
+@pytest.mark.parametrize(("list_len", "prefix_len", "bits"), [(5, 600, 4), (7, 23, 4), (50, 600, 8), (300, 300, 4)])
+def test_scores_by_loop(list_len, prefix_len, bits, chunk, monkeypatch):
     monkeypatch.setattr("prefix_kernels.csa_scores.ELEMENTS_PER_CHUNK", chunk)
-    q = randn(3, 8, 16)
+    q = randn(3, 4, 16)
     centroids = torch.nn.functional.normalize(randn(2, 4, 5, 4, seed=1), dim=-1)
     lists = encode_lists(*lists_of((2, 4, 5), list_len, prefix_len, seed=2), prefix_len, bits)
-    dims = torch.randperm(16, generator=torch.Generator().manual_seed(4)).view(4, 4)
-    weights = randn(2, 4, seed=5).abs() if weighted else None
-    got = csa_scores_compact(q, centroids, lists, list_len, bits, dims, prefix_len, weights)
-    positions, scores = decode_lists(lists, list_len, bits)
-    assert torch.equal(got, csa_scores(q, centroids, positions.int(), scores, dims, prefix_len, weights))
+    got = csa_scores_compact(q, centroids, lists, list_len, bits, prefix_len)
+    assert bool(got.isinf().any()) == (list_len < prefix_len)
+    wanted = by_loop(q, centroids, *decode_lists(lists, list_len, bits), prefix_len)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_errors():
@@ -125,13 +130,13 @@ def test_errors():
             check_lists(lists, lead, list_len, prefix_len, bits)
     with pytest.raises(ValueError, match="expected scale of compact lists"):
         check_lists(lists._replace(scale=lists.scale[0]), (2, 4, 5), 5, 600, 4)
-    q, centroids, dims = randn(3, 8, 16), randn(2, 4, 5, 4), torch.arange(16).view(4, 4)
-    for list_len, bits, prefix_len, weights, message in (
-        (5, 4, 900, None, "expected counts of compact lists"),
-        (5, 8, 600, None, "expected codes of compact lists"),
-        (6, 4, 600, None, "expected places of compact lists"),
-        (5, 4, 2, None, "another prefix"),
-        (5, 4, 600, randn(2, 3), "subspace_weights"),
+    q, centroids = randn(3, 8, 16), randn(2, 4, 5, 4)
+    for one, table, list_len, bits, prefix_len, message in (
+        (q, centroids, 5, 4, 900, "expected counts of compact lists"),
+        (q, centroids, 5, 8, 600, "expected codes of compact lists"),
+        (q, centroids, 6, 4, 600, "expected places of compact lists"),
+        (q, centroids[0], 5, 4, 600, "num_centroids, subspace_dim"),
+        (q[..., :8], centroids, 5, 4, 600, "head_dim=16"),
     ):
         with pytest.raises(ValueError, match=message):
-            csa_scores_compact(q, centroids, lists, list_len, bits, dims, prefix_len, weights)
+            csa_scores_compact(one, table, lists, list_len, bits, prefix_len)

@@ -13,44 +13,28 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def by_definition(values, bits, symmetric):
+def by_definition(values, bits):
     """One channel's values after rounding to the nearest level, in Python floats."""
-    if symmetric:
-        most = 2 ** (bits - 1) - 1
-        step = max(abs(v) for v in values) / most
-        levels = [step * i for i in range(-most, most + 1)]
-    else:
-        step = (max(values) - min(values)) / (2**bits - 1)
-        levels = [min(values) + step * i for i in range(2**bits)]
+    step = (max(values) - min(values)) / (2**bits - 1)
+    levels = [min(values) + step * i for i in range(2**bits)]
     return [min(levels, key=lambda level: abs(level - v)) for v in values]
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_values_are_the_nearest_levels(bits, symmetric):
+def test_values_are_the_nearest_levels(bits):
     x = randn(2, 30, 8) + 3 * randn(2, 1, 8, seed=1)
-    restored = dequantize(quantize(x, bits, symmetric))
+    restored = dequantize(quantize(x, bits))
     for batch in range(2):
         for channel in range(8):
-            expected = by_definition(x[batch, :, channel].tolist(), bits, symmetric)
+            expected = by_definition(x[batch, :, channel].tolist(), bits)
             torch.testing.assert_close(restored[batch, :, channel], torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_symmetric_keeps_zero_and_signs(bits):
-    x = randn(50, 8)
-    x[::3] = 0.0
-    restored = dequantize(quantize(x, bits, symmetric=True))
-    assert torch.equal(restored[::3], torch.zeros_like(restored[::3]))
-    torch.testing.assert_close(dequantize(quantize(-x, bits, symmetric=True)), -restored)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_constant_channels(bits, symmetric):
+def test_constant_channels(bits):
     for value in (0.3, 0.0, -2.0):
         x = torch.full((3, 4), value)
-        torch.testing.assert_close(dequantize(quantize(x, bits, symmetric)), x)
+        torch.testing.assert_close(dequantize(quantize(x, bits)), x)
 
 
 @pytest.mark.parametrize(("bits", "byte"), [(2, 0b11100100), (4, 0b00010000), (8, 0)])

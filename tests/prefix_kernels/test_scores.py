@@ -1,4 +1,4 @@
-"""Block and CSA scores and pooling, against loops and bounds."""
+"""Block scores and pooling, against loops and bounds."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from prefix_kernels.block_scores import block_scores_ball, block_scores_mean, block_scores_minmax
-from prefix_kernels.csa_scores import csa_scores
 from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, Pooling, pool_scores, sampled, sum_step
 
 
@@ -108,8 +107,7 @@ def test_a_row_without_a_score_in_the_sample_says_nothing():
 
 
 def test_errors():
-    q, cent, dims = randn(3, 8, 16), randn(2, 4, 5, 4), torch.arange(16).view(4, 4)
-    lists, vals = torch.zeros(2, 4, 5, 3, dtype=torch.int32), torch.zeros(2, 4, 5, 3)
+    q = randn(3, 8, 16)
     for call, arguments, message in (
         (block_scores_mean, (q, torch.zeros(2, 5, 16, dtype=torch.uint8)), "dequantized"),
         (block_scores_mean, (q, randn(2, 5, 8)), "head_dim=8"),
@@ -117,10 +115,6 @@ def test_errors():
         (block_scores_minmax, (q, randn(2, 5, 16), randn(2, 4, 16)), "block_max"),
         (block_scores_ball, (q, randn(2, 5, 16), randn(2, 4)), "expected radii"),
         (pool_scores, (torch.zeros(2, 0, 4, 5), 1.0), "num_rows >= 1"),
-        (csa_scores, (q, cent, lists, vals, dims[:2], 9), "subspace_dims"),
-        (csa_scores, (q, cent, lists[:, :2], vals, dims, 9), "list_positions"),
-        (csa_scores, (q, cent, lists, vals[..., :1], dims, 9), "list_scores"),
-        (csa_scores, (q, cent, lists, vals, dims, 2), "another prefix"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments)

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import AttentionShape
 from sglang_ext.decode.buffers import KEPT_BYTES, LIST_BYTES, ListsTooLargeError, list_entries, num_sets
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods import parse_spec
-from sglang_ext.methods.csattention import CSAttentionSpec
-from sglang_ext.methods.csattention.decode_op import CSAttentionOp
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
 from tests.sparse_server import (
@@ -204,11 +201,3 @@ def test_methods_that_decode_graphs_cannot_hold_are_named() -> None:
     refusal = graph_refusal("exact")
     names = "csattention, ab_sparse, token_index, two_level, union"
     assert refusal == f"method exact has no kernels for decode graphs, as {names} have"
-
-
-@pytest.mark.parametrize("spec", [CSAttentionSpec(codec="paper"), CSAttentionSpec(list_ratio=0.12)], ids=str)
-def test_lists_that_decode_graphs_cannot_read_are_refused(spec: CSAttentionSpec) -> None:
-    message = r"expected csattention.codec .compact. and .*at most 0.115.*got .*build the indexes anew"
-    shape = AttentionShape(4, 2, 64, 64, torch.float32, torch.float32)
-    with pytest.raises(ValueError, match=message):
-        CSAttentionOp(shape, None, spec, *[None] * 3)  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from sglang_ext.decode.sparse import SearchTurns
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
-from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.exact import ExactSpec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.two_level import TwoLevelSpec
@@ -70,9 +69,8 @@ class Batches:
     [
         (UnionSpec(second=ExactSpec()), "method exact has no kernels for decode graphs"),
         (TwoLevelSpec(second=ABSparseSpec()), "expected token_index as two_level.second"),
-        (CSAttentionSpec(list_ratio=0.2), "list_ratio of at most 0.115 inside decode graphs"),
     ],
-    ids=["union", "two levels", "bitmaps"],
+    ids=["union", "two levels"],
 )
 def test_a_spec_that_kernels_do_not_read_is_named_and_steps_go_on(
     spec: IndexSpec, message: str, caplog: pytest.LogCaptureFixture

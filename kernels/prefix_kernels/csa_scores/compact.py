@@ -1,9 +1,8 @@
 """The compact form of CSAttention's lists: exact positions in about a byte, scores in 4 or 8 bits.
 
-Positions of a list ascend. With *offsets* they are cut into blocks of 256 positions: a list stores how many entries
-each block has (two bytes a block) and every entry's place in its block (one byte): L + 2 ceil(N / 256) bytes. A
-*bitmap* has one bit a position: ceil(N / 8) bytes. It is the smaller one from alpha = L / N = 0.117 on. Scores are
-codes of `bits` bits between the list's own minimum and maximum.
+Positions of a list ascend, and are cut into blocks of 256. A list stores how many entries each block has (two bytes a
+block) and every entry's place in its block (one byte): L + 2 ceil(N / 256) bytes for L of N positions. Scores are codes
+of `bits` bits between the list's own minimum and maximum.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ class CompactLists(NamedTuple):
     """Lists of equally many entries; leading dims are any, for instance [num_kv_heads, num_subspaces, num_centroids].
 
     Attributes:
-        places: where the entries are, uint8. Offsets: [..., list_len], position mod 256 in ascending order of
-            positions. Bitmap: [..., ceil(prefix_len / 8)], position p is bit p mod 8 of byte p // 8.
-        counts: [..., ceil(prefix_len / 256)] int16, entries of each block of 256 positions; None for a bitmap.
+        places: [..., list_len] uint8, position mod 256 in ascending order of positions.
+        counts: [..., ceil(prefix_len / 256)] int16, entries of each block of 256 positions.
         codes: [..., ceil(list_len * bits / 8)] uint8, scores in ascending order of positions, the first of a byte in
             its low bits; padding is 0.
         scale: [...] fp16, at least 0; score = code * scale + zero.
@@ -33,15 +31,10 @@ class CompactLists(NamedTuple):
     """
 
     places: Tensor
-    counts: Tensor | None
+    counts: Tensor
     codes: Tensor
     scale: Tensor
     zero: Tensor
-
-
-def bitmap_is_smaller(list_len: int, prefix_len: int) -> bool:
-    """Whether a bitmap of the prefix takes fewer bytes than offsets and counts."""
-    return -(-prefix_len // 8) < list_len + 2 * -(-prefix_len // BLOCK_POSITIONS)
 
 
 def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) -> CompactLists:
@@ -66,14 +59,11 @@ def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) 
         )
     if bits not in (4, 8):
         raise ValueError(f"expected scores of 4 or 8 bits, got {bits}; choose one of them")
-    scored = _encode_scores(scores.float(), bits)
-    if bitmap_is_smaller(positions.shape[-1], prefix_len):
-        return CompactLists(_bitmap(positions, prefix_len), None, *scored)
-    return CompactLists(*encode_offsets(positions, prefix_len), *scored)
+    return CompactLists(*encode_positions(positions, prefix_len), *_encode_scores(scores.float(), bits))
 
 
-def encode_offsets(positions: Tensor, prefix_len: int) -> tuple[Tensor, Tensor]:
-    """`places` and `counts` of `CompactLists` with offsets, of positions as `encode_lists` takes them; new tensors."""
+def encode_positions(positions: Tensor, prefix_len: int) -> tuple[Tensor, Tensor]:
+    """`places` and `counts` of `CompactLists`, of positions as `encode_lists` takes them; new tensors."""
     positions = positions.int()
     return (positions % BLOCK_POSITIONS).to(torch.uint8), _block_counts(positions, prefix_len)
 
@@ -81,51 +71,35 @@ def encode_offsets(positions: Tensor, prefix_len: int) -> tuple[Tensor, Tensor]:
 def decode_lists(lists: CompactLists, list_len: int, bits: int) -> tuple[Tensor, Tensor]:
     """Positions [..., list_len] int64, ascending, and scores of that shape in fp32, of what `encode_lists` made."""
     rank = torch.arange(1, list_len + 1, device=lists.places.device).expand(*lists.places.shape[:-1], -1).contiguous()
-    if lists.counts is None:
-        marks = unpack_bits(lists.places)
-        positions = torch.searchsorted(marks.cumsum(dim=-1), rank)
-    else:
-        block = torch.searchsorted(lists.counts.cumsum(dim=-1), rank)
-        positions = block * BLOCK_POSITIONS + lists.places.long()
+    block = torch.searchsorted(lists.counts.cumsum(dim=-1), rank)
+    positions = block * BLOCK_POSITIONS + lists.places.long()
     codes = unpack_codes(lists.codes, bits)[..., :list_len].float()
     return positions, codes * lists.scale.float()[..., None] + lists.zero.float()[..., None]
 
 
 def check_lists(lists: CompactLists, lead: tuple[int, ...], list_len: int, prefix_len: int, bits: int) -> None:
     """Raise ValueError unless the shapes are those of lists with leading dims `lead`, and scores of so many bits."""
-    bitmap = bitmap_is_smaller(list_len, prefix_len)
-    expected: tuple[tuple[int, ...] | None, ...] = (
-        (-(-prefix_len // 8),) if bitmap else (list_len,),
-        None if bitmap else (-(-prefix_len // BLOCK_POSITIONS),),
-        (-(-list_len * bits // 8),),
-        (),
-        (),
-    )
-    for name, part, shape in zip(CompactLists._fields, lists, expected, strict=True):
-        wanted = None if shape is None else (*lead, *shape)
-        came = None if part is None else tuple(part.shape)
-        if came != wanted:
+    blocks, code_bytes = -(-prefix_len // BLOCK_POSITIONS), -(-list_len * bits // 8)
+    expected = ((*lead, list_len), (*lead, blocks), (*lead, code_bytes), lead, lead)
+    for name, part, wanted in zip(CompactLists._fields, lists, expected, strict=True):
+        if part.shape != wanted:
             raise ValueError(
                 f"expected {name} of compact lists as {wanted} for list_len={list_len}, prefix_len={prefix_len} and "
-                f"{bits} bits, got {came}; is the table of another prefix or spec?"
+                f"{bits} bits, got {tuple(part.shape)}; is the table of another prefix or spec?"
             )
 
 
-def check_entries(lists: CompactLists, list_len: int, prefix_len: int) -> None:
+def check_entries(places: Tensor, counts: Tensor, list_len: int, prefix_len: int) -> None:
     """Raise ValueError unless each list holds `list_len` ascending positions of the prefix: decoding relies on it.
 
-    `lists` are of the shapes that `check_lists` wants, counts in 0..256. Waits for the device.
+    `places` and `counts` of `CompactLists` are of the shapes that `check_lists` wants, counts in 0..256. Waits for the
+    device.
     """
-    if lists.counts is None:
-        behind = lists.places[..., -1] >> (prefix_len % 8) if prefix_len % 8 else torch.zeros(())
-        good = bool((_num_bits(lists.places) == list_len).all()) and not bool(behind.any())
-    else:
-        good = _offsets_ascend(lists.places, lists.counts, list_len, prefix_len)
-    if not good:
+    if not _positions_ascend(places, counts, list_len, prefix_len):
         raise ValueError(f"expected {list_len} ascending positions below {prefix_len} in each list, got others")
 
 
-def _offsets_ascend(places: Tensor, counts: Tensor, list_len: int, prefix_len: int) -> bool:
+def _positions_ascend(places: Tensor, counts: Tensor, list_len: int, prefix_len: int) -> bool:
     ends = counts.cumsum(dim=-1)
     if bool((ends[..., -1] != list_len).any()):
         return False
@@ -135,26 +109,6 @@ def _offsets_ascend(places: Tensor, counts: Tensor, list_len: int, prefix_len: i
     rises.scatter_(-1, ends[..., :-1], True)
     behind = (counts[..., -1] > 0) & (places[..., -1] > (prefix_len - 1) % BLOCK_POSITIONS)
     return bool(rises.all()) and not bool(behind.any())
-
-
-def _num_bits(places: Tensor) -> Tensor:
-    """uint8 [..., n] -> int64 [...]: bits that are set."""
-    pairs = places - ((places >> 1) & 0x55)
-    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-    return ((fours + (fours >> 4)) & 0x0F).sum(dim=-1)
-
-
-def unpack_bits(places: Tensor) -> Tensor:
-    """uint8 [..., n] -> uint8 [..., 8 * n] of 0 and 1, the low bit first."""
-    return torch.stack([(places >> bit) & 1 for bit in range(8)], dim=-1).flatten(-2)
-
-
-def _bitmap(positions: Tensor, prefix_len: int) -> Tensor:
-    marks = torch.zeros(
-        *positions.shape[:-1], -(-prefix_len // 8) * 8, dtype=torch.uint8, device=positions.device
-    ).scatter_(-1, positions.long(), 1)
-    bit = 2 ** torch.arange(8, dtype=torch.uint8, device=positions.device)
-    return (marks.view(*marks.shape[:-1], -1, 8) * bit).sum(dim=-1, dtype=torch.uint8)
 
 
 def _block_counts(positions: Tensor, prefix_len: int) -> Tensor:

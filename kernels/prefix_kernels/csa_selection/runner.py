@@ -86,7 +86,7 @@ class CsaArrays(NamedTuple):
 
     Attributes:
         centroids: [..., head_dim / num_subspaces] fp16, unit vectors.
-        places, counts, codes, scale, zero: as `csa_scores.CompactLists`, with offsets.
+        places, counts, codes, scale, zero: as `csa_scores.CompactLists`.
     """
 
     centroids: Tensor

@@ -53,7 +53,7 @@ class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
             if spec.quantization == "none":
                 stored = arrays[part] = to_half(block, f"ab_sparse {part}")
             else:
-                quantized = quantize(block, BITS[spec.quantization], spec.symmetric)
+                quantized = quantize(block, BITS[spec.quantization])
                 arrays.update({f"{part}_{name}": array for name, array in quantized._asdict().items()})
                 stored = dequantize(quantized)
         if spec.representation == "ball":

@@ -33,7 +33,6 @@ class ABSparseSpec(IndexSpec):
         representation: "mean" (mean key), "minmax" (minimum and maximum per channel, Quest) or "ball" (mean key and
             radius, ArkVale).
         quantization: "int2", "int4", "int8" (per channel) or "none" (fp16). The radius stays fp16.
-        symmetric: quantization with levels around 0 instead of between each channel's minimum and maximum.
 
     Raises:
         ValueError: a value outside its choices.
@@ -44,7 +43,6 @@ class ABSparseSpec(IndexSpec):
     sizes: str = "uniform"
     representation: str = "mean"
     quantization: str = "int4"
-    symmetric: bool = False
 
     def __post_init__(self) -> None:
         check_choice("ab_sparse.block_size", self.block_size, BLOCK_SIZES, " tokens")

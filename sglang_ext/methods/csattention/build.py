@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prefix_kernels.csa_scores import encode_lists
 from sglang_ext.methods.base import IndexBuilder, check_samples
 from sglang_ext.methods.csattention.kmeans import cosine_kmeans
 from sglang_ext.methods.csattention.lists import centroid_lists
@@ -14,10 +15,9 @@ from sglang_ext.methods.csattention.spec import CSAttentionSpec
 class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
     """Builds the tables of a layer.
 
-    Arrays: `centroids` [num_kv_heads, m, C, head_dim / m] fp16 of unit length. With codec "paper" `positions`
-    [num_kv_heads, m, C, L] int32, ascending and unique within a list; `scores` same shape fp16, centroid . key less
-    the list's baseline; `baseline` [num_kv_heads, m, C] fp32. With codec "compact" the fields of `CompactLists` with
-    leading dims [num_kv_heads, m, C], `counts` only where offsets are smaller than a bitmap, and `baseline`.
+    Arrays: `centroids` [num_kv_heads, m, C, head_dim / m] fp16 of unit length; the fields of `CompactLists` with
+    leading dims [num_kv_heads, m, C], whose scores are centroid . key less the list's baseline; `baseline`
+    [num_kv_heads, m, C] fp32, which searches do not read.
     """
 
     @property
@@ -34,7 +34,8 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
         ).half()
         prefix_len = keys.shape[0]
         lists = centroid_lists(centroids, keys, spec.list_len(prefix_len), spec.baseline == "tail_mean", largest)
-        return {"centroids": centroids, **spec.tables(prefix_len).encode(lists)}
+        encoded = encode_lists(lists.positions, lists.scores, prefix_len, spec.score_bits)
+        return {"centroids": centroids, **encoded._asdict(), "baseline": lists.baseline}
 
     def _parts(self, queries: Tensor) -> Tensor:
         """At most `max_samples` queries by subspace: [num_kv_heads, m, num_samples, head_dim / m]."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefix_kernels.anchor_selection import Form
 from prefix_kernels.anchor_selection.runner import ScoredTokens
-from prefix_kernels.csa_scores import decode_lists, encode_offsets
+from prefix_kernels.csa_scores import encode_positions
 from prefix_kernels.csa_selection import (
     CsaArrays,
     CsaGroup,
@@ -27,13 +27,9 @@ from prefix_kernels.top_k_selection.plan import SelectionGroup, place_scores
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.select_op import ListSizes, ScoringOp
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.csattention.lists import compact_lists
 from sglang_ext.methods.csattention.spec import CSAttentionSpec
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays
-
-_MOST_RATIO = 0.115
-"""Of longer lists bitmaps are smaller than offsets; of shorter ones they are behind prefixes of few hundred tokens."""
 
 _numbers = itertools.count()
 
@@ -45,7 +41,7 @@ class CSAttentionOp(ScoringOp):
         shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
 
     Raises:
-        ValueError: lists in the paper's codec, or so long that bitmaps are smaller.
+        ValueError: heads do not divide into subspaces.
     """
 
     def __init__(
@@ -58,12 +54,6 @@ class CSAttentionOp(ScoringOp):
         device: torch.device,
     ) -> None:
         spec.subspace_dim(shape.head_dim)
-        if spec.codec != "compact" or spec.list_ratio > _MOST_RATIO:
-            raise ValueError(
-                f'expected csattention.codec "compact" and csattention.list_ratio of at most {_MOST_RATIO} inside '
-                f"decode graphs, whose kernels read no other lists, got {spec.codec!r} and {spec.list_ratio}; change "
-                "them and build the indexes anew, or serve without decode graphs"
-            )
         self._spec, self._sizes, self._device = spec, sizes, device
         self.shape = CsaShape(
             shape.num_qo_heads,
@@ -92,24 +82,14 @@ class CSAttentionOp(ScoringOp):
             num_layers, sizes.max_groups, len(CsaArrays._fields), dtype=torch.int64, device=device
         )
         self._probed: list[CsaArrays] = []
-        self._known: WeakKeyDictionary[Index, tuple[int, list[CsaArrays], Tensor]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Index, tuple[int, Tensor]] = WeakKeyDictionary()
 
     def number_of(self, index: Index) -> int:
-        """See the base. Of a prefix so short that its lists are bitmaps, the few bytes of offsets are kept here."""
         if index not in self._known:
-            arrays = [self._arrays_of(layer, index.prefix_len) for layer in index.layers]
-            found = [array_addresses(self.shape, one, index.prefix_len) for one in arrays]
-            own = arrays if "counts" not in index.layers[0] else []
-            self._known[index] = (next(_numbers), own, torch.tensor(found, dtype=torch.int64))
+            # Arrays themselves are not kept: residency may let them go.
+            found = [array_addresses(self.shape, _arrays_of(layer), index.prefix_len) for layer in index.layers]
+            self._known[index] = (next(_numbers), torch.tensor(found, dtype=torch.int64))
         return self._known[index][0]
-
-    def _arrays_of(self, layer: LayerArrays, prefix_len: int) -> CsaArrays:
-        lists = compact_lists(layer)
-        places, counts = lists.places, lists.counts
-        if counts is None:
-            positions, _ = decode_lists(lists, self._spec.list_len(prefix_len), self._spec.score_bits)
-            places, counts = encode_offsets(positions, prefix_len)
-        return CsaArrays(layer["centroids"], places, counts, lists.codes, lists.scale, lists.zero)
 
     def fits(self, lengths: Sequence[int]) -> bool:
         return self._sizes.hold(lengths)
@@ -123,11 +103,10 @@ class CSAttentionOp(ScoringOp):
     ) -> None:
         if not groups:
             self._probed = []
-        arrays, addresses = [], torch.zeros(self._addresses.shape, dtype=torch.int64)
+        addresses = torch.zeros(self._addresses.shape, dtype=torch.int64)
         for number, index in enumerate(indexes):
-            _, own, addresses[:, number] = self._known[index]
-            arrays.append(own[0] if own else self._arrays_of(index.layers[0], index.prefix_len))
-        self._plan(rows, groups, arrays)
+            _, addresses[:, number] = self._known[index]
+        self._plan(rows, groups, [_arrays_of(index.layers[0]) for index in indexes])
         send(addresses, self._addresses)
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
@@ -148,7 +127,7 @@ class CSAttentionOp(ScoringOp):
         first = torch.arange(entries, device=device) * prefix_len // entries
         # The same for all KV heads: positions take more memory than what is made of them.
         moved = torch.randint(prefix_len // entries, (*lead[1:], entries), dtype=torch.int32, device=device)
-        places, counts = encode_offsets(moved + first, prefix_len)
+        places, counts = encode_positions(moved + first, prefix_len)
         centroids = torch.randn(*lead, self.shape.head_dim // lead[1], dtype=torch.float32, device=device)
         return CsaArrays(
             (centroids / centroids.norm(dim=-1, keepdim=True)).half(),
@@ -177,3 +156,7 @@ class CSAttentionOp(ScoringOp):
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
         return self._scores.nbytes + self._addresses.nbytes
+
+
+def _arrays_of(layer: LayerArrays) -> CsaArrays:
+    return CsaArrays(*(layer[name] for name in CsaArrays._fields))

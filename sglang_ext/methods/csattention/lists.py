@@ -1,12 +1,7 @@
-"""The Top-L lists of CSAttention's centroids: made of a prefix's keys, and how they are kept.
+"""The Top-L lists of CSAttention's centroids, made of a prefix's keys.
 
 Source: CSAttention, 3.2 (2). Making lists waits for the device only where keys are so large that scores might leave
 fp16's range.
-
-Codecs: the paper's (B.1), int32 position and fp16 score, 6 bytes an entry; and the compact one of
-`prefix_kernels.csa_scores.compact`. Of N positions a list of L = alpha * N entries takes L * (1 + bits / 8) + N / 128
-bytes with offsets and L * bits / 8 + N / 8 with a bitmap, whichever is less (the bitmap from alpha = 0.117 on). With
-either, 4 bytes a list keep the baseline; searches do not read it.
 """
 
 from __future__ import annotations
@@ -17,12 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefix_kernels.csa_scores import BLOCK_POSITIONS, CompactLists, bitmap_is_smaller, check_entries, encode_lists
-from sglang_ext.methods.arrays import LARGEST, ContentError, Form
-from sglang_ext.methods.base import Arrays, to_half
-
-CODECS = ("compact", "paper")
-SCORE_BITS = (4, 8)
+from sglang_ext.methods.base import to_half
 
 TIE_BLOCK = 128
 """Scores whose ties are counted together; their number fits a byte."""
@@ -141,64 +131,3 @@ def _last_tie(tied: Tensor, wanted: Tensor) -> Tensor:
     before = upto.gather(1, at) - per_block.gather(1, at)
     inside = blocks.gather(1, at[..., None].expand(-1, 1, block)).squeeze(1).cumsum(dim=1)
     return at * block + torch.searchsorted(inside, wanted - before)
-
-
-class TableLayout(NamedTuple):
-    """How the lists of a layer are kept as arrays.
-
-    Attributes:
-        codec: "paper": `positions`, `scores` (fp16) and `baseline`. "compact": the fields of `CompactLists` by name,
-            `counts` only with offsets, and `baseline`.
-        score_bits: of the compact codec, 4 or 8.
-        list_len: entries of a list.
-        prefix_len: tokens of the prefix.
-    """
-
-    codec: str
-    score_bits: int
-    list_len: int
-    prefix_len: int
-
-    def encode(self, lists: CentroidLists) -> dict[str, Tensor]:
-        """The arrays that hold these lists."""
-        if self.codec == "paper":
-            return {"positions": lists.positions, "scores": lists.scores.half(), "baseline": lists.baseline}
-        compact = encode_lists(lists.positions, lists.scores, self.prefix_len, self.score_bits)
-        parts = {name: part for name, part in compact._asdict().items() if part is not None}
-        return {**parts, "baseline": lists.baseline}
-
-    def forms(self, lead: tuple[int, int]) -> dict[str, Form]:
-        """What the arrays of one KV head must be; `lead` is (num_subspaces, num_centroids)."""
-        n, listed = self.prefix_len, (*lead, self.list_len)
-        baseline = {"baseline": Form("float32", lead, -LARGEST, LARGEST)}
-        if self.codec == "paper":
-            positions, scores = Form("int32", listed, 0, n - 1), Form("float16", listed, -LARGEST, LARGEST)
-            return {"positions": positions, "scores": scores, **baseline}
-        forms = {
-            "places": Form("uint8", listed),
-            "counts": Form("int16", (*lead, -(-n // BLOCK_POSITIONS)), 0, BLOCK_POSITIONS),
-            "codes": Form("uint8", (*lead, -(-self.list_len * self.score_bits // 8))),
-            "scale": Form("float16", lead, 0.0, LARGEST),
-            "zero": Form("float16", lead, -LARGEST, LARGEST),
-            **baseline,
-        }
-        if bitmap_is_smaller(self.list_len, n):
-            del forms["counts"]
-            forms["places"] = Form("uint8", (*lead, -(-n // 8)))
-        return forms
-
-    def check(self, arrays: Arrays) -> None:
-        """Raise ContentError unless each list names `list_len` positions of the prefix, ascending; forms are right."""
-        if self.codec == "compact":
-            try:
-                check_entries(compact_lists(arrays), self.list_len, self.prefix_len)
-            except ValueError as error:
-                raise ContentError("lists", f"{self.list_len} ascending positions in each", error) from None
-        elif not bool((arrays["positions"].diff(dim=-1) > 0).all()):
-            raise ContentError("positions", "ascending positions", "others")
-
-
-def compact_lists(arrays: Arrays) -> CompactLists:
-    """The lists of a compact index; shapes are checked where they are read, by `csa_scores_compact`."""
-    places, codes, scale, zero = (arrays[name] for name in ("places", "codes", "scale", "zero"))
-    return CompactLists(places, arrays.get("counts"), codes, scale, zero)

@@ -11,14 +11,15 @@ list stores its scores minus the mean score of the positions it lacks: a lacking
 average one. Search does not change, since the subtracted constant is the same for all positions. Recall 0.90
 instead of 0.07 without RoPE, 0.82 instead of 0.56 with it; `baseline="none"` is the paper's form.
 
-*Weight.* Partial scores are weighted by the query's projection on the centroid (see `csa_scores`), not by the paper's
-w_b = 1: recall 0.83 with RoPE, 0.82 by the sub-query's length.
+*Weight.* Partial scores are weighted by the query's projection on the centroid (see `csa_scores_compact`), not by the
+paper's w_b = 1: recall 0.83 with RoPE, 0.82 by the sub-query's length.
 
-Lists are kept in a compact codec by default (`lists`), whose bytes are nearly proportional to m * C * alpha. At
-equal bytes many subspaces and long lists beat many centroids: on the shipped model (head_dim 64, 8K tokens, 5%
-kept, two tasks, oracle 0.80) recall is 0.716 for m=16, C=16, alpha=0.08, 0.704 for m=16, C=32, alpha=0.035 and 0.686
-for m=8, C=64, alpha=0.035, each at 12.4% to 12.9% of the KV bytes; the planted data agree. alpha=0.078 keeps the tables
-below 13% from 4,096 tokens on.
+*Lists* are kept in a compact form (`prefix_kernels.csa_scores.compact`): of N positions a list of alpha * N takes
+alpha * N * (1 + bits / 8) + N / 128 bytes, and 8 of its own, where the paper's (B.1) takes 6 an entry. Bytes are
+nearly proportional to m * C * alpha. At equal bytes many subspaces and long lists beat many centroids: on the shipped
+model (head_dim 64, 8K tokens, 5% kept, two tasks, oracle 0.80) recall is 0.716 for m=16, C=16, alpha=0.08, 0.704 for
+m=16, C=32, alpha=0.035 and 0.686 for m=8, C=64, alpha=0.035, each at 12.4% to 12.9% of the KV bytes; the planted data
+agree. alpha=0.078 keeps the tables below 13% from 4,096 tokens on.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_ext.methods.arrays import Form, IndexSize
+from prefix_kernels.csa_scores import BLOCK_POSITIONS, check_entries
+from sglang_ext.methods.arrays import LARGEST, ContentError, Form, IndexSize
 from sglang_ext.methods.base import Arrays, IndexSpec, check_choice, check_range, check_share
-from sglang_ext.methods.csattention.lists import CODECS, SCORE_BITS, TableLayout
 
 _UNIT = 1.01
 """Bound of what has unit length, rounded to fp16."""
@@ -47,8 +48,7 @@ class CSAttentionSpec(IndexSpec):
         max_samples: queries per KV head that are clustered; more are thinned out evenly at random by `seed`.
         baseline: what a position missing in a list counts as: "tail_mean" or "none" (the paper: 0). See the
             module.
-        codec: of the lists. "compact": positions by offsets or bitmaps, scores in few bits; "paper": int32 and fp16.
-        score_bits: of the compact codec's scores, 4 or 8.
+        score_bits: of a list's scores, 4 or 8.
         seed: of thinning and k-means.
 
     Raises:
@@ -62,7 +62,6 @@ class CSAttentionSpec(IndexSpec):
     iterations: int = 5
     max_samples: int = 1024
     baseline: str = "tail_mean"
-    codec: str = "compact"
     score_bits: int = 4
     seed: int = 0
 
@@ -73,8 +72,7 @@ class CSAttentionSpec(IndexSpec):
         check_range("csattention.iterations", self.iterations, 0, 1000)
         check_range("csattention.max_samples", self.max_samples, 1, 1 << 20)
         check_choice("csattention.baseline", self.baseline, ("tail_mean", "none"))
-        check_choice("csattention.codec", self.codec, CODECS)
-        check_choice("csattention.score_bits", self.score_bits, SCORE_BITS)
+        check_choice("csattention.score_bits", self.score_bits, (4, 8))
         check_range("csattention.seed", self.seed, 0, 2**63 - 1)
 
     def list_len(self, prefix_len: int) -> int:
@@ -90,16 +88,21 @@ class CSAttentionSpec(IndexSpec):
             )
         return head_dim // self.num_subspaces
 
-    def tables(self, prefix_len: int) -> TableLayout:
-        """How the lists of such a prefix are kept."""
-        return TableLayout(self.codec, self.score_bits, self.list_len(prefix_len), prefix_len)
-
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        lead = (self.num_subspaces, self.num_centroids)
+        lead, list_len = (self.num_subspaces, self.num_centroids), self.list_len(size.prefix_len)
         return {
             "centroids": Form("float16", (*lead, size.head_dim // self.num_subspaces), -_UNIT, _UNIT),
-            **self.tables(size.prefix_len).forms(lead),
+            "places": Form("uint8", (*lead, list_len)),
+            "counts": Form("int16", (*lead, -(-size.prefix_len // BLOCK_POSITIONS)), 0, BLOCK_POSITIONS),
+            "codes": Form("uint8", (*lead, -(-list_len * self.score_bits // 8))),
+            "scale": Form("float16", lead, 0.0, LARGEST),
+            "zero": Form("float16", lead, -LARGEST, LARGEST),
+            "baseline": Form("float32", lead, -LARGEST, LARGEST),
         }
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
-        self.tables(size.prefix_len).check(arrays)
+        list_len = self.list_len(size.prefix_len)
+        try:
+            check_entries(arrays["places"], arrays["counts"], list_len, size.prefix_len)
+        except ValueError as error:
+            raise ContentError("lists", f"{list_len} ascending positions in each", error) from None

@@ -40,7 +40,7 @@ class TokenIndexBuilder(IndexBuilder[TokenIndexSpec]):
                 f"expected head_dim to be a multiple of {unit} for {self.spec.bits} bits, got {head_dim}; raise "
                 "token_index.bits or lower token_index.channel_ratio"
             )
-        return _arrays(keys, self._channels(keys, queries).to(keys.device), self.spec.bits, self.spec.symmetric)
+        return _arrays(keys, self._channels(keys, queries).to(keys.device), self.spec.bits)
 
     def _channels(self, keys: Tensor, queries: Tensor | None) -> Tensor:
         """[num_kv_heads, num_channels] int64."""
@@ -71,14 +71,14 @@ def index_behind(arrays: Arrays, keys: Tensor) -> dict[str, Tensor]:
         New arrays as `TokenIndexBuilder.build_layer` makes them, quantized between each channel's own bounds.
     """
     channels, *parts = (arrays[name] for name in ARRAYS)
-    return _arrays(keys, channels.long(), LowBitTensor(*parts).bits, symmetric=False)
+    return _arrays(keys, channels.long(), LowBitTensor(*parts).bits)
 
 
-def _arrays(keys: Tensor, channels: Tensor, bits: int, symmetric: bool) -> dict[str, Tensor]:
+def _arrays(keys: Tensor, channels: Tensor, bits: int) -> dict[str, Tensor]:
     """Keys [num_tokens, num_kv_heads, head_dim], quantized on channels int64 [num_kv_heads, num_channels]."""
     rows = keys.transpose(0, 1)
     kept = rows.gather(2, channels[:, None].expand(-1, rows.shape[1], -1))
-    return dict(zip(ARRAYS, (channels.short(), *quantize(kept, bits, symmetric)), strict=True))
+    return dict(zip(ARRAYS, (channels.short(), *quantize(kept, bits)), strict=True))
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:

@@ -30,7 +30,6 @@ class TokenIndexSpec(IndexSpec):
         channel_ratio: kept channels as a fraction of head_dim where `num_channels` is 0; rounded up to whole bytes. 1:
             all channels. Beside `num_channels` only the default, or 1, may stand; neither counts then.
         bits: of a value: 2, 4 or 8.
-        symmetric: levels around 0 instead of between each channel's minimum and maximum.
 
     Raises:
         ValueError: a value out of range.
@@ -40,7 +39,6 @@ class TokenIndexSpec(IndexSpec):
     num_channels: int = 0
     channel_ratio: float = CHANNEL_RATIO
     bits: int = 4
-    symmetric: bool = False
 
     def __post_init__(self) -> None:
         check_range("token_index.num_channels", self.num_channels, 0, 1 << 15)

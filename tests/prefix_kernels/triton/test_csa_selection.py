@@ -43,9 +43,8 @@ class CsaProblem(Problem):
     def wanted(self, group: int) -> Tensor:
         shape, of = self.shape, self.scored[group]
         centroids, *lists = of.arrays
-        channels = torch.arange(shape.head_dim, device=self.q.device).view(shape.num_subspaces, -1)
         raw = csa_scores_compact(
-            self.q[list(of.rows)], centroids, CompactLists(*lists), of.arrays.places.shape[-1], shape.bits, channels,
+            self.q[list(of.rows)], centroids, CompactLists(*lists), of.arrays.places.shape[-1], shape.bits,
             self.selected[group].prefix_len,
         )  # fmt: skip
         return pool_scores(raw, self.sm_scale, shape.pooling)
@@ -76,8 +75,7 @@ def problem(
             order = (torch.arange(length) - torch.rand(*shape.lead, 1, generator=gen) * length).abs()
         positions = order.argsort(dim=-1)[..., :entries].sort(dim=-1).values
         lists = encode_lists(positions, torch.randn(positions.shape, generator=gen) - 0.5, length, shape.bits)
-        assert lists.counts is not None, "offsets"
-        arrays = CsaArrays((centroids / centroids.norm(dim=-1, keepdim=True)).half(), *lists)  # type: ignore[arg-type]
+        arrays = CsaArrays((centroids / centroids.norm(dim=-1, keepdim=True)).half(), *lists)
         stride = -(-length // 4) * 4
         begins = tuple(at + head * stride for head in range(KV_HEADS))
         scored.append(CsaGroup(rows, begins, CsaArrays(*(array.to(device) for array in arrays))))
@@ -122,6 +120,14 @@ def test_tables_and_codes(
 ) -> None:
     shape = CsaShape(HEADS, KV_HEADS, dim, subspaces, centroids, bits=bits, pooling=pooling)
     made = problem(device, [((1, 0), 303, 40)], shape)
+    check(made, *select(runner(made, form), made))
+
+
+@pytest.mark.parametrize("clustered", [False, True], ids=["spread", "clustered"])
+@pytest.mark.parametrize("ratio", [0.12, 0.5, 1.0])
+def test_lists_of_any_length(ratio: float, clustered: bool, form: Form, device: torch.device) -> None:
+    """Up to all positions of a prefix; of clustered ones a list has all entries of a step or none."""
+    made = problem(device, [((0, 1), 2300, 200), ((2,), 17, 9)], ratio=ratio, clustered=clustered)
     check(made, *select(runner(made, form), made))
 
 

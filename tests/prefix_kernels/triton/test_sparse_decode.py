@@ -63,6 +63,7 @@ SPECS: dict[str, IndexSpec] = {
     "two levels of blocks": _two_levels(ABSparseSpec(sizes="profile")),
     "union of lists": _union(CENTROIDS),
     "lists": CENTROIDS,
+    "long lists": CSAttentionSpec(num_subspaces=8, num_centroids=4, list_ratio=0.4, score_bits=8),
 }
 RARER: dict[str, IndexSpec] = {
     "mean": ABSparseSpec(),
@@ -114,16 +115,6 @@ def test_blocks_of_a_long_prefix(sizes: str, device: torch.device) -> None:
         server.join(serial, *server.prefix(length), 5)
     for _ in range(3):
         server.step([1, 2, 3])
-
-
-def test_a_prefix_is_too_short_for_lists_of_offsets(device: torch.device) -> None:
-    server = Server(device, spec=CENTROIDS)
-    serials = join_many(server, [1, 2])
-    (index, *_) = server.index.values()
-    assert index is not None
-    assert "counts" not in index.layers[0]
-    for _ in range(3):
-        server.step(serials)
 
 
 @pytest.mark.full
