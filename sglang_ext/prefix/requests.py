@@ -31,26 +31,28 @@ DENSE, CASCADE, SPARSE = range(1, 4)
 
 
 class StepLog:
-    """Which way each output token of a request came.
-
-    Attributes:
-        selected: tokens of the prefix that selecting layers attended, over all steps by an index.
-    """
+    """Which way each output token of a request came, and what its steps by an index selected."""
 
     def __init__(self) -> None:
         self._ways = bytearray()
-        self.selected = 0
+        self._selected = self._searches = 0
 
     def note(self, token: int, way: int, selected: int = 0) -> None:
         """The step that makes output token `token` goes this way; prefill makes token 0."""
         self._ways.extend(bytes(max(0, token + 1 - len(self._ways))))
         self._ways[token] = way
-        self.selected += selected
+        self._selected += selected
+        self._searches += way == SPARSE
 
     def counts(self, tokens: int) -> dict[str, int]:
         """Decode steps of the first `tokens` output tokens by way; a step beyond them may be noted already."""
         ways = self._ways[:tokens]
         return {name: ways.count(way) for name, way in (("sparse", SPARSE), ("cascade", CASCADE), ("dense", DENSE))}
+
+    @property
+    def selected(self) -> int:
+        """Tokens of the prefix that a selecting layer attended in a step, mean over the steps by an index; 0: none."""
+        return round(self._selected / self._searches) if self._searches else 0
 
 
 @dataclass(eq=False)
@@ -89,13 +91,12 @@ class Attachment:
 
     def told(self, tokens: int) -> dict[str, Any]:
         """What the response of so many output tokens says: docs/using.md has the fields."""
-        steps = self.steps.counts(tokens)
-        entry, searched = self.entry, max(1, steps["sparse"])
+        entry = self.entry
         return {
-            "steps": steps,
+            "steps": self.steps.counts(tokens),
             "index": None if entry is None else entry.retention.name or entry.digest[:12],
             "prefix_tokens": 0 if entry is None else entry.identity.num_tokens,
-            "selected_tokens": round(self.steps.selected / searched),
+            "selected_tokens": self.steps.selected,
             "reasons": sorted(self.reported),
         }
 

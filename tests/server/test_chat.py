@@ -47,7 +47,7 @@ def ask(client: Any, tools: Any) -> Any:
         tools=tools,
         max_tokens=6,
         temperature=0.0,
-        extra_body={"chat_template_kwargs": DATE, "ignore_eos": True},
+        extra_body={"chat_template_kwargs": DATE, "ignore_eos": True, "return_meta_info": True},
     )
 
 
@@ -67,5 +67,8 @@ def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> No
     assert reply.usage.prompt_tokens > job.line("travel")["num_tokens"] > 1024
     assert delta.sparse_rows in server.rows(5)
     assert delta.fallbacks == {}
-    _, delta = server.during(lambda: ask(client, [WEATHER]))
+    (told,) = reply.choices[0].meta_info["sparse_attn"]
+    assert (told["index"], told["steps"]["sparse"], told["reasons"]) == ("travel", 5, [])
+    other, delta = server.during(lambda: ask(client, [WEATHER]))
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"no_index": 1}), "other tools"
+    assert other.choices[0].meta_info["sparse_attn"][0]["reasons"] == ["no_index"]

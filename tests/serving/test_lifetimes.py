@@ -152,3 +152,15 @@ def test_after_a_weight_update_nothing_is_used_or_looked_up_and_the_log_says_so_
     runtime.came("b", [*PROMPT, 2])
     assert not planned(runtime, ["b"], [66])
     assert (runtime.counters.fallbacks, runtime.counters.hits) == ({"index_mismatch": 2}, 1)
+
+
+# -- what a response says ------------------------------------------------------------------------------------------
+
+
+def test_a_log_of_steps_says_what_became_of_the_tokens_that_were_given() -> None:
+    """A retracted request's tokens are prefilled again: the next one is no decode step's."""
+    log = StepLog()
+    for token, way in ((1, DENSE), (2, SPARSE), (4, SPARSE), (5, CASCADE), (6, SPARSE)):
+        log.note(token, way, 100 * token if way == SPARSE else 0)
+    assert log.counts(6) == {"sparse": 2, "cascade": 1, "dense": 1}
+    assert (log.selected, StepLog().selected) == (400, 0)
