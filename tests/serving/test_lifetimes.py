@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.prefix.requests import CASCADE, DENSE, SPARSE, StepLog
 from tests.serving.admitting import (
     DIM,
     KV_HEADS,
