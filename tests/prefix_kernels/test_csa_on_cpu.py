@@ -65,3 +65,9 @@ def test_keys_are_counted() -> None:
         keys[:5] = keys[-20:] = NUM_BINS.value - 1
         wanted = keys.bincount(minlength=NUM_BINS.value).flip(0).cumsum(0)
         assert torch.equal(counts[0, head, COARSE.value :].long(), wanted)
+
+
+def test_later_steps_may_have_more_entries() -> None:
+    """Of long lists a step has more or fewer entries than the one before it: all of them are added."""
+    made = problem(torch.device("cpu"), [((0, 1), 2300, 200)], ratio=0.5)
+    check_scores(made, scored(made, Form.FUSED, 1)[0])

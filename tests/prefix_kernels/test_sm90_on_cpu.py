@@ -293,5 +293,5 @@ def test_no_shared_memory_is_read_before_it_is_written(requests: int, reader: st
 
 
 def test_no_count_is_read_that_was_never_reset() -> None:
-    with pytest.raises(IndexError, match=r"written to(?s:.*): ld\.shared"):
+    with pytest.raises(IndexError, match=r"written to(?s:.*): (@%p\d+ )?ld\.shared"):
         Problem(1, 200).run("st.shared.b32 [", "bar.instead [")

@@ -214,7 +214,9 @@ def _score_rows(
             own = entry[None, :, None] + lanes
             codes = codes_ptr + first_code + own // PACKED
             place_of_code = own % PACKED * BITS
-            for first in range(0, tl.max(end3, axis=0), ENTRIES):
+            # Asked once more: of a carried value Triton 3.6 takes the first step's maximum for that of all steps.
+            _, _, _, ends = _ends(counts, start // BLOCK, tl.where(used, num_blocks, 0))
+            for first in range(0, tl.max(ends, axis=0), ENTRIES):
                 e = first + rounds * 32 + lanes
                 listed = e < end3[None, :, None]
                 # What is no entry adds 0, each in a place of its own: adds to one place would wait for each other.

@@ -152,7 +152,8 @@ class CsaSelection:
 
     Scores are those of `csa_scores.csa_scores_compact`, pooled by `pooling.pool_scores`. A list's step and zero are
     rounded by at most 2^-26 of the largest score that a row's lists can give, with 16 subspaces; with twice as many by
-    twice as much. Tokens rank by keys, as in `AnchorSelection`. Source: CSAttention, 3.3.
+    twice as much. A step counts as often as a code says: scores of 32 lists of 8 bits are within 2^-12. Tokens rank by
+    keys, as in `AnchorSelection`. Source: CSAttention, 3.3.
 
     Runs of one object follow each other on one stream. If a launch dies half-way, make a new object: its programs'
     counters are left behind.

@@ -120,6 +120,8 @@ def test_tables_and_codes(
 ) -> None:
     shape = CsaShape(HEADS, KV_HEADS, dim, subspaces, centroids, bits=bits, pooling=pooling)
     made = problem(device, [((1, 0), 303, 40)], shape)
+    if (subspaces, bits) == (32, 8):
+        made.limit = 1e-3  # half a unit a code, of 255, in each list: 2^-12 of the largest score
     check(made, *select(runner(made, form), made))
 
 
