@@ -27,7 +27,7 @@ ALL := $(SPREAD) --hypothesis-profile=full
 # took a maximum out of the loop that it was of. Where it cannot be fetched, the installed one's kernels are all.
 GPU_TRITON := $(OLD)/gpu-triton
 COMPILED := $(addprefix tests/prefix_kernels/,test_csa_on_cpu.py test_sm90_on_cpu.py test_triton_compiles.py)
-ON_GPU_TRITON = [ ! -d $(GPU_TRITON)/triton ] || PYTHONPATH=$(GPU_TRITON) $(PYTEST_ENV) $(OLD)/bin/python -m pytest
+ON_GPU_TRITON = [ ! -d $(GPU_TRITON)/triton ] || PYTHONPATH=$(CURDIR)/$(GPU_TRITON) $(PYTEST_ENV) $(OLD)/bin/python -m pytest
 # Of the newest release by day: one job and one server.
 SERVED := tests/server/test_exact.py tests/server/test_faults.py
 
