@@ -6,7 +6,7 @@ Prometheus names begin with `sglang:sparse_attn_`; they are exported only with S
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 #: The words under which dense decode is counted (docs/architecture.md).
@@ -79,10 +79,14 @@ class Counters:
         """One request that decodes dense for this reason."""
         self.fallbacks[reason] += 1
 
-    def export(self) -> None:
-        """Bring the exported counters up to these. Once in a forward."""
+    def export(self, resident_bytes: Callable[[], int]) -> None:
+        """Bring the exported figures up to these, and to the device bytes of indexes. Once in a forward."""
         if self._prometheus is not None:
-            self._prometheus.export(self.hits, {"sparse": self.sparse_rows, "dense": self.dense_rows}, self.fallbacks)
+            rows = {"sparse": self.sparse_rows, "cascade": self.cascade_rows}
+            rows["dense"] = self.dense_rows - self.cascade_rows
+            layers = len(self._attended)
+            tokens = {"attended": sum(self._attended) / layers if layers else 0.0, "all": self._prefix}
+            self._prometheus.export(self.hits, rows, tokens, self.fallbacks, resident_bytes())
 
     def set_store(self, indexes: int, nbytes: int) -> None:
         """What the store holds now. May be called from another thread."""
@@ -125,7 +129,15 @@ class _Prometheus:
 
         self.hits = PrometheusCounter("sglang:sparse_attn_hit", "Requests that found an index of their prompt.")
         self.rows = PrometheusCounter(
-            "sglang:sparse_attn_decode_tokens", "Tokens decoded, by path (sparse or dense).", ["path"]
+            "sglang:sparse_attn_decode_tokens", "Tokens decoded, by path (sparse, cascade or dense).", ["path"]
+        )
+        self.prefix_tokens = PrometheusCounter(
+            "sglang:sparse_attn_prefix_tokens",
+            "Tokens of indexed prefixes over all sparse steps: all, and those attended, mean over the layers.",
+            ["part"],
+        )
+        self.device_bytes = Gauge(
+            "sglang:sparse_attn_device_bytes", "Device bytes of indexes.", multiprocess_mode="mostrecent"
         )
         self.fallbacks = PrometheusCounter(
             "sglang:sparse_attn_fallback", "Requests decoded dense, by reason.", ["reason"]
@@ -136,16 +148,26 @@ class _Prometheus:
         self.store_bytes = Gauge(
             "sglang:sparse_attn_store_bytes", "Bytes of the indexes in the store.", multiprocess_mode="mostrecent"
         )
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._told: dict[tuple[str, str], float] = {}
 
-    def export(self, hits: int, rows: Mapping[str, int], fallbacks: Mapping[str, int]) -> None:
-        """Totals so far, of rows by path and of fallbacks by reason."""
+    def export(
+        self,
+        hits: int,
+        rows: Mapping[str, int],
+        tokens: Mapping[str, float],
+        fallbacks: Mapping[str, int],
+        device_bytes: int,
+    ) -> None:
+        """Totals so far, of rows by path, tokens by part and fallbacks by reason."""
         self._tell(self.hits, ("hits", ""), hits)
         for path, count in rows.items():
             self._tell(self.rows.labels(path=path), ("rows", path), count)
+        for part, total in tokens.items():
+            self._tell(self.prefix_tokens.labels(part=part), ("tokens", part), total)
         for reason, count in fallbacks.items():
             self._tell(self.fallbacks.labels(reason=reason), ("fallbacks", reason), count)
+        self.device_bytes.set(device_bytes)
 
-    def _tell(self, counter: Any, name: tuple[str, str], total: int) -> None:
-        counter.inc(total - self._told[name])
+    def _tell(self, counter: Any, name: tuple[str, str], total: float) -> None:
+        counter.inc(total - self._told.get(name, 0.0))
         self._told[name] = total

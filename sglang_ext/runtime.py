@@ -269,7 +269,7 @@ class SparseRuntime:
                 self._trace.note(forward_batch, self.path, sparse.copies if sparse is not None else None)
         finally:
             self._step = Step()
-            self.counters.export()
+            self.counters.export(self.residency.resident_bytes)
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
