@@ -27,7 +27,7 @@ ALL := $(SPREAD) --hypothesis-profile=full
 # took a maximum out of the loop that it was of. Where it cannot be fetched, the installed one's kernels are all.
 GPU_TRITON := $(OLD)/gpu-triton
 COMPILED := $(addprefix tests/prefix_kernels/,test_csa_on_cpu.py test_sm90_on_cpu.py test_triton_compiles.py)
-ON_GPU_TRITON = [ ! -d $(GPU_TRITON)/triton ] || PYTHONPATH=$(CURDIR)/$(GPU_TRITON) $(PYTEST_ENV) $(OLD)/bin/python -m pytest
+ON_GPU_TRITON = [ ! -f $(GPU_TRITON)/.whole ] || PYTHONPATH=$(CURDIR)/$(GPU_TRITON) $(PYTEST_ENV) $(OLD)/bin/python -m pytest
 # Of the newest release by day: one job and one server.
 SERVED := tests/server/test_exact.py tests/server/test_faults.py
 
@@ -40,16 +40,16 @@ help: ## this list
 demo: venv-$(SGLANG_VERSION) ## a real server, a shared document, dense against sparse (10 minutes with the install)
 	$(VENV)/bin/python scripts/demo.py
 
-$(GPU_TRITON): | venv-$(firstword $(SGLANG_VERSIONS))
-	-$(OLD)/bin/python -m pip install -q --no-deps --target $@ triton==3.6.0
+$(GPU_TRITON)/.whole: | venv-$(firstword $(SGLANG_VERSIONS))
+	-rm -rf $(@D) && $(OLD)/bin/python -m pip install -q --retries 1 --no-deps --target $(@D) triton==3.6.0 && touch $@
 
-test: venv $(GPU_TRITON) ## what protects a change: at most 15 minutes on two cores
+test: venv $(GPU_TRITON)/.whole ## what protects a change: at most 15 minutes on two cores
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY)
 	$(ON_GPU_TRITON) $(DAY) $(COMPILED)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
 
-test-all: venv $(GPU_TRITON) models-small ## everything: all of it on the oldest release, seams and the day's servers on the newest
+test-all: venv $(GPU_TRITON)/.whole models-small ## everything: all of it on the oldest release, seams and the day's servers on the newest
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
 	$(ON_GPU_TRITON) $(ALL) $(COMPILED)

@@ -33,8 +33,11 @@ def default_store() -> str:
 
 
 def holds_indexes(folder: str) -> bool:
-    """Whether a store's folder has the file of an index."""
-    return next(Path(folder).rglob(f"*{SUFFIX}"), None) is not None
+    """Whether a store's folder has the file of an index; one that cannot be looked through may have."""
+    try:
+        return next(Path(folder).rglob(f"*{SUFFIX}"), None) is not None
+    except OSError:
+        return True
 
 
 def remote_addresses(config: SparseAttnConfig) -> list[str]:

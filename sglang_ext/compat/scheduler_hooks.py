@@ -234,7 +234,7 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
         if not isinstance(req, Req):
             continue
         try:
-            tell(req, _runtime.slot_taken(req))
+            attachment = _runtime.slot_taken(req)
         except Exception:  # one request must not end the server
             logger.exception("sparse attention: request %s stays dense", req.rid)
             attachment = _runtime.requests.of(req)
@@ -242,6 +242,8 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
                 _runtime.ready.give_up(attachment, "unsupported_mode")
             if _runtime.builds is not None:
                 _runtime.builds.discard(req.rid)
+        if attachment is not None:
+            tell(req, attachment, incremental=_runtime.view.runner.server_args.incremental_streaming_output)
 
 
 def after_weights_update(_result: Any, _updater: Any, _request: Any) -> None:

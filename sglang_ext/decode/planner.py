@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +23,7 @@ from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.model_view import ModelView
 from sglang_ext.options import DecodePath, SparseAttnConfig
-from sglang_ext.prefix.requests import ALONE, CASCADE, DENSE, SPARSE, Attachment, RequestTable
+from sglang_ext.prefix.requests import ALONE, CASCADE, SPARSE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixRules
 from sglang_ext.ranks import Ranks
@@ -205,24 +205,10 @@ class DecodePlanner:
             return None
         attachments = [self._requests.get(rid) for rid in rids]
         step = self._prepare(forward_batch, attachments, usable)
-        way = DENSE if step is None else SPARSE if step.backend is self.sparse else CASCADE
-        if way != SPARSE:
+        if step is None or step.backend is not self.sparse:
             self._counters.count_step(0, len(rids), 0)
-            self._note(forward_batch, attachments, [(way, 0)] * len(rids))
-        self._counters.count_cascade(len(rids) if way == CASCADE else 0)
+        self._counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
         return step
-
-    @staticmethod
-    def _note(forward_batch: Any, attachments: Sequence[Attachment | None], ways: Sequence[tuple[int, int]]) -> None:
-        """For the responses: each row's way, and the tokens that it selected. What a GPU alone knows is not asked."""
-        lens = forward_batch.seq_lens_cpu
-        if lens is None and forward_batch.seq_lens.device.type == "cpu":
-            lens = forward_batch.seq_lens
-        if lens is None or len(lens) != len(attachments):  # padded or beam batches
-            return
-        for one, length, (way, selected) in zip(attachments, lens.tolist(), ways, strict=True):
-            if one is not None and length > one.prompt_len:
-                one.steps.note(length - one.prompt_len, way, selected)
 
     def _prepare(
         self,
@@ -246,11 +232,8 @@ class DecodePlanner:
                 path = self.sparse.begin(plan, batch)
                 if path is not None:
                     self._count_sparse(plan, path, len(batch.serials))
-                    ways = [(DENSE, 0)] * len(batch.serials)
                     for read, prefix in zip(plan.reads, plan.selects.prefixes, strict=False):  # then those of suffixes
-                        for row in prefix.rows:
-                            ways[row] = (SPARSE, read.budget)
-                    self._note(forward_batch, attachments, ways)
+                        _note(SPARSE, prefix.rows, batch, attachments, read.budget)
                     surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
                     self._count_fallback("unsupported_mode", attachments, surplus)
                     return PlannedStep(self.sparse, path)
@@ -265,7 +248,10 @@ class DecodePlanner:
             return None
         assert self.cascade is not None
         path = self.cascade.begin(exact, batch)
-        return None if path is None else PlannedStep(self.cascade, path)
+        if path is None:
+            return None
+        _note(CASCADE, range(len(batch.serials)), batch, attachments)
+        return PlannedStep(self.cascade, path)
 
     def _pays(self, plan: SparsePlan, exact: CascadePlan | None) -> bool:
         """Whether selecting is faster than attending all, those of groups once."""
@@ -370,6 +356,16 @@ class DecodePlanner:
             "sparse": self.uses_indexes,
             "refusal": self.refusal,
         }
+
+
+def _note(
+    way: int, rows: Iterable[int], batch: DecodeBatch, attachments: Sequence[Attachment | None], selected: int = 0
+) -> None:
+    """For the responses: rows of a step that go this way, and the tokens of the prefix that they select."""
+    for row in rows:
+        one = attachments[row]
+        if one is not None and batch.seq_lens[row] > one.prompt_len > 0:
+            one.steps.note(batch.seq_lens[row] - one.prompt_len, way, selected)
 
 
 def _turned_off(config: SparseAttnConfig, view: ModelView, *, shares: bool) -> str | None:

@@ -26,12 +26,12 @@ _serials = itertools.count()
 ALONE = ("by_request", "unsupported_mode")
 """Reasons for which a request shares nothing."""
 
-DENSE, CASCADE, SPARSE = range(1, 4)
-"""Ways of a request's decode step: attending all, with shared slots read once, by an index. 0: none yet."""
+CASCADE, SPARSE = range(1, 3)
+"""Ways of a request's decode step that are noted: exact with shared slots read once, and by an index."""
 
 
 class StepLog:
-    """Which way each output token of a request came, and what its steps by an index selected."""
+    """Which way each output token of a request came, if not densely, and what its steps by an index selected."""
 
     def __init__(self) -> None:
         self._ways = bytearray()
@@ -45,9 +45,12 @@ class StepLog:
         self._searches += way == SPARSE
 
     def counts(self, tokens: int) -> dict[str, int]:
-        """Decode steps of the first `tokens` output tokens by way; a step beyond them may be noted already."""
+        """Decode steps of the first `tokens` output tokens by way; one beyond them may be noted already. A token that
+        prefill made behind a retraction counts as dense.
+        """
         ways = self._ways[:tokens]
-        return {name: ways.count(way) for name, way in (("sparse", SPARSE), ("cascade", CASCADE), ("dense", DENSE))}
+        sparse, cascade = ways.count(SPARSE), ways.count(CASCADE)
+        return {"sparse": sparse, "cascade": cascade, "dense": max(0, tokens - 1) - sparse - cascade}
 
     @property
     def selected(self) -> int:

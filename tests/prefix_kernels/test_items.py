@@ -112,6 +112,7 @@ def shape_of(gqa: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | Non
         (shape_of(4, 256, torch.bfloat16), 32, True, AttentionConfig(32, 32, 8, 3, 1)),
         (shape_of(4, 128, torch.float32), 32, True, AttentionConfig(16, 16, 8, 3, 1)),
         (shape_of(40, 128, torch.float32), 1, False, AttentionConfig(64, 16, 8, 3, 1)),
+        (shape_of(144, 64, torch.bfloat16), 1, True, AttentionConfig(256, 64, 8, 3, 2)),
     ],
 )
 def test_launch_parameters_fit_the_kernel_that_has_the_shape(

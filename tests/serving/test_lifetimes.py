@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.prefix.requests import CASCADE, DENSE, SPARSE, StepLog
+from sglang_ext.compat.response import Told
+from sglang_ext.prefix.requests import CASCADE, SPARSE, Attachment, StepLog
 from tests.serving.admitting import (
     DIM,
     KV_HEADS,
@@ -159,9 +160,33 @@ def test_after_a_weight_update_nothing_is_used_or_looked_up_and_the_log_says_so_
 
 
 def test_a_log_of_steps_says_what_became_of_the_tokens_that_were_given() -> None:
-    """A retracted request's tokens are prefilled again: the next one is no decode step's."""
+    """Whatever is not noted is dense; the first token is prefill's."""
     log = StepLog()
-    for token, way in ((1, DENSE), (2, SPARSE), (4, SPARSE), (5, CASCADE), (6, SPARSE)):
+    for token, way in ((2, SPARSE), (4, SPARSE), (5, CASCADE), (6, SPARSE)):
         log.note(token, way, 100 * token if way == SPARSE else 0)
-    assert log.counts(6) == {"sparse": 2, "cascade": 1, "dense": 1}
+    assert log.counts(6) == {"sparse": 2, "cascade": 1, "dense": 2}
     assert (log.selected, StepLog().selected) == (400, 0)
+    assert (StepLog().counts(1), StepLog().counts(0)) == ({"sparse": 0, "cascade": 0, "dense": 0},) * 2
+
+
+@pytest.mark.parametrize(("stream", "incremental"), [(True, True), (True, False), (False, True)])
+def test_what_is_told_comes_last_and_once(stream: bool, incremental: bool) -> None:
+    """SGLang asks for slices by the numbers of tokens; of an incremental stream it cuts what it was given by them."""
+
+    class Request:
+        ended = False
+
+        def __init__(self) -> None:
+            self.stream = stream
+
+        def finished(self) -> bool:
+            return self.ended
+
+    request = Request()
+    told = Told(request, Attachment("r", prompt_len=5), incremental)
+    found = told[0:3]
+    request.ended = True
+    found = [*found, *told[3:5]]
+    summary = {"steps": {"sparse": 0, "cascade": 0, "dense": 4}, "index": None}
+    summary |= {"prefix_tokens": 0, "selected_tokens": 0, "reasons": []}
+    assert found == ([None] * 4 if stream and incremental else []) + [summary]

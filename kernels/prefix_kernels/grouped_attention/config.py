@@ -88,7 +88,8 @@ def default_config(shape: AttentionShape, rows: int, *, specialized: bool = Fals
         specialized: whether the device has sm_90's own kernel (`has_specialized`), which runs where it has the shape.
     """
     block_m = block_m_for(rows, shape.gqa)
-    if specialized and shape.fits_specialized(tile := max(block_m, SPECIALIZED_ROWS)):
+    tile = max(block_m, SPECIALIZED_ROWS)
+    if specialized and tile <= MAX_BLOCK_M and shape.fits_specialized(tile):
         # A tile of one request or a few: two programs on a multiprocessor hide each other's chains.
         programs, registers = (2, 128) if block_m <= MIN_BLOCK_M else (1, None)
         return AttentionConfig(tile, 64, 4, 3, programs, registers, specialized=True)
@@ -139,9 +140,11 @@ def specialized_at_once(
     return min(by_registers, shared_memory // (query_bytes + config.num_stages * block_bytes + _RESERVED))
 
 
-def has_specialized(device: torch.device) -> bool:
-    """Whether a device can run sm_90's own kernel."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
+def has_specialized(device: torch.device, num_kv_heads: int = 1) -> bool:
+    """Whether a device can run sm_90's own kernel, whose programs, one for each KV head at least, run at one time."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return False
+    return num_kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> None:
