@@ -20,6 +20,8 @@ GRID, BEFORE, AFTER, DEFAULT, FOUR = (
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
 ORIGIN |= {"start": 0, "plan": "kascade", "prefixes": 1}
 BATCHES = ("1", "8", "32")
+SETTLING = 2
+"""Steps in which requests that share slots are not known to do so."""
 
 
 @pytest.fixture
@@ -116,6 +118,19 @@ def test_no_cell_of_the_grid_is_slower_by_more_than_two_percent(bench: Any) -> N
     assert 2 * len(found) == len(rows) == 68
     assert f"more than {max(found.values()):.3f} of flashinfer" in prose("benchmarks")
     assert max(found.values()) <= 1.02
+
+
+def test_the_documented_lengths_from_which_it_selects_are_the_rows() -> None:
+    """A row of the grid that selects in more than the first steps of its requests."""
+    selects: dict[tuple[int, int], list[int]] = {}
+    for row in rows_of(GRID):
+        if row["engine"] == "auto" and row["sparse_steps"] > SETTLING:
+            selects.setdefault((row["prefixes"], row["batch"]), []).append(row["context"])
+    least = {key: f"{min(tokens):,}" for key, tokens in selects.items()}
+    assert least[1, 1] == least[1, 8]
+    said = "behind one prefix from {} tokens on ({} with 32 requests), behind 8 from {} on ({}), behind 32 from {} on"
+    wanted = said.format(*(least[key] for key in ((1, 8), (1, 32), (8, 8), (8, 32), (32, 32))))
+    assert wanted in prose("benchmarks")
 
 
 def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench: SimpleNamespace) -> None:

@@ -145,7 +145,7 @@ def default_config(
     *,
     specialized: bool = False,
 ) -> AnchorConfig:
-    """What runs where nothing was tuned.
+    """Launch parameters by the rows of a batch and the GPU.
 
     Args:
         shape: of heads and index.

@@ -141,7 +141,7 @@ class CsaConfig:
 
 
 def default_config(shape: CsaShape) -> CsaConfig:
-    """What runs where nothing was tuned: more warps for so many lists that one has too much to know of its own."""
+    """Launch parameters: more warps for so many lists that one has too much to know of its own."""
     lists = block_of(shape.num_subspaces)
     wide = {"num_warps": 8, "programs_per_sm": 2} if lists > 32 else {}
     return CsaConfig(max(_SLOTS // lists, 32), **wide)

@@ -64,7 +64,7 @@ PLAIN: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"config": AnchorConfig(block_n=1024 if INTERPRETED else 64)},
     ),
     **{
-        f"what runs where nothing was tuned, {rows}": (
+        f"the default, {rows}": (
             [(tuple(range(rows)), 700, 90)],
             {"dim": 96, "channels": 96, "dtype": torch.float16},
             {"config": default_config(ScoreShape(KV_HEADS * GQA, KV_HEADS, 96), rows), "num_chunks": 2},
