@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from prefix_index import canonical_digest
 from sglang_ext.config import Settings
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
@@ -385,7 +386,8 @@ class SparseRuntime:
             store = f"store {self.directory.address}: {self.directory.summary()}"
             given = "5% of the KV pool" if config.index_gpu_bytes is None else "index_gpu_bytes"
             most = f"at most {self.residency.budget_bytes:,} bytes in memory ({given})"
-            indexes = f"{config.method}, build {config.build.value}, {most}, {store}"
+            model = canonical_digest(self.model)[:8]  # as `sglang-ext index ls` and `du` begin it
+            indexes = f"{config.method}, build {config.build.value}, {most}, model {model}, {store}"
         elif config.decode_path is DecodePath.CASCADE:
             indexes = (
                 "off (decode_path is cascade, as it also is where no store is named, the default one is empty and "

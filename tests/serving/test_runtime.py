@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from prefix_index import canonical_digest
 from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.token_index import TokenIndexSelector
@@ -213,7 +214,7 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
     [
         (
             {"share_prefixes": True},
-            "shared prefixes: read once, exactly; indexes: exact, build off, at most 53,687,091 bytes in memory (5% of the KV pool), store ",
+            "indexes: exact, build off, at most 53,687,091 bytes in memory (5% of the KV pool), model ",
         ),
         ({"decode_path": "stock"}, "left to SGLang (decode_path is stock); indexes: off (decode_path is stock)"),
         (
@@ -239,7 +240,7 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplo
         runtime = SparseRuntime(settings, Model(model))
         said = runtime.summary()
         assert f"; indexes: {bench.config.method}, build off, at most 7,000 bytes in memory (index_gpu_bytes), " in said
-        assert f", store {settings.store}: usable {line} indexes (" in said
+        assert f", model {canonical_digest(model)[:8]}, store {settings.store}: usable {line} indexes (" in said
         assert said.startswith("shared prefixes: each request's own (share_prefixes is off")
         runtime.admit(Request(), "a", [*PROMPT, 7], NAMESPACE)
         state = runtime.snapshot()
