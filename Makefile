@@ -32,7 +32,7 @@ ON_GPU_TRITON = [ ! -f $(GPU_TRITON)/.whole ] || PYTHONPATH=$(CURDIR)/$(GPU_TRIT
 SERVED := tests/server/test_exact.py tests/server/test_faults.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all models models-small serve lint format dist venv $(SGLANG_VERSIONS:%=venv-%) clean
+.PHONY: help demo test test-all models models-small serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -79,6 +79,7 @@ format: venv-$(firstword $(SGLANG_VERSIONS)) ## rewrite the sources in the proje
 	$(OLD)/bin/ruff check --fix .
 	$(OLD)/bin/ruff format .
 
+.PHONY: dist
 dist: venv-$(firstword $(SGLANG_VERSIONS)) ## dist/: the sdist, and the wheel that is built from it
 	rm -rf dist
 	$(OLD)/bin/python -m build --outdir dist .

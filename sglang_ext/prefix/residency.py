@@ -122,7 +122,7 @@ class Residency:
         self._num_layers = num_layers
         self._kv_heads = range(first_kv_head, first_kv_head + num_kv_heads)
         self._device = device
-        self.budget_bytes = budget_bytes
+        self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._by_digest: OrderedDict[str, ResidentIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-load")
@@ -270,34 +270,34 @@ class Residency:
         return own
 
     def _make_room(self, incoming: ResidentIndex, nbytes: int) -> None:
-        if nbytes > self.budget_bytes:
+        if nbytes > self._budget_bytes:
             incoming.hopeless = True
             raise UnusableIndexError(
                 "index_memory",
                 f"index {incoming.entry.digest[:12]} needs {nbytes} bytes, index_gpu_bytes is "
-                f"{self.budget_bytes}; raise index_gpu_bytes in --sparse-attn-config",
+                f"{self._budget_bytes}; raise index_gpu_bytes in --sparse-attn-config",
             )
         evicted = []
         with self._lock:
             held = sum(index.nbytes for index in self._by_digest.values())
-            if held + nbytes > self.budget_bytes and incoming.users == 0:
+            if held + nbytes > self._budget_bytes and incoming.users == 0:
                 # Of a request that still waits: what others may need sooner stays, it is loaded when it has its slot.
                 self._by_digest.pop(incoming.entry.digest, None)
                 raise UnusableIndexError("index_memory", "no room without evicting others; nobody needs it yet")
             for digest, index in self._by_digest.items():
-                if held + nbytes <= self.budget_bytes:
+                if held + nbytes <= self._budget_bytes:
                     break
                 if index is not incoming and index.users == 0 and index.state is State.READY:
                     held -= index.nbytes
                     evicted.append(digest)
-            if held + nbytes <= self.budget_bytes:
+            if held + nbytes <= self._budget_bytes:
                 for digest in evicted:
                     del self._by_digest[digest]
             else:
                 raise UnusableIndexError(
                     "index_memory",
                     f"index {incoming.entry.digest[:12]} needs {nbytes} bytes and {held} of index_gpu_bytes="
-                    f"{self.budget_bytes} are in use by running requests; raise index_gpu_bytes",
+                    f"{self._budget_bytes} are in use by running requests; raise index_gpu_bytes",
                 )
         if evicted:
             # A request that just ended may still be in a running step: its tensors must outlive that step, or the
