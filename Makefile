@@ -79,6 +79,11 @@ format: venv-$(firstword $(SGLANG_VERSIONS)) ## rewrite the sources in the proje
 	$(OLD)/bin/ruff check --fix .
 	$(OLD)/bin/ruff format .
 
+.PHONY: dist
+dist: venv-$(firstword $(SGLANG_VERSIONS)) ## dist/: the sdist, and the wheel that is built from it
+	rm -rf dist
+	$(OLD)/bin/python -m build --outdir dist .
+
 venv: $(SGLANG_VERSIONS:%=venv-%) ## one virtual environment per supported SGLang version
 
 $(SGLANG_VERSIONS:%=venv-%): venv-%:

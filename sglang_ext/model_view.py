@@ -14,7 +14,8 @@ from prefix_kernels.types import PagedKV
 class ModelView(Protocol):
     """`compat.runner.RunnerView` is the one implementation.
 
-    Heads are those of this tensor-parallel rank; the fingerprint speaks of the whole model.
+    Heads are those of this tensor-parallel rank; the fingerprint speaks of the whole model. The KV pool was sized from
+    `kv_bytes` of the device, the same on all ranks; it may have less (`--max-total-tokens`).
     """
 
     num_layers: int
@@ -25,6 +26,7 @@ class ModelView(Protocol):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     num_slots: int
+    kv_bytes: int
     max_requests: int
     decode_graphs: bool
     device: torch.device

@@ -43,6 +43,9 @@ SUM_EVERY = 16
 KEEP_RATIO, TOP_K, LEAST_RATIO = 1 / 8, 2048, 1 / 20
 """Of the default budget: docs/selection.md has the answers."""
 
+KV_PER_INDEX_BYTE = 20
+"""Bytes of the KV pool for each byte of indexes, where `index_gpu_bytes` is not given."""
+
 
 class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings behind `--sparse-attn-config`. All lengths are tokens, all sizes bytes.
@@ -95,7 +98,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         trace_folder: where selections of requests 'trace-...' are written, for debugging: `decode.trace`. null: off.
         prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense) or
             `wait_complete`.
-        index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first.
+        index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first. null: 5% of the KV
+            pool. Promised only where indexes can be used.
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
         store_min_free_bytes: bytes of the store's disk that indexes leave free. At this limit and at `store_max_bytes`
             the least recently used leave first.
@@ -140,7 +144,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     capture_steps: int = 64
     trace_folder: str | None = None
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
-    index_gpu_bytes: int = 4 << 30
+    index_gpu_bytes: int | None = None
     store_max_bytes: int | None = None
     store_min_free_bytes: int = 1 << 30
     store_mode: str = "0700"
@@ -161,6 +165,10 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         one = self.budget(prefix_len)
         cap = max(one, int(self.max_keep_ratio * prefix_len))
         return min(budget_for_group(one, num_rows, BudgetGrowth(self.group_growth), cap), prefix_len)
+
+    def index_bytes(self, kv_bytes: int) -> int:
+        """Device bytes for resident indexes of a rank whose KV pool may have so many bytes."""
+        return kv_bytes // KV_PER_INDEX_BYTE if self.index_gpu_bytes is None else self.index_gpu_bytes
 
     @property
     def summed_every(self) -> int:

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from prefix_index import canonical_digest
 from sglang_ext.config import Settings
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
@@ -56,6 +57,8 @@ class Step:
 class SparseRuntime:
     """Everything of one process. Made when SGLang builds its attention backend; lives as long as the process.
 
+    `index_bytes`: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool's size says.
+
     Args:
         settings: checked settings.
         view: the target model runner.
@@ -87,8 +90,9 @@ class SparseRuntime:
         self.directory = PrefixDirectory(settings, self.model, self.profile, publish)
         self.store = self.directory.store
         plan = layer_plan_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
-        first, limit = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start, config.index_gpu_bytes
-        spec = method_specs(config)[config.method]
+        first = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start
+        spec, limit = method_specs(config)[config.method], config.index_bytes(view.kv_bytes)
+        self.index_bytes = limit
         self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
         self.planner = DecodePlanner(config, view, self.requests, self.counters, spec, plan, self.ranks)
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
@@ -383,7 +387,10 @@ class SparseRuntime:
             shared = "each request's own (share_prefixes is off, on a CPU unless it is set)"
         if self.planner.uses_indexes:
             store = f"store {self.directory.address}: {self.directory.summary()}"
-            indexes = f"{config.method}, build {config.build.value}, {store}"
+            given = "5% of the KV pool" if config.index_gpu_bytes is None else "index_gpu_bytes"
+            most = f"at most {self.index_bytes:,} bytes in memory ({given})"
+            model = canonical_digest(self.model)[:8]  # as `sglang-ext index ls` and `du` begin it
+            indexes = f"{config.method}, build {config.build.value}, {most}, model {model}, {store}"
         elif config.decode_path is DecodePath.CASCADE:
             indexes = (
                 "off (decode_path is cascade, as it also is where no store is named, the default one is empty and "

@@ -10,7 +10,7 @@ from sglang_ext.compat.server_args import settings_of
 from sglang_ext.decode.buffers import KEPT_BYTES
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
-from sglang_ext.options import Build, DecodePath, SparseAttnConfig
+from sglang_ext.options import KV_PER_INDEX_BYTE, Build, DecodePath, SparseAttnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +23,12 @@ BUILD_BYTES = 768 << 20
 """For builds beside serving: four samples of queries of an 8B model, and a piece with what its builder makes of it."""
 
 
-def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
+def promised_bytes(config: SparseAttnConfig, available: int, *, graphs: bool) -> int:
     """Device bytes that the plugin may take beside the KV pool.
 
     Args:
         config: the settings.
+        available: bytes for the KV pool and for all that is promised.
         graphs: whether decode steps replay graphs; without them a ready index is always used.
     """
     if config.build is Build.CAPTURE or config.decode_path is DecodePath.STOCK:
@@ -38,11 +39,14 @@ def promised_bytes(config: SparseAttnConfig, *, graphs: bool) -> int:
         indexes = indexes and shares and METHODS[config.method].decode_op is not None
     total = BUFFER_BYTES if shares or indexes else 0
     if indexes:
-        total += config.index_gpu_bytes + (BUILD_BYTES if config.build is Build.SHARED else 0)
+        total += BUILD_BYTES if config.build is Build.SHARED else 0
         total += COMBINED_BYTES if graphs and issubclass(METHODS[config.method].spec, CombinedSpec) else 0
         total += config.suffix_index_bytes if config.suffix_dense_tokens is not None else 0
         total += KEPT_BYTES if config.search_period > 1 or _reuses_earlier(config.layer_plan) else 0
         total += KEPT_BYTES if config.trace_folder is not None else 0  # copies of lists
+        # The pool takes what is left. So 1 of 21 parts is a twentieth of a pool that has the other 20.
+        given, rest = config.index_gpu_bytes, max(0, available - total)
+        total += rest // (KV_PER_INDEX_BYTE + 1) if given is None else given
     return total
 
 
@@ -57,26 +61,42 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
     return False
 
 
+_kv_bytes = 0
+"""What SGLang sizes the KV pool of this process's target model from."""
+
+
+def kv_bytes() -> int:
+    """Device bytes that the KV pool of the target model may take, the least of all ranks. 0 before it is sized."""
+    return _kv_bytes
+
+
 def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, **_kwargs: Any) -> int:
     """Bytes left for the KV pool, less what is ours.
 
     Raises:
         ValueError: nothing would be left; as SGLang does where the weights leave nothing.
     """
+    global _kv_bytes
     settings = None if configurator.is_draft_worker else settings_of(configurator.server_args)
-    if settings is None or configurator.device != "cuda":
+    if settings is None:
+        return result
+    _kv_bytes = result
+    if configurator.device != "cuda":
         return result
     args = configurator.server_args
     off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
-    promised = promised_bytes(settings.config, graphs=not off)
+    promised = promised_bytes(settings.config, result, graphs=not off)
     if promised >= result:
-        config, named, lower = settings.config, "", ""
+        config = settings.config
+        given = {} if config.index_gpu_bytes is None else {"index_gpu_bytes": config.index_gpu_bytes}
         if config.suffix_dense_tokens is not None:
-            named, lower = f", suffix_index_bytes {config.suffix_index_bytes}", " or suffix_index_bytes"
+            given["suffix_index_bytes"] = config.suffix_index_bytes
+        named = "".join(f", {name} {size}" for name, size in given.items())
+        lower = f"Lower {' or '.join(given)} in --sparse-attn-config, set" if given else "Set"
         raise ValueError(
-            f"--sparse-attn: expected more than {promised} bytes of device memory beside the weights, for indexes "
-            f"(index_gpu_bytes {config.index_gpu_bytes}{named}) and buffers; got {result}. Lower index_gpu_bytes"
-            f"{lower} in --sparse-attn-config, set decode_path to cascade (no indexes), or raise --mem-fraction-static."
+            f"--sparse-attn: expected more than {promised} bytes of device memory beside the weights, for buffers and "
+            f"indexes{named}; got {result}. {lower} decode_path to cascade (no indexes), or raise "
+            "--mem-fraction-static."
         )
     if promised:
         logger.info(
@@ -84,4 +104,5 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
             promised / (1 << 30),
             (result - promised) / (1 << 30),
         )
-    return result - promised
+    _kv_bytes = result - promised
+    return _kv_bytes

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prefix_index import ModelFingerprint, canonical_digest
 from prefix_kernels.types import PagedKV
+from sglang_ext.compat import memory
 from sglang_ext.compat.checkpoint import checkpoint_fingerprint
 from sglang_ext.fingerprint import resolve_folder, weights_digest
 from sglang_ext.methods.layer_plan import heads_of_rank
@@ -32,6 +33,7 @@ class RunnerView:
         num_qo_heads, num_kv_heads: of this rank. SGLang's model_config counts those of the whole model.
         dtype, kv_dtype: of queries, and of the KV pool.
         num_slots: of the KV pool.
+        kv_bytes: that SGLang sized the KV pool from.
         max_requests: that can run at a time.
         decode_graphs: whether decode steps replay CUDA graphs.
         device: of the KV pool, with its number: a thread of ours that says "cuda" would get the first GPU.
@@ -49,6 +51,7 @@ class RunnerView:
         self.dtype: torch.dtype = config.dtype
         self.kv_dtype: torch.dtype = runner.token_to_kv_pool.dtype
         self.num_slots = int(runner.max_total_num_tokens)
+        self.kv_bytes = memory.kv_bytes()
         self.max_requests = int(runner.req_to_token_pool.size)
         self.device: torch.device = runner.req_to_token_pool.req_to_token.device
         self.decode_graphs = _decode_graphs(runner)

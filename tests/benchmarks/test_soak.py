@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import RESULTS, ROOT, document
+from tests.benchmarks.results import RESULTS, ROOT, documented_table
 
 TIE = 0.13
 
@@ -103,16 +103,25 @@ def test_a_file_that_is_neither_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_the_documentation_shows_what_the_files_hold() -> None:
-    shown = document("benchmarks")
-    table = printed(RESULTS / "soak-h200-fp16.json", RESULTS / "replay-h200-fp16.json").stdout
-    assert len(table.splitlines()) > 4
-    assert table in shown
-    soaks = [RESULTS / f"soak-h200-{one}.json" for one in ("exact", "tp2")]
+    shown = documented_table("benchmarks", "| wrong answers |")
+
+    def wrong(*files: Path) -> list[list[str]]:
+        """Rows of a printed table: [kind, 'WRONG of ALL', how many would show]; of replays the sum is the last two."""
+        rows = [line.strip("| ").split(" | ") for line in printed(*files).stdout.splitlines()[2:]]
+        at = {"soak": (2, 4, 7, 9), "replay": (2, 4, 7, 8)}[files[0].stem.split("-")[0]]
+        return [[row[at[0]], f"{row[at[2]].split()[0]} of {row[at[1]]}", row[at[3]].strip()] for row in rows]
+
     replays = [one for one in RESULTS.glob("replay-h200*.json") if "fp16" not in one.stem]
-    for line in [*printed(*soaks).stdout.splitlines()[2:], *printed(*replays).stdout.splitlines()[-2:]]:
-        cells = line.split(" | ")
-        if cells[2] != "exact, beside sparse steps":
-            assert f" | {' | '.join(cells[4:8])} |\n" in shown
+    control, shared, beside = wrong(RESULTS / "soak-h200-fp16.json")
+    assert shown[0][1:] == [control[1], *shared[1:]]
+    assert shown[1][1:] == ["", *beside[1:]]
+    sparse, dense = wrong(RESULTS / "replay-h200-fp16.json")
+    assert shown[2][1:] == [dense[1], *sparse[1:]]
+    for row, name in zip(shown[3:5], ("exact", "tp2"), strict=True):
+        control, shared = wrong(RESULTS / f"soak-h200-{name}.json")[:2]
+        assert row[1:3] == [control[1], shared[1]]
+    sparse, dense = wrong(*replays)[-2:]
+    assert shown[5][1:3] == [dense[1], sparse[1]]
 
 
 def test_no_answer_is_wrong_in_fp16_over_eight_minutes_nor_of_retracted_requests() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from prefix_index import FileStore, Retention
+from prefix_index import FileStore, Retention, canonical_digest
 from sglang_ext.cli.index import targets
 from tests.cli.conftest import flip, kept
 from tests.prefix_index.samples import sample_payload
@@ -147,6 +147,86 @@ def test_gc_says_nothing_of_a_build_under_way(shelf: Any, index: Any) -> None:
         assert index("gc", "--json").lines[0]["leftovers"] == []
         assert store.lease("0" * 64) is None
         lease.release()
+
+
+# -- gc of what was chosen ---------------------------------------------------------------------------------------------
+
+
+def model_of(entry: Any) -> str:
+    return canonical_digest(entry.identity.model)
+
+
+def test_gc_removes_the_indexes_of_an_old_model_and_is_resumed_by_the_same_command(shelf: Any, index: Any) -> None:
+    old = model_of(shelf.entries[2])
+    assert [model_of(entry) == old for entry in shelf.entries] == [False, False, True, False, False]
+    (usage,) = index("du", "--json").lines
+    assert {one["model"] for one in usage["by_model"]} == {old, model_of(shelf.entries[0])}
+    flags = ["gc", "--model", old[:8]]
+    (plan,) = index(*flags, "--dry-run", "--json").lines
+    assert [(one["digest"], one["why"]) for one in plan["removed"]] == [(shelf.entries[2].digest, "asked for")]
+    assert shelf.path(2).exists()
+    said = index(*flags)
+    assert (said.status, said.out) == (2, "")
+    assert "expected --yes" in said.err
+    assert shelf.entries[2].digest[:12] in said.err
+    assert shelf.path(2).exists()
+    with FileStore(shelf.folder) as server:  # which has it open, and looks for it again
+        with server.get(shelf.entries[2].identity) as held:
+            (done,) = index(*flags, "--yes", "--json").lines
+            held.verify()
+        server.rescan(full=True)
+        assert not server.contains(shelf.entries[2].identity)
+    assert done["removed"] == [{**plan["removed"][0]}]
+    assert len(shelf.digests()) == 4
+    again = index(*flags, "--yes")
+    assert again.status == 0
+    assert "no index is of a model" in again.err
+    assert "removed 0 indexes" in again.out
+
+
+def test_gc_leaves_what_was_used_lately_or_is_pinned(shelf: Any, index: Any) -> None:
+    for number, hours in enumerate((50, 1, 50, 50, 1)):
+        used = time.time() - 3600 * hours
+        os.utime(shelf.path(number), (used, shelf.path(number).stat().st_mtime))
+    index("pin", shelf.entries[3].digest)
+    flags = ["gc", "--yes", "--json", "--unused-for", "2d"]
+    (done,) = index(*flags, "--model", model_of(shelf.entries[0])).lines
+    assert [one["digest"] for one in done["removed"]] == [shelf.entries[0].digest], "both must hold"
+    (done,) = index(*flags).lines
+    assert [one["digest"] for one in done["removed"]] == [shelf.entries[2].digest]
+    assert len(shelf.digests()) == 3
+
+
+def test_gc_removes_damaged_indexes_and_those_of_a_newer_format_only_when_told(shelf: Any, index: Any) -> None:
+    shelf.flip(0, at=70)
+    raw = bytearray(shelf.path(1).read_bytes())
+    raw[8:12] = struct.pack("<I", 2)
+    raw[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:56])))
+    shelf.path(1).write_bytes(raw)
+    index("gc")
+    assert shelf.path(0).exists() and shelf.path(1).exists()  # noqa: PT018
+    (done,) = index("gc", "--unusable", "--yes", "--json").lines
+    assert done["removed"] == []
+    assert done["leftovers"] == sorted(f"{e.digest[:2]}/{e.digest}.pfxindex" for e in shelf.entries[:2])
+    assert not shelf.path(0).exists() and not shelf.path(1).exists()  # noqa: PT018
+    assert len(shelf.digests()) == 3
+
+
+def test_gc_beside_a_limit_counts_what_leaves_anyway(shelf: Any, index: Any) -> None:
+    limit = sum(entry.nbytes for entry in shelf.entries) - shelf.entries[2].nbytes
+    for flag in ("--dry-run", "--yes"):
+        (done,) = index("gc", flag, "--json", "--model", model_of(shelf.entries[2]), "--max-bytes", limit).lines
+        assert [one["digest"] for one in done["removed"]] == [shelf.entries[2].digest]
+    with pytest.raises(SystemExit):
+        index("gc", "--model", "abc")
+
+
+def test_gc_of_a_services_folder(served: Any, shelf: Any, index: Any) -> None:
+    flags = ["gc", "--store", served.endpoint, "--model", model_of(shelf.entries[2])]
+    assert index(*flags).status == 2
+    (done,) = index(*flags, "--yes", "--json").lines
+    assert [one["digest"] for one in done["removed"]] == [shelf.entries[2].digest]
+    assert not shelf.path(2).exists()
 
 
 # -- export and import -------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, COMBINED_BYTES, after_profile_available_bytes
-from sglang_ext.compat.server_args import ATTRIBUTE
+from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, COMBINED_BYTES, after_profile_available_bytes, kv_bytes
+from sglang_ext.compat.server_args import ATTRIBUTE, settings_of
 from sglang_ext.config import make_settings
 from sglang_ext.decode.buffers import KEPT_BYTES
+from sglang_ext.options import SparseAttnConfig
 
 GIB = 1 << 30
 
@@ -25,40 +26,72 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
     return SimpleNamespace(**{"device": "cuda", "is_draft_worker": False, "server_args": record, **fields})
 
 
+def indexes_of(fixed: int, available: int = 20 * GIB) -> int:
+    """A twentieth of the pool that is left beside other promises and beside the indexes themselves."""
+    return (available - fixed) // 21
+
+
 @pytest.mark.parametrize(
-    ("config", "promised"),
+    ("config", "fixed", "indexes"),
     [
-        ("{}", 4 * GIB + BUFFER_BYTES),
-        ('{"index_gpu_bytes": 1000}', 1000 + BUFFER_BYTES),
-        ('{"decode_path": "cascade"}', BUFFER_BYTES),
-        ('{"decode_path": "stock"}', 0),
-        ('{"build": "capture", "capture_folder": "x"}', 0),
-        ('{"build": "prefill", "decode_path": "stock"}', 0),
-        ('{"build": "shared"}', 4 * GIB + BUFFER_BYTES + BUILD_BYTES),
-        ('{"share_prefixes": false}', 0),
-        ('{"method": "csattention"}', 4 * GIB + BUFFER_BYTES),
-        ('{"method": "union"}', 4 * GIB + BUFFER_BYTES + COMBINED_BYTES),
-        ('{"method": "exact"}', BUFFER_BYTES),
-        ('{"search_period": 4}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
-        ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES),
-        ('{"trace_folder": "traces"}', 4 * GIB + BUFFER_BYTES + KEPT_BYTES),
-        ('{"suffix_dense_tokens": 4096, "suffix_index_bytes": 3000}', 4 * GIB + 3000 + BUFFER_BYTES),
-        (None, 0),
+        ("{}", BUFFER_BYTES, True),
+        ('{"index_gpu_bytes": 1000}', 1000 + BUFFER_BYTES, False),
+        ('{"decode_path": "cascade"}', BUFFER_BYTES, False),
+        ('{"decode_path": "stock"}', 0, False),
+        ('{"build": "capture", "capture_folder": "x"}', 0, False),
+        ('{"build": "prefill", "decode_path": "stock"}', 0, False),
+        ('{"build": "shared"}', BUFFER_BYTES + BUILD_BYTES, True),
+        ('{"share_prefixes": false}', 0, False),
+        ('{"method": "csattention"}', BUFFER_BYTES, True),
+        ('{"method": "union"}', BUFFER_BYTES + COMBINED_BYTES, True),
+        ('{"method": "exact"}', BUFFER_BYTES, False),
+        ('{"search_period": 4}', BUFFER_BYTES + KEPT_BYTES, True),
+        ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES, False),
+        ('{"trace_folder": "traces"}', BUFFER_BYTES + KEPT_BYTES, True),
+        ('{"suffix_dense_tokens": 4096, "suffix_index_bytes": 3000}', 3000 + BUFFER_BYTES, True),
+        (None, 0, False),
     ],
 )
-def test_the_pool_gets_what_is_left(tmp_path: Path, config: str | None, promised: int) -> None:
+def test_the_pool_gets_what_is_left(tmp_path: Path, config: str | None, fixed: int, indexes: bool) -> None:
+    promised = fixed + (indexes_of(fixed) if indexes else 0)
     assert after_profile_available_bytes(20 * GIB, configurator(tmp_path, config), 80) == 20 * GIB - promised
 
 
+def test_indexes_may_have_a_twentieth_of_the_pool_or_what_was_said(tmp_path: Path) -> None:
+    """What residency keeps within is what was promised; on a CPU, which promises nothing, the same share."""
+    for config, device, given in (("{}", "cuda", None), ("{}", "cpu", None), ('{"index_gpu_bytes": 7}', "cuda", 7)):
+        server = configurator(tmp_path, config, device=device)
+        pool = after_profile_available_bytes(50 * GIB, server)
+        assert kv_bytes() == pool
+        kept = settings_of(server.server_args).config.index_bytes(kv_bytes())
+        assert kept == (given or pool // 20)
+        assert pool + BUFFER_BYTES + kept - 50 * GIB in ((0, 1) if device == "cuda" else (BUFFER_BYTES + kept,))
+
+
+def test_an_index_of_128k_tokens_of_an_8b_model_fits_on_a_card_of_80_gb(tmp_path: Path) -> None:
+    """Half of the channels in INT4, of 32 layers with 8 KV heads of 128; docs/operating.md has the sum."""
+    available = int(0.85 * 80e9) - 16 * 10**9
+    pool = after_profile_available_bytes(available, configurator(tmp_path, "{}"))
+    tokens, channels = 131_072, 32 * 8 * 128
+    kv, index = tokens * channels * 2 * 2, tokens * channels // 2 // 2
+    assert index == kv // 16
+    assert (f"{kv / 1e9:.1f}", f"{index / 1e9:.1f}") == ("17.2", "1.1")
+    assert index < SparseAttnConfig().index_bytes(pool)
+    assert f"{SparseAttnConfig().index_bytes(pool) / 1e9:.1f}" == "2.4"
+
+
 def test_without_decode_graphs_any_index_may_be_used(tmp_path: Path) -> None:
-    promised = {
-        '{"share_prefixes": false}': 4 * GIB + BUFFER_BYTES,
-        '{"method": "union"}': 4 * GIB + BUFFER_BYTES,
+    fixed = {
+        '{"share_prefixes": false}': BUFFER_BYTES,
+        '{"method": "union"}': BUFFER_BYTES,
+        '{"layer_plan": ["anchor", "anchor", {"reuse": 0}]}': BUFFER_BYTES + KEPT_BYTES,
+    }
+    promised = {config: own + indexes_of(own) for config, own in fixed.items()}
+    for config, expected in {
+        **promised,
         '{"decode_path": "stock"}': 0,
         '{"decode_path": "cascade"}': BUFFER_BYTES,
-        '{"layer_plan": ["anchor", "anchor", {"reuse": 0}]}': 4 * GIB + BUFFER_BYTES + KEPT_BYTES,
-    }
-    for config, expected in promised.items():
+    }.items():
         server = configurator(tmp_path, config)
         server.server_args.disable_decode_cuda_graph = True
         assert after_profile_available_bytes(20 * GIB, server) == 20 * GIB - expected, config
@@ -70,8 +103,13 @@ def test_neither_a_cpu_nor_a_draft_worker_gives_any(tmp_path: Path) -> None:
 
 
 def test_a_start_that_leaves_no_pool_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"index_gpu_bytes 4294967296.*got 1073741824.*Lower index_gpu_bytes"):
-        after_profile_available_bytes(GIB, configurator(tmp_path, "{}"))
-    own = configurator(tmp_path, '{"suffix_dense_tokens": 512, "suffix_index_bytes": 7000}')
-    with pytest.raises(ValueError, match=r"suffix_index_bytes 7000\).*Lower index_gpu_bytes or suffix_index_bytes in"):
-        after_profile_available_bytes(GIB, own)
+    cases = {
+        "{}": rf"more than {BUFFER_BYTES} bytes .* for buffers and indexes; got 1048576. Set decode_path to cascade",
+        '{"index_gpu_bytes": 9}': r"indexes, index_gpu_bytes 9; got 1048576. Lower index_gpu_bytes in",
+        '{"index_gpu_bytes": 9, "suffix_dense_tokens": 512, "suffix_index_bytes": 7000}': (
+            r"index_gpu_bytes 9, suffix_index_bytes 7000; got.*Lower index_gpu_bytes or suffix_index_bytes in"
+        ),
+    }
+    for config, said in cases.items():
+        with pytest.raises(ValueError, match=said):
+            after_profile_available_bytes(1 << 20, configurator(tmp_path, config))

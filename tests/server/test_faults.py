@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ def test_a_corrupted_array_makes_its_requests_dense_and_the_answer_stays_right(
     prompt, wrong = texts.ask(texts.damaged, 0), str(damaged[1])
     state = production.state()
     assert state["indexes_usable"] == state["indexes_in_store"] > 0
-    assert f"usable {state['indexes_usable']} of {state['indexes_in_store']} indexes" in production.log.read_text()
+    said = production.log.read_text()
+    assert f"usable {state['indexes_usable']} of {state['indexes_in_store']} indexes" in said
+    (most,) = re.findall(r"at most ([\d,]+) bytes in memory \(5% of the KV pool\), model [0-9a-f]{8}, store ", said)
+    assert state["resident_bytes"] <= int(most.replace(",", "")) > 1 << 20
     _, delta = production.compared([prompt], STEPS)
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_corrupt": 1})
     assert wrong in production.log.read_text()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts:
     build: dict[str, Any] = {"build": "shared", "build_share": 1.0, "build_after_hits": 13, "build_report": str(report)}
     (tmp_path / "store").mkdir()
     server = serve_two(tmp_path / "store", {**EXACT_CONFIG, **EXACT, **build})
+    one, other = re.findall(r"at most ([\d,]+) bytes in memory \(5% of the KV pool\)", server.log.read_text())
+    assert one == other, "of both ranks"
     prompts = _prompts(texts)[:4]
     first = server.generate(prompts[0], TOKENS).ids  # its prefill leaves the queries that the index is built from
     expected = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]

@@ -38,6 +38,7 @@ class Model:
     num_layers, head_dim, v_head_dim = LAYERS, DIM, DIM
     dtype = kv_dtype = torch.float32
     num_slots, max_requests, decode_graphs = 1024, 8, False
+    kv_bytes = 1 << 30
     tp_rank, tp_size = 0, 1
     has_kv_scales = True
     device = torch.device("cpu")

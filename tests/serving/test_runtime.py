@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from prefix_index import canonical_digest
 from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.token_index import TokenIndexSelector
@@ -211,7 +212,10 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"share_prefixes": True}, "shared prefixes: read once, exactly; indexes: exact, build off, store "),
+        (
+            {"share_prefixes": True},
+            "indexes: exact, build off, at most 53,687,091 bytes in memory (5% of the KV pool), model ",
+        ),
         ({"decode_path": "stock"}, "left to SGLang (decode_path is stock); indexes: off (decode_path is stock)"),
         (
             {"decode_path": "cascade", "share_prefixes": True},
@@ -227,16 +231,17 @@ def test_the_start_says_what_is_on_and_why_not(make_bench: Any, keys: dict[str, 
 
 
 def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplog: Any) -> None:
-    bench = make_bench(layer_plan=["anchor"] * LAYERS)
+    bench = make_bench(layer_plan=["anchor"] * LAYERS, index_gpu_bytes=7000)
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
     for tokens, parts in ((PROMPT, {}), (PROMPT[:32], {"model": other}), (PROMPT[:16], {"profile": "other"})):
         bench.put(tokens, **parts)
     settings = Settings(config=bench.config, store=str(bench.store.folder))
     for model, line in ((bench.model, "1 of 3"), (msgspec.structs.replace(bench.model, kv_dtype="float16"), "0 of 3")):
         runtime = SparseRuntime(settings, Model(model))
-        assert f"; indexes: {bench.config.method}, build off, store {settings.store}: " in runtime.summary()
-        assert f": usable {line} indexes (" in runtime.summary()
-        assert runtime.summary().startswith("shared prefixes: each request's own (share_prefixes is off")
+        said = runtime.summary()
+        assert f"; indexes: {bench.config.method}, build off, at most 7,000 bytes in memory (index_gpu_bytes), " in said
+        assert f", model {canonical_digest(model)[:8]}, store {settings.store}: usable {line} indexes (" in said
+        assert said.startswith("shared prefixes: each request's own (share_prefixes is off")
         runtime.admit(Request(), "a", [*PROMPT, 7], NAMESPACE)
         state = runtime.snapshot()
         runtime.close()

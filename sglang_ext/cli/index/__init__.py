@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,12 @@ def add_parser(commands: Any) -> None:
 
 def _argument(*words: str, **options: Any) -> _Adder:
     return lambda parser: parser.add_argument(*words, **options)
+
+
+def _digits(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
+        raise argparse.ArgumentTypeError(f"expected 4 or more digits of a model's digest; found {text!r}")
+    return text
 
 
 def _flag(word: str, text: str) -> _Adder:
@@ -110,13 +117,23 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "gc": (
         keeping.run_gc,
-        "remove what has expired, what exceeds limits, and what dead writers left",
-        ["--dry-run --max-bytes 50G", "--min-free-bytes 10G"],
+        "remove what expired, exceeds limits, is of old models, unused or unusable",
+        ["--dry-run --max-bytes 50G", "--min-free-bytes 10G", "--dry-run --model 9d2c41aa", "--yes --unused-for 30d"],
+        _argument(
+            "--model",
+            nargs="+",
+            type=_digits,
+            metavar="MODEL",
+            help="also the indexes of these models: digests as `du` prints them, or their first digits",
+        ),
+        _argument("--unused-for", type=parse_seconds, metavar="TIME", help="also what no server used for so long: 30d"),
+        _flag("--unusable", "also damaged indexes and those of a newer format"),
         _argument("--max-bytes", type=parse_bytes, metavar="SIZE", help="most bytes of all indexes, for instance 50G"),
         _argument(
             "--min-free-bytes", type=parse_bytes, default=0, metavar="SIZE", help="bytes to leave free on the disk"
         ),
         _flag("--dry-run", "say what would go, remove nothing"),
+        _flag("--yes", "do not ask before what --model, --unused-for or --unusable name goes"),
     ),
     "pin": (keeping.run_pin, "keep indexes until nothing else can leave", ["5ad40721"], _indexes("+")),
     "unpin": (keeping.run_unpin, "take the pin off", ["5ad40721"], _indexes("+")),

@@ -12,14 +12,35 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from prefix_index import FileStore, IndexEntry, IndexStore, IndexStoreError, Retention
+from prefix_index import (
+    FileStore,
+    IndexCorrupt,
+    IndexEntry,
+    IndexStore,
+    IndexStoreError,
+    IndexTooNew,
+    Retention,
+    canonical_digest,
+)
 from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
 from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, os_errors
 from prefix_index.lease import LEASE
 from prefix_index.retention import KEEP_SUFFIX, Candidate, choose_victims
 from prefix_index.store import has_expired
-from sglang_ext.cli.index.targets import HEADER, RIGHT, Target, fields, find, listing, opened, row, store_address
+from sglang_ext.cli.index.targets import (
+    HEADER,
+    RIGHT,
+    Target,
+    UnknownIndex,
+    digest_in,
+    fields,
+    find,
+    listing,
+    opened,
+    row,
+    store_address,
+)
 from sglang_ext.cli.index.text import SHORT, complain, count, emit, size, table, wrapped
 
 #: Files of writers and builders that are younger stay (`FileStore`): whoever made them may be about to lock them.
@@ -31,7 +52,7 @@ def run_rm(args: argparse.Namespace) -> int:
     with opened(args) as store:
         targets = find(store, args.index)
         if not args.yes and not _agreed(targets, args):
-            return 2 if not sys.stdin.isatty() else 1
+            return _refused()
         removals = [_remove(store, target, args) for target in targets]
     return 0 if all(removals) else 1
 
@@ -65,11 +86,15 @@ def _agreed(targets: Sequence[Target], args: argparse.Namespace) -> bool:
         if target.error is not None:
             print(wrapped(f"{target.digest[:SHORT]}  damaged: {target.error}", hanging="  "), file=sys.stderr)
     if not sys.stdin.isatty():
-        complain("rm", "expected --yes, or a terminal to ask at; nothing was removed")
+        complain(args.subcommand, "expected --yes, or a terminal to ask at; nothing was removed")
         return False
     nbytes = sum(entry.nbytes for entry in entries)
     print(f"remove {count(len(targets))}, {size(nbytes)}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _refused() -> int:
+    return 1 if sys.stdin.isatty() else 2
 
 
 def run_pin(args: argparse.Namespace) -> int:
@@ -126,8 +151,8 @@ class Plan(NamedTuple):
 
 
 def run_gc(args: argparse.Namespace) -> int:
-    """Removes what has expired, what exceeds limits, and what dead writers left. Limits are for folders: a service has
-    its own.
+    """Removes what was chosen by its model, its last use, or as unusable; then what has expired, what exceeds limits,
+    and what dead writers left. Limits are for folders: a service has its own.
     """
     address = store_address(args)
     kind, value, _ = locate(address)
@@ -137,16 +162,83 @@ def run_gc(args: argparse.Namespace) -> int:
         complain("gc", f"expected no limits and no --dry-run for {address}: it has limits of its own")
         return 2
     with opened(args) as store:
-        _tell(args, store.collect(), set(), store.list())
-    return 0
+        assert isinstance(store, FileStore), "a client of a service, which sees the folder"
+        targets = _chosen(store.folder, args)
+        if targets and not args.yes and not _agreed(targets, args):
+            return _refused()
+        removed, names, failed = _remove_chosen(store, targets)
+        _tell(args, [*removed, *store.collect()], names, store.list(), chosen=targets)
+    return 1 if failed else 0
+
+
+def _chosen(folder: Path, args: argparse.Namespace) -> list[Target]:
+    """Indexes of the models that were named, unused for the time that was given (where both are: both), and unusable
+    ones. What is pinned stays.
+
+    Raises:
+        UnknownIndex: a word fits several models.
+    """
+    books = FolderBooks(folder, time.time)
+    with os_errors(folder):
+        books.rescan()
+    targets, now = [], time.time()
+    if args.model or args.unused_for is not None:
+        uses = [(canonical_digest(entry.identity.model), entry, used) for _, entry, used in books.uses()]
+        models = {_model(word, {model for model, *_ in uses}) for word in args.model or ()}
+        targets = [
+            Target(entry.digest, entry, None, entry.path)
+            for model, entry, used in uses
+            if not entry.retention.pinned
+            and (not args.model or model in models)
+            and now - used >= (args.unused_for or 0.0)
+        ]
+    for path, error in sorted(books.problems.items()) if args.unusable else ():
+        digest = digest_in(path)
+        if digest is not None and isinstance(error, (IndexCorrupt, IndexTooNew)):
+            targets.append(Target(digest, None, error, path))
+    return targets
+
+
+def _model(word: str, known: Collection[str]) -> str | None:
+    """The digest that a word begins; None, which is said, where no index is of such a model (any more)."""
+    fits = sorted(digest for digest in known if digest.startswith(word.lower()))
+    if len(fits) > 1:
+        raise UnknownIndex(f"expected one model that {word[:80]!r} fits, found {len(fits)}; give more digits")
+    if not fits:
+        complain("gc", f"no index is of a model {word[:80]!r}; `sglang-ext index du` lists those that there are")
+    return fits[0] if fits else None
+
+
+def _remove_chosen(store: IndexStore, targets: Sequence[Target]) -> tuple[list[IndexEntry], list[str], bool]:
+    """(usable indexes that are gone, names of unusable ones, whether some could not be removed, which is said)."""
+    removed, names, failed = [], [], False
+    for target in targets:
+        try:
+            if store.delete(target.digest):
+                removed += [] if target.entry is None else [target.entry]
+                names += [] if target.entry is not None else [_name(target)]
+        except IndexStoreError as error:
+            failed = True
+            complain("gc", f"{target.digest[:SHORT]}: {error}")
+    return removed, names, failed
+
+
+def _name(target: Target) -> str:
+    assert target.path is not None, "an unusable index is a file"
+    return str(Path(target.path).relative_to(Path(target.path).parents[1]))
 
 
 def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
     check_folder(folder, create=False, write=not args.dry_run)
-    plan = _plan(folder, args)
+    targets, failed = _chosen(folder, args), False
+    if targets and not args.dry_run and not args.yes and not _agreed(targets, args):
+        return _refused()
+    plan = _plan(folder, args, targets)
     if args.dry_run:
         # Opening the store would already clear away what dead writers left.
-        _tell(args, plan.victims, _leftovers(folder).keys())
+        entries = [target.entry for target in targets if target.entry is not None]
+        names = {_name(target) for target in targets if target.entry is None}
+        _tell(args, [*entries, *plan.victims], _leftovers(folder).keys() | names, chosen=targets)
         too_few = plan.too_few
     else:
         before = _leftovers(folder)
@@ -156,12 +248,13 @@ def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
             max_bytes=plan.max_bytes,
             min_free_bytes=plan.min_free_bytes,
         ) as store:
+            freed, names_gone, failed = _remove_chosen(store, targets)
             removed, left = store.collect(), store.list()
-        _tell(args, removed, before.keys() - _leftovers(folder).keys(), left)
+        _tell(args, [*freed, *removed], before.keys() - _leftovers(folder).keys() | {*names_gone}, left, chosen=targets)
         # What others wrote to the disk meanwhile is no failure, nor is what they removed.
         too_few = min(plan.too_few + _nbytes(plan.victims) - _nbytes(removed), _plan(folder, args).short)
     if too_few <= 0:
-        return 0
+        return 1 if failed else 0
     complain("gc", f"limit not reached: {too_few} bytes too few; give a higher one, or free disk space otherwise")
     return 1
 
@@ -175,15 +268,18 @@ def _tell(
     removed: Sequence[IndexEntry],
     gone: Collection[str],
     left: Sequence[IndexEntry] | None = None,
+    *,
+    chosen: Sequence[Target] = (),
 ) -> None:
     now = time.time()
+    asked = {target.digest for target in chosen}
     if args.json:
-        why = [{**fields(entry), "why": _why(entry, now)} for entry in removed]
+        why = [{**fields(entry), "why": _why(entry, now, asked)} for entry in removed]
         emit({"dry_run": args.dry_run, "removed": why, "nbytes": _nbytes(removed), "leftovers": sorted(gone)})
         return
     verb = "would remove" if args.dry_run else "removed"
     if removed:
-        rows = [(*row(entry, now)[:-1], _why(entry, now)) for entry in removed]
+        rows = [(*row(entry, now)[:-1], _why(entry, now, asked)) for entry in removed]
         print("\n".join(table((*HEADER[:-1], "WHY"), rows, RIGHT)))
     for name in sorted(gone):
         print(wrapped(f"{verb} {name}", hanging="  "))
@@ -192,7 +288,9 @@ def _tell(
         print(f"{count(len(left))} left, {size(_nbytes(left))}")
 
 
-def _why(entry: IndexEntry, now: float) -> str:
+def _why(entry: IndexEntry, now: float, asked: Collection[str]) -> str:
+    if entry.digest in asked:
+        return "asked for"
     return "expired" if has_expired(entry.retention, now) else "over limit"
 
 
@@ -226,8 +324,9 @@ def _locked() -> set[int]:
     return {int(field.rpartition(":")[2]) for line in lines for field in line.split() if field.count(":") == 2}
 
 
-def _plan(folder: Path, args: argparse.Namespace) -> Plan:
-    """Who leaves, from the files as they are now: what has expired, then the fewest others that the limits ask for.
+def _plan(folder: Path, args: argparse.Namespace, chosen: Sequence[Target] = ()) -> Plan:
+    """Who leaves beside what was chosen, from the files as they are now: what has expired, then the fewest others that
+    the limits ask for.
 
     Limits that even an empty store would exceed are no reason to lose what is pinned: all others leave.
     """
@@ -235,11 +334,12 @@ def _plan(folder: Path, args: argparse.Namespace) -> Plan:
     books = FolderBooks(folder, time.time)
     with os_errors(folder):
         books.rescan()
-    candidates = [Candidate(entry, used) for _, entry, used in books.uses()]
+    asked = {target.digest for target in chosen}
+    candidates = [Candidate(entry, used) for _, entry, used in books.uses() if entry.digest not in asked]
     dead = sum(nbytes for name, nbytes in _leftovers(folder).items() if Path(name).name.startswith(PARTIAL))
     expired = [c.entry for c in candidates if has_expired(c.entry.retention, now)]
     rest = [c for c in candidates if not has_expired(c.entry.retention, now)]
-    freed = _nbytes(expired)
+    freed = _nbytes(expired) + sum(target.entry.nbytes for target in chosen if target.entry is not None)
     used, free = books.used_bytes - dead - freed, free_bytes(folder) + freed
     short = max(args.min_free_bytes - free, 0 if args.max_bytes is None else used - args.max_bytes, 0)
     out_of_reach = short > sum(c.entry.nbytes for c in rest)
