@@ -26,7 +26,7 @@ def unsupported_message(found: str | None) -> str | None:
     if found in SUPPORTED:
         return None
     return (
-        f"sglang-ext: expected SGLang {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}; "
-        f"found {found or 'no SGLang distribution'}. Install a supported release (pip install sglang=={SUPPORTED[-1]}), "
+        f"sglang-ext: expected SGLang {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}; found "
+        f"{found or 'no SGLang distribution'}. Install a supported release (pip install sglang=={SUPPORTED[-1]}), "
         "or start without --sparse-attn: the server then runs as if the plugin were absent."
     )
