@@ -131,8 +131,8 @@ class OfflineEngine:
         """Prefill one prompt and generate, greedily, until `max_new_tokens` or the model's end token.
 
         Raises:
-            ValueError: a token id is none of the model's; or SGLang refuses the request, for instance a cache_salt on
-                0.5.16.
+            ValueError: a token id is none of the model's; or SGLang refuses the request, for instance a cache_salt
+                before 0.5.18.
         """
         unknown = unknown_ids(input_ids, self.vocab_size)
         if unknown:
