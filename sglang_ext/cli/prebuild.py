@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -72,6 +73,8 @@ def _run(args: argparse.Namespace) -> int:
     with ExitStack() as opened:
         try:
             prompts = read_prompts(args.prompts)
+            if args.ray is not None and os.path.isdir(args.model_path):
+                args.model_path = os.path.abspath(args.model_path)  # nodes work in folders of their own
             model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
             config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
             check = engine_refusal if args.ray is None else model_refusal  # each node has devices of its own
