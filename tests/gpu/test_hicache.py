@@ -58,19 +58,21 @@ def from_host(answer: Answer) -> int:
 
 def test_a_prefix_that_comes_back_from_host_memory_is_decoded_as_before(server: Server) -> None:
     asked = [f"{SHARED.text} {question.text}" for question in SHARED.questions]
+
+    def ask(sparse: bool = True) -> list[Answer]:
+        return [server.generate(prompt, 12, sparse=sparse, to_the_end=True) for prompt in asked]
+
     server.generate(SHARED.text, 1)
-    before, first = server.during(lambda: [server.generate(prompt, 12) for prompt in asked])
+    before, first = server.during(ask)
     for other in OTHERS:
         server.generate(other.text, 1)
-    after, second = server.during(lambda: [server.generate(prompt, 12) for prompt in asked])
+    after, second = server.during(ask)
+    for answers, name in ((before, "device"), (after, "host"), (ask(sparse=False), "dense")):
+        right = sum(question.score(answer.text) for question, answer in zip(SHARED.questions, answers, strict=True))
+        print(f"{name}: {right} of {QUESTIONS} right, from host {[from_host(answer) for answer in answers]}")
     assert [from_host(answer) for answer in before] == [0] * QUESTIONS
     assert from_host(after[0]) >= TOKENS - 64, after[0].meta
     assert [answer.ids for answer in after] == [answer.ids for answer in before]
-    for delta in (first, second):
+    for answers, delta in ((before, first), (after, second)):
         assert (delta.hits, delta.fallbacks, delta.dense_rows) == (QUESTIONS, {}, 0)
-        assert delta.sparse_rows in server.rows(QUESTIONS * 11, QUESTIONS)
-    right = [
-        sum(q.score(a.text) for q, a in zip(SHARED.questions, answers, strict=True)) for answers in (before, after)
-    ]
-    dense = [server.generate(prompt, 12, sparse=False) for prompt in asked]
-    print(f"right of {QUESTIONS}: {right}, dense {sum(map(lambda q, a: q.score(a.text), SHARED.questions, dense))}")
+        assert delta.sparse_rows in server.rows(sum(answer.decode_steps for answer in answers), QUESTIONS)
