@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from prefix_index import IndexStoreError
-from sglang_ext.cli.arguments import sglang_option
+from sglang_ext.cli.arguments import names_cpu, sglang_option
 from sglang_ext.cli.checks import engine_refusal
 from sglang_ext.cli.prebuild_job import Task, open_builder
 from sglang_ext.compat.engine import EngineDiedError, EngineStartError
@@ -31,6 +31,7 @@ from sglang_ext.storage import configured_store
 ATTEMPTS = 3
 """How often a prompt is given to an actor, each of which was lost, and how often actors may fail to start in a row."""
 _PATIENCE_S = 60.0
+_TP_FLAGS = ("--tp-size", "--tp", "--tensor-parallel-size")
 
 
 class BuilderActor:
@@ -172,7 +173,7 @@ class Cluster:
 @contextmanager
 def open_cluster(args: argparse.Namespace, settings: Settings, prompts: int) -> Iterator[Cluster]:
     """Engines on the nodes of `args.ray`, which end with the block: one for each GPU, or set of `--tp-size`, of the
-    cluster; where it has none, one a node. No more than there are prompts.
+    cluster; where it has none, or the flags name the CPU, one a node. No more than there are prompts.
 
     Raises:
         EngineStartError: no Ray here, no cluster there, or fewer GPUs than an engine needs.
@@ -189,8 +190,9 @@ def open_cluster(args: argparse.Namespace, settings: Settings, prompts: int) -> 
         raise EngineStartError(f"expected a Ray cluster at --ray {args.ray}, got: {why}") from None
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray takes it
     try:
-        ranks = max(int(sglang_option(args.sglang_flags, name) or 1) for name in ("--tp-size", "--tp"))
-        gpus = int(ray.cluster_resources().get("GPU", 0))
+        sizes = [sglang_option(args.sglang_flags, name) or "1" for name in _TP_FLAGS]
+        ranks = max(int(size) if size.isdecimal() else 1 for size in sizes)
+        gpus = 0 if names_cpu(args.sglang_flags) else int(ray.cluster_resources().get("GPU", 0))
         nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
         count = min(gpus // ranks if gpus else nodes, prompts)
         if count < 1:
