@@ -8,7 +8,9 @@ job itself: what is stored is skipped when it is run again.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -184,6 +186,8 @@ def open_cluster(args: argparse.Namespace, settings: Settings, prompts: int) -> 
         raise EngineStartError(f"expected Ray for --ray, got: {error}. pip install 'sglang-ext[ray]'") from None
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
+        if place := re.fullmatch(r"(?:ray://)?(.+):(\d+)", args.ray):  # where nobody listens Ray would ask for minutes
+            socket.create_connection((place[1], int(place[2])), timeout=10).close()
         ray.init(address=args.ray)
     except Exception as error:
         why = f"{' '.join(str(error).split())}. Start one (ray start --head), or correct the address"
