@@ -1,5 +1,7 @@
 # Everything a person types here. `make help` lists it.
 SGLANG_VERSIONS := 0.5.16 0.5.23
+# Supported releases between: each stands in front of the oldest one's environment, one at a time.
+BETWEEN := 0.5.17 0.5.18 0.5.19 0.5.20 0.5.21 0.5.22
 SGLANG_VERSION ?= 0.5.16
 VENV := .venv-$(SGLANG_VERSION)
 OLD := .venv-$(firstword $(SGLANG_VERSIONS))
@@ -32,7 +34,8 @@ ON_GPU_TRITON = [ ! -f $(GPU_TRITON)/.whole ] || PYTHONPATH=$(CURDIR)/$(GPU_TRIT
 SERVED := tests/server/test_exact.py tests/server/test_faults.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all models models-small serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
+.PHONY: help demo test test-all models models-small ray serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
+.PHONY: $(BETWEEN:%=test-%)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -49,12 +52,20 @@ test: venv $(GPU_TRITON)/.whole ## what protects a change: at most 15 minutes on
 	$(ON_GPU_TRITON) $(DAY) $(COMPILED)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
 
-test-all: venv $(GPU_TRITON)/.whole models-small ## everything: all of it on the oldest release, seams and the day's servers on the newest
+$(BETWEEN:%=.releases/%/.whole): .releases/%/.whole: | venv-$(firstword $(SGLANG_VERSIONS))
+	-rm -rf $(@D) && $(OLD)/bin/python -m pip install -q --retries 1 --no-deps --target $(@D) sglang==$* && touch $@
+
+$(BETWEEN:%=test-%): test-%: .releases/%/.whole
+	@[ -f $< ] || echo "skipped: SGLang $* could not be fetched, nothing was run on it"
+	[ ! -f $< ] || PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
+
+test-all: venv $(GPU_TRITON)/.whole models-small ray ## everything: all of it on the oldest release, seams and servers on the others
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
 	$(ON_GPU_TRITON) $(ALL) $(COMPILED)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(ALL) tests/compat
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/server
+	$(MAKE) -j 1 $(BETWEEN:%=test-%)
 
 models: venv-$(firstword $(SGLANG_VERSIONS)) ## two real language models and RULER, which answers are judged by (600 MB)
 	$(OLD)/bin/python scripts/real_models.py .models
@@ -62,6 +73,10 @@ models: venv-$(firstword $(SGLANG_VERSIONS)) ## two real language models and RUL
 # Where nothing can be fetched, the tests of that model say so; all others run.
 models-small: venv-$(firstword $(SGLANG_VERSIONS))
 	-$(OLD)/bin/python scripts/real_models.py .models --only smollm2-135m-instruct
+
+# The same of jobs on a Ray cluster.
+ray: venv-$(firstword $(SGLANG_VERSIONS))
+	-$(OLD)/bin/python -m pip install -q --retries 1 'ray>=2.40'
 
 serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
 	@mkdir -p $(STORE)

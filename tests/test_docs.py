@@ -212,10 +212,26 @@ def test_the_supported_versions_are_the_same_everywhere() -> None:
     pytest.importorskip("sglang")
     from sglang_ext.compat.versions import SUPPORTED
 
-    assert re.search(r"^SGLANG_VERSIONS := (.*)$", text_of("Makefile"), re.M).group(1).split() == list(SUPPORTED)
-    for version in SUPPORTED:
+    ends, between = (
+        re.search(rf"^{name} := (.*)$", text_of("Makefile"), re.M).group(1).split()
+        for name in ("SGLANG_VERSIONS", "BETWEEN")
+    )
+    assert [ends[0], *between, ends[1]] == list(SUPPORTED)
+    for version in ends:
         assert version in text_of("README.md")
         assert f".venv-{version}" in text_of("CONTRIBUTING.md")
+
+
+def test_releases_and_their_seams_are_documented() -> None:
+    """That each seam is there, `make test-RELEASE` finds out."""
+    pytest.importorskip("sglang")
+    from sglang_ext.compat.seams import SEAMS
+    from sglang_ext.compat.versions import SUPPORTED
+
+    rows = {row[0]: int(row[1]) for row in tables(text_of("docs/releases.md"))[0]}
+    assert rows == {
+        release: sum(SUPPORTED.index(seam.since) <= SUPPORTED.index(release) for seam in SEAMS) for release in SUPPORTED
+    }
 
 
 def test_the_demo_configuration_fits_the_shipped_model() -> None:

@@ -18,10 +18,11 @@ from sglang_ext.profiles import local_folder
 
 def engine_refusal(model_path: str, sglang_flags: Sequence[str]) -> str | None:
     """Why SGLang cannot be started with this model on this machine, as far as that is seen at once; None if it may."""
-    return _model_refusal(model_path, sglang_flags) or _device_refusal(sglang_option(sglang_flags, "--device"))
+    return model_refusal(model_path, sglang_flags) or _device_refusal(sglang_option(sglang_flags, "--device"))
 
 
-def _model_refusal(model_path: str, sglang_flags: Sequence[str]) -> str | None:
+def model_refusal(model_path: str, sglang_flags: Sequence[str]) -> str | None:
+    """Why SGLang cannot be started with this model, as far as that is seen at once; None if it may."""
     if local_folder(model_path, *checkpoint_options(sglang_flags)) is not None:
         return None
     owner, _, name = model_path.partition("/")  # of a name on the hub, which SGLang would download

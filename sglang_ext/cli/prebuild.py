@@ -5,23 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
-import msgspec
-
-from prefix_index import IndexStore, IndexStoreError
+from prefix_index import IndexStoreError
 from prefix_index.connect import locate
-from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, names_cpu, parse_seconds
+from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_seconds
 from sglang_ext.cli.stopping import refuse, run_job
 from sglang_ext.storage import configured_store, make_folder
-
-if TYPE_CHECKING:  # imports torch, which the help text need not wait for
-    from sglang_ext.config import Settings
-    from sglang_ext.prefill.prompts import Prompt
 
 _DESCRIPTION = """\
 Prefill each prompt once through SGLang, record its queries, build its index, verify it and store it.
@@ -33,6 +25,8 @@ Running the job again skips what is stored already, so an interrupted job resume
 Several jobs may share a store: each index is built by one of them, and the others wait for it at their end.
 Flags after -- go to SGLang (device, dtype, attention backend, context length, ...): use those of the server.
 """
+
+_SHARED = "Name one that all nodes see, or one by the same path on each with store_remote in --sparse-attn-config"
 
 
 def add_parser(commands: Any) -> None:
@@ -57,6 +51,8 @@ def add_parser(commands: Any) -> None:
     )
     wait = "how long to wait, at the end, for indexes that another job builds (default: 10m)"
     parser.add_argument("--wait", type=parse_seconds, default=600.0, metavar="TIME", help=wait)
+    where = "spread the prompts over this Ray cluster (auto, HOST:PORT, ray://HOST:PORT): one engine on each GPU"
+    parser.add_argument("--ray", metavar="ADDRESS", help=where)
     add_sglang_flags(parser)
     parser.set_defaults(run=run)
 
@@ -68,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     """What can be wrong with the arguments is found before SGLang is started."""
-    from sglang_ext.cli.checks import engine_refusal
+    from sglang_ext.cli.checks import engine_refusal, model_refusal
+    from sglang_ext.cli.prebuild_job import PrebuildJob, open_builder
     from sglang_ext.config import ConfigError, make_settings, parse_profiled
     from sglang_ext.prefill.prompts import PromptError, read_prompts
     from sglang_ext.profiles import local_folder
@@ -76,12 +73,19 @@ def _run(args: argparse.Namespace) -> int:
     with ExitStack() as opened:
         try:
             prompts = read_prompts(args.prompts)
+            if args.ray is not None and os.path.isdir(args.model_path):
+                args.model_path = os.path.abspath(args.model_path)  # nodes work in folders of their own
             model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
             config, _ = parse_profiled(args.sparse_attn_config, model_folder)  # before a folder is made for a store
-            if refusal := engine_refusal(args.model_path, args.sglang_flags):
+            check = engine_refusal if args.ray is None else model_refusal  # each node has devices of its own
+            if refusal := check(args.model_path, args.sglang_flags):
                 return refuse("prebuild", refusal)
             with suppress(IndexStoreError, OSError):  # what is no folder is left to the check of the settings
                 kind, folder, _ = locate(args.store)
+                if kind != "file" and args.ray is not None:
+                    return refuse(
+                        "prebuild", f"expected --store to be a folder with --ray, got {args.store}. {_SHARED}"
+                    )
                 if kind == "file":
                     make_folder(folder, config)
             settings = make_settings(args.sparse_attn_config, args.store, model_folder)
@@ -93,36 +97,11 @@ def _run(args: argparse.Namespace) -> int:
             return refuse("prebuild", f"--store {args.store}: {error}")
         except OSError as error:
             return refuse("prebuild", f"expected a --report that can be written, got: {error}. Name another file")
-        return _build(args, settings, store, prompts, report)
+        if args.ray is None:
+            print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
+            lines = opened.enter_context(open_builder(args, settings, store)).lines
+        else:
+            from sglang_ext.cli.prebuild_ray import open_cluster
 
-
-def _build(
-    args: argparse.Namespace, settings: Settings, store: IndexStore, prompts: Sequence[Prompt], report: TextIO
-) -> int:
-    from sglang_ext.cli.prebuild_job import PrebuildJob
-    from sglang_ext.compat.engine import OfflineEngine
-
-    with tempfile.TemporaryDirectory() as folder:
-        events = os.path.join(folder, "events.jsonl")
-        engine = OfflineEngine(_flags(args, settings, events))
-        print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
-        try:
-            engine.open()
-            return PrebuildJob(engine, store, settings, events, report, args).run(prompts)
-        finally:
-            engine.close()
-
-
-def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:
-    from sglang_ext.options import Build, DecodePath
-
-    # Nothing decodes here: no memory has to be kept for indexes.
-    building = msgspec.structs.replace(
-        settings.config, build=Build.PREFILL, build_report=events, decode_path=DecodePath.STOCK
-    )
-    flags = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
-    flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", settings.store]
-    flags += ["--sparse-attn-config", msgspec.json.encode(building).decode()]
-    if not names_cpu(flags) and "--disable-decode-cuda-graph" not in flags:
-        flags.append("--disable-decode-cuda-graph")
-    return flags
+            lines = opened.enter_context(open_cluster(args, settings, len(prompts))).lines
+        return PrebuildJob(lines, report, args).run(prompts)

@@ -1,14 +1,16 @@
-"""One prebuild job: prompt after prompt through the engine, and what became of each."""
+"""One prebuild job: prompt after prompt through an engine, and what became of each."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,43 +28,52 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
+from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.cli.checks import reported
-from sglang_ext.compat.engine import EngineDiedError, unknown_ids
+from sglang_ext.compat.engine import EngineDiedError, OfflineEngine, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
+from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
 from sglang_ext.prefill.prompt_tokens import prefix_tokens
 from sglang_ext.prefill.prompts import LineNumber, Prompt
 
+#: A prompt, the digest of its index where another job was seen to build it (else ""), and how long to wait for that.
+Task = tuple[Prompt, str, float]
+#: What becomes of prompts, as lines of the report. They may come in another order.
+Lines = Callable[[Iterable[Task]], Iterable[tuple[Prompt, dict[str, Any]]]]
+
 
 class PrebuildJob:
-    """One run over all prompts."""
+    """One run over all prompts: what became of each is counted and reported.
 
-    def __init__(
-        self, engine: Any, store: IndexStore, settings: Settings, events: str, report: TextIO, args: argparse.Namespace
-    ) -> None:
-        self._engine, self._store, self._config = engine, store, settings.config
-        self._profile = profile_digest(settings.config, settings.profile)
-        self._events, self._report, self._args = Path(events), report, args
-        self._attempts = self._bytes = 0
+    Args:
+        lines: builds, here or elsewhere.
+        report: gets one JSON line a prompt.
+        args: of the command.
+    """
+
+    def __init__(self, lines: Lines, report: TextIO, args: argparse.Namespace) -> None:
+        self._lines, self._report, self._args = lines, report, args
+        self._bytes = 0
         self._statuses: Counter[str] = Counter()
-        self._warnings: dict[str, tuple[str, ...]] = {}
 
     def run(self, prompts: Sequence[Prompt]) -> int:
         """Build what is missing; returns the exit status. Raises EngineDiedError."""
         begun, elsewhere = time.perf_counter(), []
-        self._model = msgspec.convert(self._engine.state()["model"], ModelFingerprint)
-        bar = tqdm(prompts, unit="prompt", file=sys.stderr, desc="prebuild")
-        for prompt in bar:
-            line = self._one(prompt)
-            if line.get("reason") == "building_elsewhere":
-                elsewhere.append((prompt, line["digest"]))
-                tqdm.write(f"{prompt.id}: another job builds this index; looked at again at the end", file=sys.stderr)
-                continue
-            self._take(line)
-            bar.set_postfix(dict(self._statuses))
+        with tqdm(total=len(prompts), unit="prompt", file=sys.stderr, desc="prebuild") as bar:
+            for prompt, line in self._lines((prompt, "", 0.0) for prompt in prompts):
+                bar.update()
+                if line.get("reason") == "building_elsewhere":
+                    elsewhere.append((prompt, line["digest"]))
+                    said = f"{prompt.id}: another job builds this index; looked at again at the end"
+                    tqdm.write(said, file=sys.stderr)
+                    continue
+                self._take(line)
+                bar.set_postfix(dict(self._statuses))
         deadline, in_vain = time.monotonic() + self._args.wait, 0
-        for prompt, digest in elsewhere:  # stored by now, given up by its builder, or still under way
-            line = self._after_others(prompt, digest, deadline)
+        # Stored by now, given up by its builder, or still under way.
+        again = ((prompt, digest, deadline - time.monotonic()) for prompt, digest in elsewhere)
+        for _, line in self._lines(again):
             in_vain += line.get("reason") == "building_elsewhere"
             self._take(line)
         counts = ", ".join(f"{count} {status}" for status, count in sorted(self._statuses.items()))
@@ -78,11 +89,8 @@ class PrebuildJob:
 
     def _take(self, line: dict[str, Any]) -> None:
         """Count and report what became of a prompt."""
-        if line["status"] in ("built", "exists"):
-            line = self._retained(line)
-        if warnings := self._warnings.pop(line["id"], ()):
-            line = {**line, "warnings": warnings}
-            tqdm.write("\n".join(f"{line['id']}: warning: {text}" for text in warnings), file=sys.stderr)
+        for text in line.get("warnings", ()):
+            tqdm.write(f"{line['id']}: warning: {text}", file=sys.stderr)
         self._statuses[line["status"]] += 1
         self._bytes += line.get("index_bytes", 0)
         self._report.write(json.dumps(line) + "\n")
@@ -90,9 +98,45 @@ class PrebuildJob:
         if line["status"] in ("failed", "skipped"):
             tqdm.write(f"{line['id']}: {line['status']}: {line.get('detail', '')}", file=sys.stderr)
 
-    def _retained(self, line: dict[str, Any]) -> dict[str, Any]:
+
+class PromptBuilder:
+    """Builds with one engine: prompt after prompt, beside whoever builds into the same store.
+
+    Args:
+        engine: an open `OfflineEngine`, whose scheduler writes `events`.
+        store: where it stores.
+        settings: that it was started with.
+        events: path of its build report.
+        args: of the command.
+    """
+
+    def __init__(
+        self, engine: Any, store: IndexStore, settings: Settings, events: str, args: argparse.Namespace
+    ) -> None:
+        self._engine, self._store, self._config = engine, store, settings.config
+        self._profile = profile_digest(settings.config, settings.profile)
+        self._events, self._args = Path(events), args
+        self._attempts = 0
+        self._model = msgspec.convert(engine.state()["model"], ModelFingerprint)
+
+    def lines(self, tasks: Iterable[Task]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+        """One after another. Raises EngineDiedError behind the line of the prompt that it died of."""
+        for task in tasks:
+            try:
+                yield task[0], self.line(*task)
+            except EngineDiedError as error:
+                line = {"id": task[0].id, "status": "failed", "reason": "engine_died", "detail": str(error)}
+                yield task[0], line
+                raise
+
+    def line(self, prompt: Prompt, digest: str, wait: float) -> dict[str, Any]:
+        """What becomes of one prompt, as a line of the report. Raises EngineDiedError."""
+        line = self._after_others(prompt, digest, wait) if digest else self._one(prompt)
+        return self._retained(prompt, line) if line["status"] in ("built", "exists") else line
+
+    def _retained(self, prompt: Prompt, line: dict[str, Any]) -> dict[str, Any]:
         """The prompt's id is its index's name from now on; --pin and --ttl count, too, where they are given."""
-        change: dict[str, Any] = {} if isinstance(line["id"], LineNumber) else {"name": line["id"]}
+        change: dict[str, Any] = {} if isinstance(prompt.id, LineNumber) else {"name": prompt.id}
         if self._args.pin or self._args.ttl is not None:
             change["pinned"] = self._args.pin
             change["expires"] = None if self._args.ttl is None else time.time() + self._args.ttl
@@ -108,8 +152,9 @@ class PrebuildJob:
             return {**line, "status": "failed", "reason": "not_retained", "detail": str(error)}
         return line
 
-    def _after_others(self, prompt: Prompt, digest: str, deadline: float) -> dict[str, Any]:
+    def _after_others(self, prompt: Prompt, digest: str, wait: float) -> dict[str, Any]:
         """What becomes of a prompt whose index another process was building; it is tried at least once."""
+        deadline = time.monotonic() + wait
         while True:
             try:
                 free = self._is_free(digest)
@@ -135,21 +180,21 @@ class PrebuildJob:
         return True
 
     def _one(self, prompt: Prompt) -> dict[str, Any]:
-        """What becomes of one prompt, as a line of the report."""
         try:
             return {"id": prompt.id, **self._build(prompt)}
-        except EngineDiedError as error:
-            self._take({"id": prompt.id, "status": "failed", "reason": "engine_died", "detail": str(error)})
-            raise
         except Exception as error:  # one prompt must not end the job
             reason = error.reason if isinstance(error, StoreUnavailable) else type(error).__name__
             return {"id": prompt.id, "status": "failed", "reason": reason, "detail": str(error) or repr(error)}
 
     def _build(self, prompt: Prompt) -> dict[str, Any]:
         try:
-            ids, self._warnings[prompt.id] = prefix_tokens(prompt, self._engine.tokens)
+            ids, warnings = prefix_tokens(prompt, self._engine.tokens)
         except ValueError as error:
             return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
+        line = self._build_tokens(prompt, ids)
+        return {**line, "warnings": warnings} if warnings else line
+
+    def _build_tokens(self, prompt: Prompt, ids: Sequence[int]) -> dict[str, Any]:
         if refused := self._refused(ids):
             return refused
         tokens = covered_tokens(len(ids), self._config.build_align)
@@ -189,3 +234,33 @@ class PrebuildJob:
             detail = f"expected at least {least} tokens (min_sparse_prompt_len), got {num_tokens}"
             return {"status": "skipped", "reason": "short_prefix", "detail": detail}
         return None
+
+
+@contextmanager
+def open_builder(args: argparse.Namespace, settings: Settings, store: IndexStore) -> Iterator[PromptBuilder]:
+    """A builder with an engine of its own, which ends with the block.
+
+    Raises:
+        EngineStartError, SystemExit, EngineDiedError: as `OfflineEngine.open`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        events = os.path.join(folder, "events.jsonl")
+        engine = OfflineEngine(_flags(args, settings, events))
+        try:
+            engine.open()
+            yield PromptBuilder(engine, store, settings, events, args)
+        finally:
+            engine.close()
+
+
+def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:
+    # Nothing decodes here: no memory has to be kept for indexes.
+    building = msgspec.structs.replace(
+        settings.config, build=Build.PREFILL, build_report=events, decode_path=DecodePath.STOCK
+    )
+    flags = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
+    flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", settings.store]
+    flags += ["--sparse-attn-config", msgspec.json.encode(building).decode()]
+    if not names_cpu(flags) and "--disable-decode-cuda-graph" not in flags:
+        flags.append("--disable-decode-cuda-graph")
+    return flags

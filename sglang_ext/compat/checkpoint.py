@@ -95,7 +95,7 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
 
 def _model_config(record: Any) -> Any:
     """SGLang's ModelConfig, which it keeps with the record."""
-    if hasattr(record, "get_model_config"):  # 0.5.16
+    if hasattr(record, "get_model_config"):  # before 0.5.19
         return record.get_model_config()
     from sglang.srt.arg_groups.model_override_base import model_config_of
 

@@ -38,7 +38,7 @@ def _stub_rope_operation() -> None:
 
 
 def alloc_extend(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PagedTokenToKVPoolAllocator.alloc_extend` of 0.5.16 with its own naive form instead of the kernel."""
+    """`PagedTokenToKVPoolAllocator.alloc_extend` before 0.5.22 with its own naive form instead of the kernel."""
     from sglang.srt.mem_cache.allocator import paged
 
     def launch(prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, *_rest: Any) -> None:
@@ -52,7 +52,7 @@ def alloc_extend(original: Callable[..., Any], allocator: Any, *args: Any, **kwa
 
 
 def alloc_decode(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PagedTokenToKVPoolAllocator.alloc_decode` of 0.5.16 with torch operations instead of the kernel."""
+    """`PagedTokenToKVPoolAllocator.alloc_decode` before 0.5.22 with torch operations instead of the kernel."""
     import torch
     from sglang.srt.mem_cache.allocator import paged
 
@@ -139,7 +139,7 @@ def register() -> None:
     _stub_rope_operation()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if versions.installed() == "0.5.16":
+    if versions.older_than("0.5.22"):
         allocator = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
         HookRegistry.register(f"{allocator}.alloc_extend", alloc_extend, HookType.AROUND)
         HookRegistry.register(f"{allocator}.alloc_decode", alloc_decode, HookType.AROUND)

@@ -131,8 +131,8 @@ class OfflineEngine:
         """Prefill one prompt and generate, greedily, until `max_new_tokens` or the model's end token.
 
         Raises:
-            ValueError: a token id is none of the model's; or SGLang refuses the request, for instance a cache_salt on
-                0.5.16.
+            ValueError: a token id is none of the model's; or SGLang refuses the request, for instance a cache_salt
+                before 0.5.18.
         """
         unknown = unknown_ids(input_ids, self.vocab_size)
         if unknown:
@@ -211,8 +211,10 @@ def checked_record(flags: Sequence[str]) -> Any:
     parser.parse_args(list(flags))
     try:
         record = prepare_server_args(list(flags))
-        record.custom_sigquit_handler = _raise_died  # SGLang's own ends this process by SIGKILL
-        getattr(record, "resolve_once", lambda: None)()  # 0.5.16 has done it; 0.5.23 would when it launches
+        # SGLang's own handler ends this process by SIGKILL. Before 0.5.19 a record is resolved, and sealed, by now.
+        put = object.__setattr__ if versions.older_than("0.5.19") else setattr
+        put(record, "custom_sigquit_handler", _raise_died)
+        getattr(record, "resolve_once", lambda: None)()  # later ones would do it when they launch
     except Exception as error:
         said = " ".join(str(error).split())
         raise EngineStartError(f"expected flags that SGLang starts with, got {type(error).__name__}: {said}") from error

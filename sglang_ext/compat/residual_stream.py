@@ -20,8 +20,8 @@ def observe_residual_stream(model: Any, observer: Observer) -> None:
 
     Args:
         model: SGLang's model: `model.model.layers[i].self_attn`, as its dense decoders have it. Its layers take
-            `hidden_states` and the `residual` that the fused norms have not added yet (0.5.16), or an `attn_boundary`
-            that keeps the stream in `forward_batch.residual_stream` (0.5.23).
+            `hidden_states` and the `residual` that the fused norms have not added yet (before 0.5.22), or an
+            `attn_boundary` that keeps the stream in `forward_batch.residual_stream` (from 0.5.22).
         observer: what is called.
 
     Raises:

@@ -148,7 +148,7 @@ def _decode_graphs(runner: Any) -> bool:
 
 
 def _tensor_parallel(runner: Any) -> tuple[int, int]:
-    """(rank, size): 0.5.16 keeps them on the runner, 0.5.23 in a context of the process."""
+    """(rank, size): before 0.5.21 on the runner, then in a context of the process."""
     place = getattr(runner, "ps", None)
     if place is None:
         from sglang.srt.runtime_context import get_parallel

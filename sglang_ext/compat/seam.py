@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext.compat.versions import SUPPORTED, installed
+from sglang_ext.compat.versions import SUPPORTED, older_than
 
 Process = Literal["every", "scheduler"]
 
@@ -26,7 +26,7 @@ class Seam:
         reads: attributes of the function's result that the hook reads, each with its type; under an empty name the
             type of the result itself.
         process: which processes need it: a launcher never imports the model runner for us.
-        releases: of SGLang that have the function.
+        since: the first supported release of SGLang that has the function.
     """
 
     target: str
@@ -35,7 +35,7 @@ class Seam:
     takes: tuple[str, ...]
     reads: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
     process: Process = "scheduler"
-    releases: tuple[str, ...] = SUPPORTED
+    since: str = SUPPORTED[0]
 
 
 _declared: tuple[Seam, ...] = ()
@@ -49,8 +49,7 @@ def declare(seams: tuple[Seam, ...]) -> None:
 
 def here(seams: Iterable[Seam] | None = None) -> tuple[Seam, ...]:
     """Those of the installed release; None: of all that were declared."""
-    release = installed()
-    return tuple(seam for seam in (_declared if seams is None else seams) if release in seam.releases)
+    return tuple(seam for seam in (_declared if seams is None else seams) if not older_than(seam.since))
 
 
 def missing(seams: Iterable[Seam]) -> list[str]:

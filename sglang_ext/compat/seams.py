@@ -85,7 +85,7 @@ SEAMS: tuple[Seam, ...] = (
         )
         for where in ("disk", "distributed", "tensor", "ipc")
     ),
-    Seam(f"{_WEIGHTS}.end_weight_update", _AFTER, hooks.after_weights_update, ("recv_req",), releases=("0.5.23",)),
+    Seam(f"{_WEIGHTS}.end_weight_update", _AFTER, hooks.after_weights_update, ("recv_req",), since="0.5.21"),
     Seam(f"{_SCHEDULER}.__init__", _AFTER, hooks.after_scheduler_init, ("server_args",)),
     Seam(
         f"{_SCHEDULER}.get_internal_state",

@@ -19,7 +19,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 )
 
 _CLOCKS = ("SGLANG_REQ_RUNNING_TIMEOUT", "SGLANG_REQ_WAITING_TIMEOUT")
-"""Of SGLang 0.5.16: each rank looks at them by itself."""
+"""Of SGLang before 0.5.21: each rank looks at them by itself."""
 
 
 def refusal(record: Any, config: SparseAttnConfig) -> str | None:

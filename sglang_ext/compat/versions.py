@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-#: The releases that the whole suite runs against. A patch release that is not listed is refused by name.
-SUPPORTED = ("0.5.16", "0.5.23")
+#: Oldest first; docs/releases.md tells what runs against each. A release that is not listed is refused by name.
+SUPPORTED = tuple(f"0.5.{patch}" for patch in range(16, 24))
 
 
 def installed() -> str | None:
@@ -16,12 +16,17 @@ def installed() -> str | None:
         return None
 
 
+def older_than(release: str) -> bool:
+    """Whether the installed SGLang is a supported release before this supported one."""
+    return installed() in SUPPORTED[: SUPPORTED.index(release)]
+
+
 def unsupported_message(found: str | None) -> str | None:
     """None when `found` is supported, else what to tell the user."""
     if found in SUPPORTED:
         return None
     return (
-        f"sglang-ext: expected SGLang {' or '.join(SUPPORTED)}; found {found or 'no SGLang distribution'}. "
-        f"Install a supported release (pip install sglang=={SUPPORTED[-1]}), "
+        f"sglang-ext: expected SGLang {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}; found "
+        f"{found or 'no SGLang distribution'}. Install a supported release (pip install sglang=={SUPPORTED[-1]}), "
         "or start without --sparse-attn: the server then runs as if the plugin were absent."
     )

@@ -44,7 +44,7 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Prompt(PromptLine, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One shared prompt, with SGLang's `extra_key` and `cache_salt` (0.5.23; 0.5.16 joins it into extra_key) of the
+    """One shared prompt, with SGLang's `extra_key` and `cache_salt` (before 0.5.18 it is joined into extra_key) of the
     requests that will share it.
     """
 

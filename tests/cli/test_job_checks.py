@@ -4,6 +4,7 @@ flags that it passes on."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ BAD: list[tuple[dict[str, str], list[str]]] = [
     ({"report": "/nowhere/report.jsonl"}, ["/nowhere/report.jsonl"]),
     ({"store": "ipc:///nowhere/none", "sparse_attn_config": '{"store_timeout_s": 0.2}'}, ["/nowhere/none"]),
     ({"store": "/etc/hostname"}, ["/etc/hostname"]),
+    ({"store": "ipc:///nowhere/none", "ray": "auto"}, ["expected --store to be a folder with --ray", "store_remote"]),
     ({"prompts": "/nowhere/prompts.jsonl"}, ["/nowhere/prompts.jsonl", "check --prompts"]),
     ({"sparse_attn_config": '{"nope": 1}'}, ["Known keys"]),
 ]
@@ -65,6 +67,12 @@ def test_what_is_not_there_or_not_right(
 def test_a_name_on_the_hub_where_nothing_is_downloaded(prebuild: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused(prebuild(*ON_CPU, model_path="nobody/nothing"), "expected --model-path", "'nobody/nothing'")
+
+
+def test_a_cluster_without_ray(prebuild: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices are those of its nodes: none is asked for here."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused(prebuild(ray="auto"), "expected Ray for --ray", "pip install 'sglang-ext[ray]'")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

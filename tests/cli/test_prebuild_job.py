@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from prefix_index import FileStore, IndexIdentity, Retention, namespace_digest, page_hashes
-from sglang_ext.cli.prebuild_job import PrebuildJob
+from sglang_ext.cli.prebuild_job import PrebuildJob, PromptBuilder
 from sglang_ext.compat.engine import EngineDiedError
 from sglang_ext.config import PAGE_TOKENS, Settings, config_from_dict
 from sglang_ext.prefill.builder import profile_digest
@@ -110,7 +110,8 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         report, events = io.StringIO(), tmp_path / f"events-{time.monotonic_ns()}.jsonl"
         job.made, settings = job.engine(store, events), Settings(config=CONFIG, store="")
         try:
-            status = PrebuildJob(job.made, store, settings, str(events), report, args).run(prompts)
+            builder = PromptBuilder(job.made, store, settings, str(events), args)
+            status = PrebuildJob(builder.lines, report, args).run(prompts)
         finally:
             job.lines = [json.loads(line) for line in report.getvalue().splitlines()]
         return status, job.lines, store

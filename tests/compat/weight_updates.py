@@ -44,7 +44,7 @@ def checkpoint(folder: Path) -> Path:
 class Server:
     """One server: its model, its manager, and how often the plugin hears of an update."""
 
-    def __init__(self, hooks: Any, folder: Path) -> None:
+    def __init__(self, hooks: Any, folder: Path, args: ServerArgs) -> None:
         self.model = Model()
         config = SimpleNamespace(
             model_path=str(folder), dtype=torch.float32, revision=None, hf_config=None, quantization=None
@@ -52,7 +52,7 @@ class Server:
         updater = WeightUpdater(
             tp_rank=0, device="cpu", gpu_id=0, model_config=config, custom_weight_loaders={},
             get_model=lambda: self.model, update_model_fields=lambda *_, **__: None,
-            recapture_cuda_graph=lambda: None, get_model_runner=lambda: None,
+            recapture_cuda_graph=lambda: None, get_model_runner=lambda: SimpleNamespace(server_args=args),
         )  # fmt: skip
         self.runner = SimpleNamespace(model=self.model, weight_updater=updater)
         # The worker's own methods, without its constructor, which starts a model.
@@ -85,6 +85,7 @@ def weight_updates(folder: Path) -> dict[str, dict[str, Any]]:
     load_plugins()
     from sglang_ext.compat import scheduler_hooks as hooks
 
-    set_global_server_args_for_scheduler(ServerArgs(model_path="models/needle", device="cpu"))
+    args = ServerArgs(model_path="models/needle", device="cpu")
+    set_global_server_args_for_scheduler(args)
     good, missing = checkpoint(folder / "good"), folder / "nowhere"
-    return {"good": Server(hooks, folder).update(good), "missing": Server(hooks, folder).update(missing)}
+    return {"good": Server(hooks, folder, args).update(good), "missing": Server(hooks, folder, args).update(missing)}

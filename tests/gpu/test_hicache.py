@@ -1,0 +1,78 @@
+"""On a GPU: beside HiCache (L2) a prefix that comes back from host memory is decoded as before, behind its index.
+
+    python -m pytest tests/gpu/test_hicache.py
+
+SPARSE_ATTN_TEST_HICACHE_IO names HiCache's io backend, where the default (kernel) cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.needle.tasks import make_document
+from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
+
+pytestmark = pytest.mark.gpu
+
+POOL, TOKENS, QUESTIONS = 24_576, 8192, 8
+FLAGS = ["--attention-backend", os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton"), "--sampling-backend", "pytorch"]
+FLAGS += ["--grammar-backend", "none", "--context-length", "16384", "--page-size", "16"]
+FLAGS += ["--max-total-tokens", str(POOL), "--max-running-requests", "8"]
+HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through"]
+HICACHE += ["--hicache-io-backend", os.environ.get("SPARSE_ATTN_TEST_HICACHE_IO", "kernel")]
+CONFIG = json.dumps({**DISK, **SPARSE_CONFIG, "decode_path": "sparse"})
+
+SHARED = make_document("many_keys", seed=81, num_tokens=TOKENS, num_questions=QUESTIONS)
+OTHERS = [make_document("many_keys", seed=seed, num_tokens=TOKENS, num_questions=1) for seed in range(82, 86)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """With HiCache, on a store with the index of one document; its pool holds three."""
+    prompts, store = tmp_path / "prompts.jsonl", tmp_path / "store"
+    prompts.write_text(json.dumps({"id": "shared", "text": SHARED.text}) + "\n")
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL), "--store", str(store)]
+    command += ["--prompts", str(prompts), "--sparse-attn-config", CONFIG, "--", *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours = ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", CONFIG]
+    server = Server([*FLAGS, *HICACHE, *ours], {}, tmp_path / "server.log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+def from_host(answer: Answer) -> int:
+    """Tokens of a prompt that came from host memory."""
+    return int((answer.meta.get("cached_tokens_details") or {}).get("host", 0))
+
+
+def test_a_prefix_that_comes_back_from_host_memory_is_decoded_as_before(server: Server) -> None:
+    asked = [f"{SHARED.text} {question.text}" for question in SHARED.questions]
+
+    def ask(sparse: bool = True) -> list[Answer]:
+        return [server.generate(prompt, 12, sparse=sparse, to_the_end=True) for prompt in asked]
+
+    server.generate(SHARED.text, 1)
+    before, first = server.during(ask)
+    for other in OTHERS:
+        server.generate(other.text, 1)
+    after, second = server.during(ask)
+    for answers, name in ((before, "device"), (after, "host"), (ask(sparse=False), "dense")):
+        right = sum(question.score(answer.text) for question, answer in zip(SHARED.questions, answers, strict=True))
+        print(f"{name}: {right} of {QUESTIONS} right, from host {[from_host(answer) for answer in answers]}")
+    assert [from_host(answer) for answer in before] == [0] * QUESTIONS
+    assert from_host(after[0]) >= TOKENS - 64, after[0].meta
+    assert [answer.ids for answer in after] == [answer.ids for answer in before]
+    for answers, delta in ((before, first), (after, second)):
+        assert (delta.hits, delta.fallbacks, delta.dense_rows) == (QUESTIONS, {}, 0)
+        assert delta.sparse_rows in server.rows(sum(answer.decode_steps for answer in answers), QUESTIONS)
