@@ -273,10 +273,11 @@ class Exporter:
             for value, total in values:
                 before = self._told.get((name, value), 0.0)
                 # Of a step that runs meanwhile one part may be counted and another not: counters never fall.
-                if total == before or (total < before and name not in self._gauges):
+                gauge = name in self._gauges
+                if total == before or (total < before and not gauge):
                     continue
                 one = self._metrics[name].labels(value) if value else self._metrics[name]
-                one.inc(total - before)
+                one.set(total) if gauge else one.inc(total - before)
                 self._told[name, value] = total
 
     def close(self) -> None:

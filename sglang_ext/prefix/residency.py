@@ -62,6 +62,13 @@ class UnusableIndexError(Exception):
         self.reason = reason
 
 
+class NotNeededYetError(UnusableIndexError):
+    """Only others' bytes would make room, for a request that waits: it is loaded when the request has its slot."""
+
+    def __init__(self) -> None:
+        super().__init__("index_memory", "no room without evicting others; nobody needs it yet")
+
+
 class ResidentIndex:
     """One index in device memory. `layers[i]` maps array names to tensors with leading dim num_kv_heads.
 
@@ -212,6 +219,8 @@ class Residency:
                 for name, value in (("load", 1), ("load_bytes", nbytes), ("load_seconds", time.perf_counter() - begun)):
                     self._counts[name][tier] += value  # type: ignore[assignment]  # seconds are no integers
                 index.layers, index.nbytes, index.state = layers, nbytes, State.READY
+        except NotNeededYetError as error:
+            index.reason, index.detail, index.state = error.reason, str(error), State.FAILED
         except (IndexStoreError, UnusableIndexError) as error:
             kind = "content" if index.hopeless else _KINDS.get(type(error), "bytes")
             self._fail(index, error.reason, str(error), kind if isinstance(error, _DAMAGE) else None)
@@ -314,7 +323,7 @@ class Residency:
             if held + nbytes > self._budget_bytes and incoming.users == 0:
                 # Of a request that still waits: what others may need sooner stays, it is loaded when it has its slot.
                 self._by_digest.pop(incoming.entry.digest, None)
-                raise UnusableIndexError("index_memory", "no room without evicting others; nobody needs it yet")
+                raise NotNeededYetError
             for digest, index in self._by_digest.items():
                 if held + nbytes <= self._budget_bytes:
                     break
