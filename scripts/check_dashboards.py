@@ -52,14 +52,21 @@ PANELS = (
     "Hits by tier",
     "Bytes of indexes",
 )
+UNITS = {"short": "a second"}
+"""What the picture has for Grafana's words."""
 DAMAGE = "SparseAttnIndexDamaged"
 CLIENTS, TOKENS = 4, 48
 SCRAPE_S, RATE = 1, "10s"
 
 
+def panels() -> list[dict[str, Any]]:
+    """Of the dashboard."""
+    return json.loads((DASHBOARDS / "sglang-sparse-attn.json").read_text())["panels"]  # type: ignore[no-any-return]
+
+
 def targets() -> Iterator[tuple[str, str, str]]:
     """(panel, expression, legend) of all that the dashboard asks."""
-    for panel in json.loads((DASHBOARDS / "sglang-sparse-attn.json").read_text())["panels"]:
+    for panel in panels():
         for target in panel.get("targets", ()):
             expression = target["expr"].replace("$instance", ".+").replace("$__rate_interval", RATE)
             yield panel["title"], expression, target["legendFormat"]
@@ -149,8 +156,9 @@ def draw(prometheus: Prometheus, begun: float, path: Path) -> None:
             points = [(float(at) - begun, float(value)) for at, value in one["values"]]
             if any(value > 0 for _, value in points):
                 axes[panel].plot(*zip(*points, strict=True), label=re.sub(r", localhost:\d+", "", label))
+    units = {panel["title"]: panel["fieldConfig"]["defaults"]["unit"] for panel in panels() if panel["type"] != "row"}
     for panel, axis in axes.items():
-        axis.set(title=panel, xlabel="s", ylim=(0, None))
+        axis.set(title=panel, xlabel="s", ylabel=UNITS.get(units[panel], units[panel]), ylim=(0, None))
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
@@ -160,6 +168,9 @@ def draw(prometheus: Prometheus, begun: float, path: Path) -> None:
 def check(prometheus: Prometheus) -> bool:
     """Print what each expression and each alert gives; whether all are as they should be."""
     good = True
+    for target in prometheus.ask("targets")["activeTargets"]:
+        good &= target["health"] == "up"
+        print(f"{target['scrapeUrl']}: {target['health']} {target['lastError']}")
     for panel, expression, _ in targets():
         values = prometheus.values(expression)
         good &= bool(values)
@@ -184,6 +195,7 @@ def main() -> int:
         (store := work / "store").mkdir()
         port, nccl, own = free_ports(3)
         subprocess.run([args.bin / "promtool", "check", "config", configure(work, port)], check=True)
+        subprocess.run([args.bin / "promtool", "test", "rules", DASHBOARDS / "alerts-test.yml"], check=True)
         flags = GPU_FLAGS if has_gpu() else [*CPU_FLAGS, "--max-total-tokens", "32768", "--max-running-requests", "8"]
         serve = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(ROOT / "models" / "needle")]
         serve += ["--port", str(port), "--nccl-port", str(nccl), "--context-length", "8192", "--enable-metrics", *flags]
