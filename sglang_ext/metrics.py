@@ -271,13 +271,13 @@ class Exporter:
         for name, found in self._figures().items():
             values = found.items() if isinstance(found, Mapping) else (("", found),)
             for value, total in values:
-                before = self._told.get((name, value), 0.0)
+                before = self._told.get((name, value))  # None: a gauge is exported once it is set, be it to 0
                 # Of a step that runs meanwhile one part may be counted and another not: counters never fall.
                 gauge = name in self._gauges
-                if total == before or (total < before and not gauge):
+                if total == before or (total < (before or 0.0) and not gauge):
                     continue
                 one = self._metrics[name].labels(value) if value else self._metrics[name]
-                one.set(total) if gauge else one.inc(total - before)
+                one.set(total) if gauge else one.inc(total - (before or 0.0))
                 self._told[name, value] = total
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Load:
 
     def __init__(self, server: Server, report: Path, store: Path) -> None:
         self.server, self.report, self.store = server, report, store
-        self.before, self._first_line = server.metrics(), len(report.read_text().splitlines())
+        self.before, self._first_line = exported(server), len(report.read_text().splitlines())
         self.answers: list[Answer] = []
         self.crowds: list[list[Answer]] = []
         self.damaged = store
@@ -194,7 +194,7 @@ def exported(server: Server) -> dict[str, dict[str, float]]:
     for _ in range(50):
         state, found = server.settled()["metrics"], server.metrics()
         if all(
-            found[name].get(label) == value
+            found.get(name, {}).get(label) == value
             for name, of in state.items()
             for label, value in (of.items() if isinstance(of, dict) else [("", of)])
         ):
@@ -220,6 +220,7 @@ def some(found: dict[str, float]) -> dict[str, float]:
 
 
 def test_each_metric_is_what_was_counted_without_the_server(loaded: Load, found: dict[str, dict[str, float]]) -> None:
+    assert set(loaded.before) == {metric.name for metric in METRICS}, "all are there before anything has happened"
     told, lines, files = loaded.told, loaded.lines(), loaded.files()
     rows = {path: sum(one["steps"][path] for one in told) for path in PATHS}
     best = [next((path for path in PATHS if one["steps"][path]), "dense") for one in told]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +50,23 @@ def test_counters_grow_to_their_totals_and_never_fall_and_gauges_do(exported: Ex
     exported.figures = {}
     exported.exporter.export()
     assert exported("decode_tokens_total", path="sparse") == 9, "what is not told stays"
+
+
+_AS_A_SCHEDULER = """
+from prometheus_client import CollectorRegistry, multiprocess
+from sglang_ext.metrics import METRICS, Exporter
+Exporter(lambda: {one.name: 0 for one in METRICS if not one.label}).export()
+multiprocess.MultiProcessCollector(registry := CollectorRegistry())
+print(*{sample.name for family in registry.collect() for sample in family.samples})
+"""
+
+
+def test_all_metrics_are_there_before_anything_has_happened(tmp_path: Path) -> None:
+    """Through files, as SGLang's processes do: there a gauge that was never set is none."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _AS_A_SCHEDULER]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert set(run.stdout.split()) == {PREFIX + one.name + ("" if one.gauge else "_total") for one in METRICS}
 
 
 def test_an_error_while_exporting_is_logged_once_and_ends_nothing(
