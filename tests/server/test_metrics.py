@@ -137,9 +137,8 @@ def load(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Load:
     folder = tmp_path_factory.mktemp("metrics")
     report, store = folder / "report.jsonl", folder / "store"
     store.mkdir()
-    server = serve(
-        store, {**CONFIG, "build_report": str(report)}, enable_metrics="", decode_log_interval=LOG_INTERVAL, fresh=True
-    )
+    config = {**CONFIG, "build_report": str(report)}
+    server = serve(store, config, enable_metrics="", decode_log_interval=LOG_INTERVAL)
     return Load(server, report, store)
 
 
@@ -289,7 +288,7 @@ def test_the_time_of_a_step_is_what_a_client_sees_and_the_log_says_which_way(loa
         after = exported(server)
         seconds, steps = (after[name][path] - before[name][path] for name in ("step_seconds", "timed_steps"))
         assert steps == LONG - 2
-        assert seconds == pytest.approx(came[-1] - came[1], rel=0.2), "between the ends of the first and last step"
+        assert seconds == pytest.approx(came[-1] - came[1], rel=0.3), "between the ends of the first and last step"
         lines = re.findall(r"Decode batch.*sparse rows: (.*), cascade rows: (.*)", server.log.read_text()[logged:])
         assert lines[1:-1] == [("1.00" if path == "sparse" else "0.00", "0.00")] * len(lines[1:-1])
         assert len(lines) >= (LONG - 1) // int(LOG_INTERVAL)
