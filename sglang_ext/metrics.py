@@ -1,13 +1,18 @@
-"""What the sparse path did, counted on the host.
+"""What the sparse path did, counted on the host, and its export.
 
 Prometheus names begin with `sglang:sparse_attn_`; they are exported only with SGLang's `--enable-metrics`.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
+
+logger = logging.getLogger(__name__)
 
 #: The words under which dense decode is counted (docs/architecture.md).
 REASONS = (
@@ -24,6 +29,66 @@ REASONS = (
     "unsupported_mode",
     "by_request",
 )
+NO_REASON = "none"
+"""Of dense tokens of a request for which no reason was counted: it shared too little, or was looked up for nothing."""
+
+PATHS = ("sparse", "cascade", "dense")
+TIERS = ("dram", "disk", "remote")
+"""Where the bytes of an index are read from: a service's folder in DRAM, the store's folder, a remote store."""
+
+PREFIX = "sglang:sparse_attn_"
+PERIOD_S = 1.0
+
+Figures: TypeAlias = Mapping[str, "float | Mapping[str, float]"]
+"""By a metric's name: its value, or its values by that of its label. Counters are totals since the start."""
+
+
+class Metric(NamedTuple):
+    """An exported metric.
+
+    Attributes:
+        name: behind `PREFIX`; Prometheus adds `_total` to counters.
+        text: help text.
+        label: its label; empty for a metric of one value.
+        values: of the label that are exported from the start, as 0; others once they are counted.
+        gauge: a value that may fall; otherwise a counter.
+    """
+
+    name: str
+    text: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    gauge: bool = False
+
+
+METRICS = (
+    Metric("requests", "Requests that ended, by the best path of their decode steps.", "path", PATHS),
+    Metric("decode_tokens", "Tokens decoded, by path.", "path", PATHS),
+    Metric("fallback", "Requests decoded dense, by reason.", "reason", REASONS),
+    Metric("dense_tokens", "Dense tokens of requests that ended, by their last reason.", "reason", (NO_REASON,)),
+    Metric(
+        "prefix_tokens", "Prefix tokens of sparse rows: all, attended (mean of layers).", "part", ("attended", "all")
+    ),
+    Metric("steps", "Decode steps, by path.", "path", PATHS),
+    Metric("groups", "Groups of requests that read one prefix together, over all steps.", "path", PATHS[:2]),
+    Metric("step_seconds", "Wall time between consecutive decode steps of one path.", "path", PATHS),
+    Metric("timed_steps", "Decode steps in step_seconds.", "path", PATHS),
+    Metric("saved_seconds", "Attention time saved by the cost model against no sharing.", "path", PATHS[:2]),
+    Metric("hit", "Requests that found an index of their prompt."),
+    Metric("index_hits", "The same, by where it was.", "tier", ("device", *TIERS, "failed")),
+    Metric("load", "Indexes loaded to the device.", "tier", TIERS),
+    Metric("load_bytes", "Bytes of loaded indexes.", "tier", TIERS),
+    Metric("load_seconds", "Seconds of loads.", "tier", TIERS),
+    Metric("load_failures", "Loads that failed, by reason.", "reason", ("index_corrupt", "index_memory")),
+    Metric("corrupt", "Indexes found damaged at a load, by kind.", "kind", ("bytes", "content")),
+    Metric("build", "Builds that ended, by status.", "status", ("built", "failed")),
+    Metric("build_seconds", "Seconds of computing in builds that were stored."),
+    Metric("evicted", "Indexes evicted by this process.", "where", ("device", "store")),
+    Metric("device_bytes", "Device bytes of indexes.", gauge=True),
+    Metric("store_indexes", "Usable indexes in the store.", gauge=True),
+    Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),
+    Metric("store_problems", "Files and places of the store that cannot be used.", gauge=True),
+)
 
 
 class Counters:
@@ -34,10 +99,9 @@ class Counters:
 
     Args:
         num_layers: layers of the model.
-        prometheus: export counters through prometheus_client as well.
     """
 
-    def __init__(self, num_layers: int, prometheus: bool = False) -> None:
+    def __init__(self, num_layers: int) -> None:
         self._attended = [0] * num_layers
         self._prefix = self._suffix_attended = self._suffix_tokens = 0
         self.sparse_steps = 0
@@ -50,7 +114,16 @@ class Counters:
         self.recorded_steps = 0
         self.recorded_graph_steps = 0
         self.fallbacks: Counter[str] = Counter()
-        self._prometheus = _Prometheus() if prometheus else None
+        self._ended: Counter[str] = Counter()
+        self._dense_tokens: Counter[str] = Counter()
+        self._steps = dict.fromkeys(PATHS, 0)
+        self._timed = dict.fromkeys(PATHS, 0)
+        self._seconds = dict.fromkeys(PATHS, 0.0)
+        self._groups = dict.fromkeys(PATHS[:2], 0)
+        self._saved_us = dict.fromkeys(PATHS[:2], 0.0)
+        self._path: str | None = None
+        self._began = 0.0
+        self._store = (0, 0, 0)
 
     def count_attended_suffix(self, attended: int, tokens: int) -> None:
         """One step, all layers together: attended and covered tokens of requests' own indexes."""
@@ -75,24 +148,58 @@ class Counters:
         self.cascade_rows += rows
         self.cascade_steps += rows > 0
 
+    def count_groups(self, path: str, groups: int, saved_us: float) -> None:
+        """One step in groups: how many, and the microseconds that it saves by the cost model."""
+        self._groups[path] += groups
+        self._saved_us[path] += saved_us
+
+    def begin_step(self, path: str | None) -> None:
+        """A forward begins: a decode step of this path, or another forward (None).
+
+        The time from a step to the next one is taken where both went the same way and no other forward lies between.
+        With the overlap schedule a step begins while the one before it runs, so the time is a step's all the same.
+        """
+        now = time.perf_counter()
+        if path is not None:
+            self._steps[path] += 1
+            if path == self._path:
+                self._timed[path] += 1
+                self._seconds[path] += now - self._began
+        self._path, self._began = path, now
+
     def count_fallback(self, reason: str) -> None:
         """One request that decodes dense for this reason."""
         self.fallbacks[reason] += 1
 
-    def export(self, resident_bytes: Callable[[], int]) -> None:
-        """Bring the exported figures up to these, and to the device bytes of indexes. Once in a forward."""
-        if self._prometheus is not None:
-            rows = {"sparse": self.sparse_rows, "cascade": self.cascade_rows}
-            rows["dense"] = self.dense_rows - self.cascade_rows
-            layers = len(self._attended)
-            tokens = {"attended": sum(self._attended) / layers if layers else 0.0, "all": self._prefix}
-            self._prometheus.export(self.hits, rows, tokens, self.fallbacks, resident_bytes())
+    def count_ended(self, steps: Mapping[str, int], reason: str | None) -> None:
+        """One request that ended: its decode steps by path, and the last reason that was counted for it."""
+        self._ended[next((path for path in PATHS if steps[path]), PATHS[-1])] += 1
+        self._dense_tokens[reason or NO_REASON] += steps["dense"]
 
-    def set_store(self, indexes: int, nbytes: int) -> None:
+    def set_store(self, indexes: int, nbytes: int, problems: int) -> None:
         """What the store holds now. May be called from another thread."""
-        if self._prometheus:
-            self._prometheus.store_indexes.set(indexes)
-            self._prometheus.store_bytes.set(nbytes)
+        self._store = indexes, nbytes, problems
+
+    def figures(self) -> Figures:
+        """What is exported of these counters. In any thread: of a step that runs meanwhile it may have a part."""
+        layers, (indexes, nbytes, problems) = len(self._attended), self._store
+        rows = self.sparse_rows, self.cascade_rows, self.dense_rows - self.cascade_rows
+        return {
+            "requests": dict(self._ended),
+            "decode_tokens": dict(zip(PATHS, rows, strict=True)),
+            "fallback": dict(self.fallbacks),
+            "dense_tokens": dict(self._dense_tokens),
+            "prefix_tokens": {"attended": sum(self._attended) / layers if layers else 0.0, "all": self._prefix},
+            "steps": dict(self._steps),
+            "groups": dict(self._groups),
+            "step_seconds": dict(self._seconds),
+            "timed_steps": dict(self._timed),
+            "saved_seconds": {path: us / 1e6 for path, us in self._saved_us.items()},
+            "hit": self.hits,
+            "store_indexes": indexes,
+            "store_bytes": nbytes,
+            "store_problems": problems,
+        }
 
     def snapshot(self) -> dict[str, Any]:
         """All counters as plain values.
@@ -120,54 +227,60 @@ class Counters:
         }
 
 
-class _Prometheus:
-    """The exported counters. Made in the scheduler process after SGLang set up prometheus_client there."""
+class Exporter:
+    """Brings `METRICS` up to date once in `PERIOD_S`, on a thread of its own: a decode step pays for counting only.
 
-    def __init__(self) -> None:
-        from prometheus_client import Counter as PrometheusCounter
-        from prometheus_client import Gauge
+    Made in the scheduler process after SGLang set up prometheus_client there. A figure that is missing stays as it is.
 
-        self.hits = PrometheusCounter("sglang:sparse_attn_hit", "Requests that found an index of their prompt.")
-        self.rows = PrometheusCounter(
-            "sglang:sparse_attn_decode_tokens", "Tokens decoded, by path (sparse, cascade or dense).", ["path"]
-        )
-        self.prefix_tokens = PrometheusCounter(
-            "sglang:sparse_attn_prefix_tokens",
-            "Tokens of indexed prefixes over all sparse steps: all, and those attended, mean over the layers.",
-            ["part"],
-        )
-        self.device_bytes = Gauge(
-            "sglang:sparse_attn_device_bytes", "Device bytes of indexes.", multiprocess_mode="mostrecent"
-        )
-        self.fallbacks = PrometheusCounter(
-            "sglang:sparse_attn_fallback", "Requests decoded dense, by reason.", ["reason"]
-        )
-        self.store_indexes = Gauge(
-            "sglang:sparse_attn_store_indexes", "Usable indexes in the store.", multiprocess_mode="mostrecent"
-        )
-        self.store_bytes = Gauge(
-            "sglang:sparse_attn_store_bytes", "Bytes of the indexes in the store.", multiprocess_mode="mostrecent"
-        )
+    Args:
+        figures: gives them, in any thread.
+        registry: prometheus_client's; None: its default.
+    """
+
+    def __init__(self, figures: Callable[[], Figures], registry: Any = None) -> None:
+        import prometheus_client
+
+        options = {"registry": registry or prometheus_client.REGISTRY}
+        self._figures = figures
+        self._metrics: dict[str, Any] = {}
+        self._gauges = {metric.name for metric in METRICS if metric.gauge}
         self._told: dict[tuple[str, str], float] = {}
+        self._problem: str | None = None
+        for name, text, label, values, gauge in METRICS:
+            kind = prometheus_client.Gauge if gauge else prometheus_client.Counter
+            more = {"multiprocess_mode": "mostrecent"} if gauge else {}
+            one = self._metrics[name] = kind(PREFIX + name, text, [label] if label else [], **more, **options)
+            for value in values:
+                one.labels(value)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sparse-attn-metrics", daemon=True)
+        self._thread.start()
 
-    def export(
-        self,
-        hits: int,
-        rows: Mapping[str, int],
-        tokens: Mapping[str, float],
-        fallbacks: Mapping[str, int],
-        device_bytes: int,
-    ) -> None:
-        """Totals so far, of rows by path, tokens by part and fallbacks by reason."""
-        self._tell(self.hits, ("hits", ""), hits)
-        for path, count in rows.items():
-            self._tell(self.rows.labels(path=path), ("rows", path), count)
-        for part, total in tokens.items():
-            self._tell(self.prefix_tokens.labels(part=part), ("tokens", part), total)
-        for reason, count in fallbacks.items():
-            self._tell(self.fallbacks.labels(reason=reason), ("fallbacks", reason), count)
-        self.device_bytes.set(device_bytes)
+    def _run(self) -> None:
+        while not self._end.wait(PERIOD_S):
+            try:
+                self.export()
+                self._problem = None
+            except Exception as error:  # figures are late then; serving goes on
+                if str(error) != self._problem:
+                    logger.exception("sparse attention: metrics could not be exported")
+                self._problem = str(error)
 
-    def _tell(self, counter: Any, name: tuple[str, str], total: float) -> None:
-        counter.inc(total - self._told.get(name, 0.0))
-        self._told[name] = total
+    def export(self) -> None:
+        """Bring the exported metrics up to the figures as they are now."""
+        for name, found in self._figures().items():
+            values = found.items() if isinstance(found, Mapping) else (("", found),)
+            for value, total in values:
+                before = self._told.get((name, value))  # None: a gauge is exported once it is set, be it to 0
+                # Of a step that runs meanwhile one part may be counted and another not: counters never fall.
+                gauge = name in self._gauges
+                if total == before or (total < (before or 0.0) and not gauge):
+                    continue
+                one = self._metrics[name].labels(value) if value else self._metrics[name]
+                one.set(total) if gauge else one.inc(total - (before or 0.0))
+                self._told[name, value] = total
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        self._thread.join()

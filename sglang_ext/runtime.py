@@ -23,7 +23,7 @@ from sglang_ext.decode.types import StepPath
 from sglang_ext.methods import method_specs
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
-from sglang_ext.metrics import Counters
+from sglang_ext.metrics import Counters, Exporter, Figures
 from sglang_ext.model_view import ModelView
 from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.builder import profile_digest
@@ -79,15 +79,14 @@ class SparseRuntime:
         self.config = config
         self.view = view
         self.ranks = ranks or Ranks()
-        self.counters = Counters(view.num_layers, prometheus)
+        self.counters = Counters(view.num_layers)
         self.requests = RequestTable()
         self.model = view.fingerprint()
         if profile is not None:
             check_profile(profile, self.model)
             logger.info("sparse attention: profile %s of this model", config.profile)
         self.profile = profile_digest(config, profile)
-        publish = self.counters.set_store if prometheus else None
-        self.directory = PrefixDirectory(settings, self.model, self.profile, publish)
+        self.directory = PrefixDirectory(settings, self.model, self.profile, self.counters.set_store)
         self.store = self.directory.store
         plan = layer_plan_of_rank(config.layer_plan, profile, self.model, view.tp_rank, view.tp_size)
         first = heads_of_rank(self.model.num_kv_heads, view.tp_rank, view.tp_size).start
@@ -103,6 +102,7 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
+        self._exporter = Exporter(self.figures) if prometheus else None
 
     def _recording(self, profile: Profile | None) -> Recording | None:
         """What this process makes of the prompts that it prefills; None for nothing. May be a collective."""
@@ -168,7 +168,7 @@ class SparseRuntime:
             if found.entry is not None:
                 if counted:
                     self.counters.hits += 1
-                self.residency.prefetch(found.entry)
+                self.residency.prefetch(found.entry, hit=counted)
             elif found.reason == "index_mismatch":
                 logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
         indexed = 0 if attachment.entry is None else attachment.entry.identity.num_tokens
@@ -218,17 +218,20 @@ class SparseRuntime:
             self.builds.close()
             self.builds = None
 
-    def slot_freed(self, request: Hashable, row: int, *, finished: bool) -> None:
+    def slot_freed(self, request: Hashable, row: int, *, finished: bool, tokens: int = 0) -> None:
         """A request gives its slot back, and with it all that it held; its index is built if it was recorded.
 
         Args:
             request: SGLang's request object.
             row: its row of `req_to_token`, still filled.
             finished: finished or aborted; False for a retraction, after which it waits, and will be prefilled again.
+            tokens: that it was answered; one without any is not counted among those that ended.
         """
         attachment = self.requests.of(request)
         if attachment is None:
             return
+        if finished and tokens:
+            attachment.ended(tokens, self.counters)
         self.ready.forget(attachment.rid)
         self.planner.ended(attachment.serial)
         if self.builds is not None:
@@ -263,9 +266,12 @@ class SparseRuntime:
             self._settle(forward_batch.rids)
             planned = self._planned(forward_batch)
             self.ready.took("stock" if planned is None else planned.path.value, forward_batch.batch_size)
+            self.counters.begin_step("dense" if planned is None else planned.path.counted)
             self._step = Step(planned, () if self.builds is None else self.builds.decode(forward_batch))
-        elif self.builds is not None and mode.is_extend():
-            self._step = Step(None, self.builds.prefill(forward_batch))
+        else:
+            self.counters.begin_step(None)
+            if self.builds is not None and mode.is_extend():
+                self._step = Step(None, self.builds.prefill(forward_batch))
         try:
             yield
             if self._trace is not None:
@@ -273,7 +279,6 @@ class SparseRuntime:
                 self._trace.note(forward_batch, self.path, sparse.copies if sparse is not None else None)
         finally:
             self._step = Step()
-            self.counters.export(self.residency.resident_bytes)
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
@@ -400,6 +405,17 @@ class SparseRuntime:
             indexes = "off (decode_path is stock)" if config.decode_path is DecodePath.STOCK else "off (see above)"
         return f"shared prefixes: {shared}; indexes: {indexes}"
 
+    def figures(self) -> Figures:
+        """What is exported, by metric; in any thread."""
+        builds = self.builds
+        return {
+            **self.counters.figures(),
+            **self.residency.figures(),
+            **({} if builds is None else builds.figures()),
+            "evicted": {"device": self.residency.evicted, "store": self.store.evicted},
+            "device_bytes": self.residency.resident_bytes(),
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """State and counters as plain values, for `/get_server_info`. Waits for the device, and for all ranks: it is
         called on each, as SGLang hands a question to all of them.
@@ -417,12 +433,15 @@ class SparseRuntime:
             "profile": self.profile,
             "decode": self.planner.snapshot(),
             **self.directory.snapshot(),
+            "metrics": self.figures(),
             **held,
             "requests": len(self.requests),
         }
 
     def close(self) -> None:
         """Stop loading and building, and close the store. SGLang never does: a process that ends needs none of it."""
+        if self._exporter is not None:
+            self._exporter.close()
         if self.builds is not None:
             self.builds.close()
         self.residency.close()

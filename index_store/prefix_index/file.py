@@ -107,6 +107,11 @@ class FileStore(IndexStore):
         self.catalog = self._books.catalog
         self._leases = FolderLeases(self.folder, self._access)
         self._copier = Promoter(self._copy)
+        self._evicted = 0
+
+    @property
+    def evicted(self) -> int:
+        return self._evicted
 
     @property
     def counters(self) -> TierCounters | None:
@@ -191,6 +196,7 @@ class FileStore(IndexStore):
             else:
                 os.close(fd)
                 index = copy
+                index.tier = "dram"
                 index.version = signature  # what it is a copy of
         except IndexUnreadable:
             raise  # what the system refuses now it may give a moment later
@@ -437,6 +443,7 @@ class FileStore(IndexStore):
                 else:
                     staying.add(entry.digest)
                     nbytes += entry.nbytes
+        self._evicted += len(removed)
         return removed, nbytes
 
     def _remove_unchanged(self, entry: IndexEntry) -> bool:

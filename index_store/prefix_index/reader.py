@@ -79,6 +79,8 @@ class IndexFile:
         self.path = path
         self.version: object = None
         """What the store that served it tells this version from others by."""
+        self.tier = "disk"
+        """Where the store that served it has its bytes: a folder on ``disk``, a copy in ``dram``, or ``remote``."""
         self._file = file
         self.nbytes = regular_size(file.fileno())
         prelude, entry = _read_head(file.fileno(), self.nbytes)

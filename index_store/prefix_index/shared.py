@@ -121,6 +121,10 @@ class SharedStore(IndexStore):
         with self._counting:
             return SharedCounters(**self._counts)
 
+    @property
+    def evicted(self) -> int:
+        return self.local.evicted
+
     def count(self, name: str) -> None:
         with self._counting:
             self._counts[name] += 1
@@ -170,6 +174,7 @@ class SharedStore(IndexStore):
             index, where = self.local.get(key), "hits_local"
         except _MISSES as missing:
             index, where = self._get_remote(key, digest, missing), "hits_remote"
+            index.tier = "remote"
         self.count(where)
         return index
 

@@ -326,6 +326,11 @@ class IndexStore(IndexSource):
         now.
         """
 
+    @property
+    def evicted(self) -> int:
+        """Indexes that this object has removed for the sake of a limit."""
+        return 0
+
     def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
         self._check_open()

@@ -13,6 +13,7 @@ from sglang_ext.compat import tensor_parallel
 from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
+from sglang_ext.metrics import Counters
 from sglang_ext.options import Build
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 OPT_OUT = "sparse_attn"
 MAX_WARNED = 16
 _warned: set[str] = set()
+
+_DECODE_LINES = "sglang.srt.managers.scheduler_components.metrics_reporter"
+"""The logger of SGLang's lines about decode batches."""
 
 #: The runtime of this scheduler process, once SGLang has built its attention backend.
 _runtime: Any = None
@@ -61,8 +65,29 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         from sglang_ext.compat.residual_stream import observe_residual_stream
 
         observe_residual_stream(runner.model, _runtime.observe)
+    logging.getLogger(_DECODE_LINES).addFilter(_Shares(_runtime.counters))
     logger.info("sparse attention: on %s; %s", type(wrapped).__name__, _runtime.summary())
     return adopt(wrapped, _runtime, view.layer_refusal)
+
+
+class _Shares(logging.Filter):
+    """Adds to SGLang's lines about decode batches which shares of the rows since the last one went our ways.
+
+    A release that calls its logger or its line otherwise loses that, and nothing else.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        super().__init__()
+        self._counters, self._before = counters, (0, 0, 0)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Changes some records, and drops none."""
+        if isinstance(record.msg, str) and record.msg.startswith("Decode batch") and not record.args:
+            now = self._counters.sparse_rows, self._counters.cascade_rows, self._counters.dense_rows
+            sparse, cascade, dense = (after - before for after, before in zip(now, self._before, strict=True))
+            self._before, rows = now, max(1, sparse + dense)
+            record.msg += f", sparse rows: {sparse / rows:.2f}, cascade rows: {cascade / rows:.2f}"
+        return True
 
 
 def around_capture_one_shape(
@@ -223,7 +248,7 @@ def before_req_to_token_free(pool: Any, req: Any) -> None:
     row = getattr(kv, "req_pool_idx", None)
     if row is None:
         row = req.req_pool_idx
-    _runtime.slot_freed(req, int(row), finished=req.finished())
+    _runtime.slot_freed(req, int(row), finished=req.finished(), tokens=len(req.output_ids))
 
 
 def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence[Any]) -> None:

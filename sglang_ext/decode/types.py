@@ -25,6 +25,11 @@ class StepPath(str, Enum):
     KEPT = "kept"
     """Sparsely, by what an earlier step selected (`search_period`)."""
 
+    @property
+    def counted(self) -> str:
+        """The path that a step counts for."""
+        return "cascade" if self is StepPath.CASCADE else "sparse"
+
 
 @dataclass(frozen=True)
 class DecodeBatch:

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefix_index import printable_values
+from sglang_ext.metrics import Figures
 from sglang_ext.model_view import ModelView
 from sglang_ext.options import SparseAttnConfig
 
@@ -341,6 +343,8 @@ class Recording(ABC):
         self.recorder = QueryRecorder(
             view.num_layers, heads, config.query_samples, gqa, config.seed, late, max_captures=max_captures
         )
+        self._outcomes: Counter[str] = Counter()
+        self._build_seconds = 0.0
 
     @abstractmethod
     def admit(self, request: Admission) -> None:
@@ -392,15 +396,20 @@ class Recording(ABC):
         """State as plain values."""
         return {}
 
+    def figures(self) -> Figures:
+        """What is exported of builds, by status; of the tensor-parallel rank that reports them."""
+        return {"build": dict(self._outcomes), "build_seconds": self._build_seconds}
+
     def close(self) -> None:
         """Forget all requests, and end threads."""
         return
 
     def _report(self, rid: str, /, **fields: Any) -> None:
-        """Append a JSON line about a request to the file `build_report`, if there is one; in any thread.
-
-        A file that cannot be written is logged: the server must live on.
+        """Count what came of a request, and append a JSON line about it to the file `build_report`, if there is one; on
+        any one thread. A file that cannot be written is logged: the server must live on.
         """
+        self._outcomes[fields["status"]] += 1
+        self._build_seconds += fields.get("build_seconds", 0.0)
         if not self._config.build_report:
             return
         try:

@@ -60,7 +60,7 @@ class PrefixDirectory:
         settings: checked settings.
         model: fingerprint of the model served.
         profile_digest: digest of how this server expects indexes to be built.
-        publish: receives (usable indexes, bytes of all) now and then, for exported metrics.
+        publish: receives (usable indexes, bytes of all, problems) now and then, for exported metrics.
 
     Raises:
         IndexStoreError: the store cannot be used, or its service or remote tier does not answer.
@@ -71,7 +71,7 @@ class PrefixDirectory:
         settings: Settings,
         model: ModelFingerprint,
         profile_digest: str,
-        publish: Callable[[int, int], None] | None = None,
+        publish: Callable[[int, int, int], None] | None = None,
     ) -> None:
         builds = settings.config.build in (Build.SHARED, Build.PREFILL)
         self.address = settings.store
@@ -135,9 +135,14 @@ class PrefixDirectory:
         self._scan_problem, now = problem, time.monotonic()
         self._is_quick = isinstance(self.store, FileStore) and now - begun < _PATIENCE_S
         if self._publish is not None and problem is None and now >= self._next_publish:
-            self._next_publish = now + _PUBLISH_SECONDS
-            self._entries = entries = self.store.list()
-            self._publish(self._fitting(entries)[None], sum(entry.nbytes for entry in entries))
+            self._entries = self.store.list()
+            self._tell(len(self.store.problems()))
+
+    def _tell(self, problems: int) -> None:
+        self._next_publish = time.monotonic() + _PUBLISH_SECONDS
+        if self._publish is not None:
+            nbytes = sum(entry.nbytes for entry in self._entries)
+            self._publish(self._fitting(self._entries)[None], nbytes, problems)
 
     def _misfit(self, identity: IndexIdentity) -> str | None:
         """Why an index can serve no request here, in few words; None where it can."""
@@ -153,6 +158,7 @@ class PrefixDirectory:
         try:
             self._entries = self.store.list()
             self._problems = [str(problem.error) for problem in self.store.problems()]
+            self._tell(len(self._problems))
         except IndexStoreError as error:
             self._problems = [str(error)]
 

@@ -73,7 +73,7 @@ class Attachment:
         prompt_len: tokens of its own prompt.
         steps: which way its decode steps went.
         serial: unlike any other attachment's, also of a later request with the same id.
-        reported: reasons that were already counted for this request.
+        reported: reasons that were already counted for this request, in this order.
     """
 
     rid: str
@@ -86,7 +86,7 @@ class Attachment:
     prompt_len: int = 0
     steps: StepLog = field(default_factory=StepLog)
     serial: int = field(default_factory=_serials.__next__)
-    reported: set[str] = field(default_factory=set)
+    reported: list[str] = field(default_factory=list)
 
     def start_over(self) -> None:
         """Its slots are given back, so nothing is known of its suffix tokens."""
@@ -106,8 +106,12 @@ class Attachment:
     def count(self, reason: str, counters: Counters) -> None:
         """It decodes dense: counted once for each reason."""
         if reason not in self.reported:
-            self.reported.add(reason)
+            self.reported.append(reason)
             counters.count_fallback(reason)
+
+    def ended(self, tokens: int, counters: Counters) -> None:
+        """It ended with so many output tokens."""
+        counters.count_ended(self.steps.counts(tokens), self.reported[-1] if self.reported else None)
 
 
 class RequestTable:

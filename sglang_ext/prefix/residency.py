@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
@@ -21,13 +22,16 @@ from prefix_index import (
     IndexCorrupt,
     IndexEntry,
     IndexFile,
+    IndexForeign,
     IndexFormatError,
     IndexMismatch,
     IndexStore,
     IndexStoreError,
+    IndexTooNew,
 )
 from sglang_ext.methods.arrays import ContentError, IndexSize, check_forms, check_layer, join_heads
 from sglang_ext.methods.base import IndexSpec
+from sglang_ext.metrics import Figures
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ STAGING_BYTES = 256 << 20
 
 #: What the store must not offer again. One that has gone, that the disk or the store does not give now, may come back.
 _DAMAGE = (IndexFormatError, IndexMismatch)
+_KINDS: dict[type[Exception], str] = {IndexForeign: "foreign", IndexTooNew: "too_new", IndexMismatch: "mismatch"}
+"""Of damage, as it is counted; of other bytes `bytes`, of content that no builder makes `content`."""
 
 
 class State(Enum):
@@ -56,6 +62,13 @@ class UnusableIndexError(Exception):
         self.reason = reason
 
 
+class NotNeededYetError(UnusableIndexError):
+    """Only others' bytes would make room, for a request that waits: it is loaded when the request has its slot."""
+
+    def __init__(self) -> None:
+        super().__init__("index_memory", "no room without evicting others; nobody needs it yet")
+
+
 class ResidentIndex:
     """One index in device memory. `layers[i]` maps array names to tensors with leading dim num_kv_heads.
 
@@ -68,10 +81,11 @@ class ResidentIndex:
         hopeless: failed for a reason that no later try can change: larger than the whole budget, or wrong in content.
             Another index of the same prefix is another try.
         users: requests with a slot that hold it; only an index without users is evicted.
+        hit: whether its load was begun by a request that counts as a hit.
     """
 
-    def __init__(self, entry: IndexEntry) -> None:
-        self.entry = entry
+    def __init__(self, entry: IndexEntry, *, hit: bool = False) -> None:
+        self.entry, self.hit = entry, hit
         self.state = State.LOADING
         self.layers: list[LayerArrays] = []
         self.reason = ""
@@ -126,25 +140,31 @@ class Residency:
         self._lock = threading.Lock()
         self._by_digest: OrderedDict[str, ResidentIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-load")
+        self.evicted = 0
+        names = ("index_hits", "load", "load_bytes", "load_seconds", "load_failures", "corrupt")
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in names}
 
-    def prefetch(self, entry: IndexEntry) -> None:
+    def prefetch(self, entry: IndexEntry, *, hit: bool = False) -> None:
         """Begin to load the index of `entry` for a request that waits. Holds nothing: it may be evicted meanwhile."""
-        self.release(self.acquire(entry))
+        self.release(self.acquire(entry, hit=hit))
 
-    def acquire(self, entry: IndexEntry, *, retry: bool = True) -> ResidentIndex:
+    def acquire(self, entry: IndexEntry, *, retry: bool = True, hit: bool = False) -> ResidentIndex:
         """The index of `entry`, loading it in the background if need be; never blocks on I/O. Pair with `release`.
 
         Args:
             entry: the store's.
             retry: load an index anew that failed, unless it is hopeless. False where the same request's `prefetch` did:
                 then only where memory was short, which may have passed.
+            hit: count where it was: on the device, or on its way there; else, behind its load, where that read it.
         """
         with self._lock:
             index = self._by_digest.get(entry.digest)
             if index is None or ((retry or index.reason == "index_memory") and index.can_be_tried_again(entry)):
-                index = ResidentIndex(entry)
+                index = ResidentIndex(entry, hit=hit)
                 self._by_digest[entry.digest] = index
                 index.loaded = self._worker.submit(self._load, index)
+            elif hit:
+                self._counts["index_hits"]["failed" if index.state is State.FAILED else "device"] += 1
             self._by_digest.move_to_end(entry.digest)
             index.users += 1
             return index
@@ -168,6 +188,11 @@ class Residency:
         with self._lock:
             return sum(index.users for index in self._by_digest.values())
 
+    def figures(self) -> Figures:
+        """What is exported of loads: by tier, reason or kind."""
+        with self._lock:
+            return {name: dict(counts) for name, counts in self._counts.items()}
+
     def check_integrity(self) -> None:
         """Raise RuntimeError when the books do not balance: a negative user count, bytes that nobody holds."""
         with self._lock:
@@ -179,8 +204,10 @@ class Residency:
                     )
 
     def _load(self, index: ResidentIndex) -> None:
+        begun, tier = time.perf_counter(), "failed"
         try:
             with self._store.get(index.entry.identity) as file:
+                tier = file.tier
                 try:
                     layers = self._load_layers(index, file)
                 except _DAMAGE as error:
@@ -189,13 +216,22 @@ class Residency:
             self._wait_for_device()
             nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             with self._lock:  # at once, for whoever looks at the books
+                for name, value in (("load", 1), ("load_bytes", nbytes), ("load_seconds", time.perf_counter() - begun)):
+                    self._counts[name][tier] += value  # type: ignore[assignment]  # seconds are no integers
                 index.layers, index.nbytes, index.state = layers, nbytes, State.READY
+        except NotNeededYetError as error:
+            index.reason, index.detail, index.state = error.reason, str(error), State.FAILED
         except (IndexStoreError, UnusableIndexError) as error:
-            self._fail(index, error.reason, str(error))
+            kind = "content" if index.hopeless else _KINDS.get(type(error), "bytes")
+            self._fail(index, error.reason, str(error), kind if isinstance(error, _DAMAGE) else None)
         except (torch.OutOfMemoryError, MemoryError) as error:
             self._fail(index, "index_memory", f"no memory is left for this index: {error}")
         except Exception as error:  # the server must live on, dense
-            self._fail(index, "index_corrupt", f"{type(error).__name__}: {error}")
+            self._fail(index, "index_corrupt", f"{type(error).__name__}: {error}", "error")
+        finally:
+            if index.hit:
+                with self._lock:
+                    self._counts["index_hits"][tier] += 1
 
     def _report(self, file: IndexFile, error: IndexStoreError) -> None:
         try:
@@ -207,8 +243,12 @@ class Residency:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _fail(self, index: ResidentIndex, reason: str, detail: str) -> None:
+    def _fail(self, index: ResidentIndex, reason: str, detail: str, kind: str | None = None) -> None:
         logger.error("sparse attention: an index cannot be used, its requests stay dense: %s", detail)
+        with self._lock:
+            self._counts["load_failures"][reason] += 1
+            if kind is not None:
+                self._counts["corrupt"][kind] += 1
         index.reason, index.detail = reason, detail
         index.state = State.FAILED
 
@@ -283,7 +323,7 @@ class Residency:
             if held + nbytes > self._budget_bytes and incoming.users == 0:
                 # Of a request that still waits: what others may need sooner stays, it is loaded when it has its slot.
                 self._by_digest.pop(incoming.entry.digest, None)
-                raise UnusableIndexError("index_memory", "no room without evicting others; nobody needs it yet")
+                raise NotNeededYetError
             for digest, index in self._by_digest.items():
                 if held + nbytes <= self._budget_bytes:
                     break
@@ -293,6 +333,7 @@ class Residency:
             if held + nbytes <= self._budget_bytes:
                 for digest in evicted:
                     del self._by_digest[digest]
+                self.evicted += len(evicted)
             else:
                 raise UnusableIndexError(
                     "index_memory",

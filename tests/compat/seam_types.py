@@ -86,8 +86,8 @@ class Heard:
     def slot_taken(self, req: Any) -> None:
         self.calls.append(["taken", req.rid])
 
-    def slot_freed(self, req: Any, row: int, *, finished: bool) -> None:
-        self.calls.append(["freed", req.rid, row, finished])
+    def slot_freed(self, req: Any, row: int, *, finished: bool, tokens: int) -> None:
+        self.calls.append(["freed", req.rid, row, finished, tokens])
 
 
 def life(hooks: Any) -> list[Any]:

@@ -51,7 +51,7 @@ def test_a_seam_tells_what_its_hook_reads_of_the_result(seam: Seam) -> None:
 
 def test_slots_are_heard_of_from_their_beginning_to_their_end(real: dict[str, Any]) -> None:
     *calls, rows, freed = real["life"]
-    assert calls == [["taken", "a"], ["taken", "b"], ["freed", "b", freed, False], ["taken", "c"]]
+    assert calls == [["taken", "a"], ["taken", "b"], ["freed", "b", freed, False, 0], ["taken", "c"]]
     assert len(set(rows)) == 2
 
 

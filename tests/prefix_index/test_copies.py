@@ -97,6 +97,8 @@ def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
         assert copies(folder) == {DIGEST}
         assert store.counters is not None
         assert (store.counters.hits_fast, store.counters.promotions, store.counters.promotion_failures) == (2, 1, 0)
+        with store.get(DIGEST) as index:
+            assert index.tier == "dram"
         original, copy = store.path_of(DIGEST), folder.parent / "dram" / DIGEST[:2] / f"{DIGEST}.pfxindex"
         assert original.read_bytes() == copy.read_bytes()
     put_elsewhere(folder, identity=OTHER)

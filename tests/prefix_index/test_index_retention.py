@@ -325,6 +325,7 @@ def test_collect_brings_a_folder_under_a_smaller_cap_and_removes_nothing_without
         assert {IDS.index(e.identity) for e in store.collect()} == {0, 1}
         assert held(store) == {2, 3}
         assert list(store.collect()) == []
+        assert store.evicted == 2
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -253,6 +253,7 @@ def test_what_local_has_no_room_for_is_served_from_remote(make: Make) -> None:
     assert flushed(one)
     assert [read_fill(two) for _ in range(3)] == [5, 5, 5]
     assert (two.counters.hits_remote, two.counters.fetch_failures) == (3, 1)
+    assert [store.get(sample_identity()).tier for store in (one, two)] == ["disk", "remote"]
 
 
 def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs: Shaky) -> None:

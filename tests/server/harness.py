@@ -21,8 +21,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from scripts.needle.tasks import Document, Question
 from scripts.servers import Reply, ask_many, free_port, free_ports, post, server_state
+from sglang_ext.metrics import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "needle"
@@ -306,6 +309,17 @@ class Server:
 
     def state(self) -> dict[str, Any]:
         return server_state(self.url)
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Those of ours in Prometheus's text, by name and, in each, by the value of its label ("": it has none)."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=REQUEST_SECONDS) as response:
+            families = text_string_to_metric_families(response.read().decode())
+        found: dict[str, dict[str, float]] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.name.startswith(PREFIX):
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                found.setdefault(name, {})[next(iter(sample.labels.values()), "")] = sample.value
+        return found
 
     def settled(self, seconds: float = 60.0) -> dict[str, Any]:
         """The state once no request is known any more; a request leaves a moment after its last token does."""

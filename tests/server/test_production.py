@@ -9,7 +9,6 @@ import urllib.request
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.needle.tasks import make_document
 from tests.server.harness import PRODUCTION, REQUEST_SECONDS
@@ -113,38 +112,3 @@ def test_a_response_says_why_it_was_dense_also_in_a_stream(production: Any, text
     chunks = list(map(json.loads, sent))
     assert [chunk["meta_info"]["sparse_attn"] for chunk in chunks[:-1]] == [[]] * (len(chunks) - 1)
     assert chunks[-1]["meta_info"]["sparse_attn"][0]["steps"]["sparse"] == TOKENS - 1
-
-
-def metrics(server: Any) -> dict[str, float]:
-    """The plugin's own in Prometheus's text, by name and labels of its own."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=REQUEST_SECONDS) as response:
-        families = text_string_to_metric_families(response.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-    found = {}
-    for sample in samples:
-        if sample.name.startswith("sglang:sparse_attn_"):
-            labels = [sample.labels[key] for key in ("path", "reason", "part") if key in sample.labels]
-            found[" ".join([sample.name.removeprefix("sglang:sparse_attn_"), *labels])] = sample.value
-    return found
-
-
-def test_metrics_are_what_the_server_counted(production: Any, texts: Any) -> None:
-    """Of requests that found an index, share slots, opt out: each figure against the counters of the process."""
-    before = metrics(production)
-    question = texts.large.questions[1].text
-    calls = [lambda: production.generate(f"{texts.large.text} {question}", TOKENS)] * 2
-    calls += [lambda: production.generate(texts.ask(texts.unindexed, 0), TOKENS)] * 2
-    calls += [lambda: production.generate(texts.ask(texts.elsewhere, 1), TOKENS, sparse=False)]
-    _, delta = production.during(lambda: production.together(calls))
-    after = metrics(production)
-    found = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert found["hit_total"] == delta.hits == 2
-    assert found["decode_tokens_total sparse"] == delta.sparse_rows > 0
-    assert found["decode_tokens_total cascade"] == delta.cascade_rows
-    assert found["decode_tokens_total dense"] == delta.dense_rows - delta.cascade_rows
-    assert {name.split()[1]: count for name, count in found.items() if "fallback" in name and count} == delta.fallbacks
-    attended, whole = (sum(delta.per_layer(f"{what}_tokens_per_layer")) / 6 for what in ("attended", "prefix"))
-    assert (found["prefix_tokens_total attended"], found["prefix_tokens_total all"]) == (pytest.approx(attended), whole)
-    state = production.settled()
-    assert after["device_bytes"] == state["resident_bytes"]
-    assert (after["store_indexes"], after["store_bytes"]) == (state["indexes_usable"], state["store_bytes"])

@@ -151,6 +151,7 @@ def test_a_damaged_index_is_reported_before_requests_are_told(
     index = load(residency, entry)
     assert seen == [State.LOADING]
     assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
+    assert residency.figures()["corrupt"] == {"bytes": 1}
 
 
 def test_an_index_that_the_disk_does_not_give_now_is_not_reported(bench: Any, reside: Any, monkeypatch: Any) -> None:
@@ -162,6 +163,8 @@ def test_an_index_that_the_disk_does_not_give_now_is_not_reported(bench: Any, re
     index = load(residency, entry)
     assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
     assert bench.store.problems() == ()
+    found = residency.figures()
+    assert (found["load_failures"], found["corrupt"]) == ({"index_corrupt": 1}, {}), "nothing is known to be damaged"
     monkeypatch.undo()
     assert load(residency, entry).state is State.READY
 
@@ -300,6 +303,7 @@ def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: A
     assert residency.acquire(entry) is failed, "not read again for each request"
     assert residency.acquire(msgspec.structs.replace(entry, path="elsewhere")) is failed, "nor another copy"
     assert len(reports) == 1
+    assert residency.figures()["corrupt"] == {"content": 1}
     mended = tokens.put(PROMPT)
     assert load(residency, mended).state is State.READY
 

@@ -1,0 +1,174 @@
+"""What is counted for export, and the exporter with prometheus_client's own registry. A server's: tests/server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from sglang_ext.decode.costs import Line, Lines
+from sglang_ext.metrics import METRICS, PATHS, PREFIX, Counters, Exporter, Figures
+from sglang_ext.prefix.requests import CASCADE, SPARSE, Attachment
+from tests.serving.test_step_paths import COSTS, Batches, settled
+
+
+class Exported:
+    """What an exporter makes of figures that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, period_s: float = 60.0) -> None:
+        monkeypatch.setattr("sglang_ext.metrics.PERIOD_S", period_s)
+        self.figures: Figures = {}
+        self._registry = CollectorRegistry()
+        self.exporter = Exporter(lambda: self.figures, self._registry)
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        value: float | None = self._registry.get_sample_value(PREFIX + name, labels)
+        return value
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exported]:
+    one = Exported(monkeypatch)
+    yield one
+    one.exporter.close()
+
+
+def test_counters_grow_to_their_totals_and_never_fall_and_gauges_do(exported: Exported) -> None:
+    assert exported("decode_tokens_total", path="cascade") == 0, "known before there are any"
+    for rows, nbytes in ((5, 100), (3, 40), (9, 0)):
+        exported.figures = {"decode_tokens": {"sparse": rows}, "device_bytes": nbytes}
+        exported.exporter.export()
+        assert exported("device_bytes") == nbytes
+        assert exported("decode_tokens_total", path="sparse") == max(5, rows)
+    exported.figures = {}
+    exported.exporter.export()
+    assert exported("decode_tokens_total", path="sparse") == 9, "what is not told stays"
+
+
+_AS_A_SCHEDULER = """
+from prometheus_client import CollectorRegistry, multiprocess
+from sglang_ext.metrics import METRICS, Exporter
+Exporter(lambda: {one.name: 0 for one in METRICS if not one.label}).export()
+multiprocess.MultiProcessCollector(registry := CollectorRegistry())
+print(*{sample.name for family in registry.collect() for sample in family.samples})
+"""
+
+
+def test_all_metrics_are_there_before_anything_has_happened(tmp_path: Path) -> None:
+    """Through files, as SGLang's processes do: there a gauge that was never set is none."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _AS_A_SCHEDULER]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert set(run.stdout.split()) == {PREFIX + one.name + ("" if one.gauge else "_total") for one in METRICS}
+
+
+def test_an_error_while_exporting_is_logged_once_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exported = Exported(monkeypatch, period_s=0.01)
+    exported.figures = {"no such metric": 1}
+    time.sleep(0.2)
+    assert caplog.text.count("metrics could not be exported") == 1
+    exported.figures = {"hit": 2}
+    deadline = time.monotonic() + 30
+    while exported("hit_total") != 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert exported("hit_total") == 2
+    exported.exporter.close()
+
+
+def test_every_figure_is_a_metric_and_every_label_value_a_word() -> None:
+    names = {metric.name for metric in METRICS}
+    assert len(names) == len(METRICS)
+    assert set(Counters(2).figures()) <= names
+    assert all(metric.label for metric in METRICS if metric.values)
+
+
+def test_time_is_taken_between_steps_of_one_path_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("sglang_ext.metrics.time.perf_counter", lambda: 2.0 ** next(clock))
+    counters = Counters(1)
+    for path in ("sparse", "sparse", "dense", "sparse", None, "sparse", "sparse", "dense", "dense"):
+        counters.begin_step(path)
+    found = counters.figures()
+    assert found["steps"] == {"sparse": 5, "cascade": 0, "dense": 3}
+    assert found["timed_steps"] == {"sparse": 2, "cascade": 0, "dense": 1}
+    assert found["step_seconds"] == {"sparse": (2 - 1) + (64 - 32), "cascade": 0, "dense": 256 - 128}
+
+
+def test_what_steps_save_is_told_against_each_row_attending_its_own_tokens() -> None:
+    """By COSTS: 3 layers of 1 us a token; a search of 2 * 200 us, of which a step in four has its part."""
+    batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse", min_shared_tokens=64)
+    settled(batches, 0, 1)
+    figures = batches.steps._counters.figures()
+    cascade = figures["groups"]["cascade"]  # type: ignore[index]
+    assert cascade >= 1
+    assert figures["saved_seconds"]["cascade"] == pytest.approx(cascade * 3 * 128 / 1e6)  # type: ignore[index]
+    batches.step(0, 1)
+    figures = batches.steps._counters.figures()
+    assert figures["groups"] == {"sparse": 1, "cascade": cascade}
+    selecting = (128 + 2) + 2 * (32 + 2) + 400
+    assert figures["saved_seconds"]["sparse"] == pytest.approx((3 * 2 * 129 - selecting) / 1e6)  # type: ignore[index]
+
+
+def test_a_request_counts_by_its_best_path_and_its_dense_tokens_by_the_last_reason() -> None:
+    counters = Counters(1)
+    for ways, reasons in (((SPARSE, CASCADE), ["index_loading"]), ((CASCADE,), []), ((), ["no_index", "cost_model"])):
+        one = Attachment("r")
+        for token, way in enumerate(ways, 1):
+            one.steps.note(token, way)
+        for reason in reasons:
+            one.count(reason, counters)
+        one.ended(6, counters)
+    found = counters.figures()
+    assert found["requests"] == {"sparse": 1, "cascade": 1, "dense": 1}
+    assert found["dense_tokens"] == {"index_loading": 3, "none": 4, "cost_model": 5}
+    assert found["fallback"] == {"index_loading": 1, "no_index": 1, "cost_model": 1}
+
+
+def best_us(call: Callable[[], Any], times: int) -> float:
+    """Of one call, in the quickest of some rounds: others use the machine, too."""
+    rounds = []
+    for _ in range(10):
+        begun = time.perf_counter()
+        for _ in range(times):
+            call()
+        rounds.append(1e6 * (time.perf_counter() - begun) / times)
+    return min(rounds)
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+def test_a_step_pays_some_microseconds_for_what_is_exported(rows: int, exported: Exported, capsys: Any) -> None:
+    """The counting of a step and what it saves, which needs costs; and one export, which a thread makes each second."""
+    batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse")
+    planner, counters = batches.steps, batches.steps._counters
+    lines = Lines({groups: Line(5.0, 0.01) for groups in (1, 4, 16, 64, 128)})
+    for size in (4, 128):
+        planner.cascade._costs[size] = COSTS.__class__(lines, lines, 1, 2, 0)  # type: ignore[union-attr,index]
+    batch: Any = type("Batch", (), {"seq_lens": [8192] * rows})
+
+    def step() -> None:
+        counters.count_groups("cascade", 1, planner._saved_us(batch, 1.0))
+        counters.begin_step("cascade")
+
+    step_us = best_us(step, 1000)
+    everything = {metric.name: dict.fromkeys(metric.values, 1.0) or 1.0 for metric in METRICS}
+
+    def export() -> None:
+        exported.figures = {
+            name: {label: value + 1 for label, value in of.items()} if isinstance(of, dict) else of + 1
+            for name, of in {**everything, **exported.figures}.items()  # type: ignore[operator]
+        }
+        exported.exporter.export()
+
+    with capsys.disabled():
+        print(f"\nbatch {rows}: {step_us:.1f} us a step, {best_us(export, 100):.0f} us an export")
+    assert step_us < 30
+    assert PATHS[0] in counters.figures()["steps"]  # type: ignore[operator]
