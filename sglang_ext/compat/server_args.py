@@ -140,4 +140,4 @@ def after_check_server_args(_result: None, record: Any) -> None:
     except RuntimeError as error:
         refuse(str(error))
     attach(record, settings)
-    administration.serve()
+    administration.serve(settings)
