@@ -293,6 +293,11 @@ class Server:
     def post(self, path: str, body: dict[str, Any], timeout: float = REQUEST_SECONDS) -> Any:
         return post(self.url, path, body, timeout, ADMIN_KEY)
 
+    def get(self, path: str) -> Any:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            return json.load(response)
+
     def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 120.0) -> None:
         """Until the state is so."""
         deadline = time.monotonic() + seconds
