@@ -145,7 +145,8 @@ def _build(args: argparse.Namespace) -> int:
         return 2
     status = 0
     for prompt in prompts:
-        body = {name: value for name, value in msgspec.to_builtins(prompt).items() if value is not None}
+        given = msgspec.structs.asdict(prompt)
+        body = {name: value for name, value in given.items() if value is not None and name != "id"}
         named = f"line {prompt.id}" if isinstance(prompt.id, LineNumber) else prompt.id
         try:
             if not args.json:

@@ -140,7 +140,7 @@ def _endpoint(server: Any, settings: Settings, name: str) -> Callable[..., Any]:
 
 async def _body(request: Any) -> dict[str, Any] | Answer:
     """The body as JSON, {} where there is none; an answer that says what is wrong with it."""
-    raw = b""
+    raw = bytearray()
     async for piece in request.stream():
         raw += piece
         if len(raw) > _MOST_BYTES:
@@ -167,8 +167,8 @@ def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, An
     Not in the event loop, which tokenizes.
     """
     import msgspec
-    from sglang.srt.managers.io_struct import GenerateReqInput
 
+    from sglang_ext.compat.engine import salt_refusal, unknown_ids
     from sglang_ext.compat.request_tokens import RequestTokens
     from sglang_ext.prefill.prompt_tokens import prefix_tokens
     from sglang_ext.prefill.prompts import Prompt, check_prompt
@@ -179,9 +179,10 @@ def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, An
     try:
         prompt = msgspec.convert(body, Prompt)
         check_prompt(prompt, "the body")
-        if prompt.cache_salt is not None and "cache_salt" not in getattr(GenerateReqInput, "__annotations__", {}):
-            raise ValueError("expected no cache_salt: this SGLang joins it into extra_key; give the joined value there")
         ids = prefix_tokens(prompt, RequestTokens(state.tokenizer_manager, state.template_manager, wait)).ids
+        refusal = unknown_ids(ids, state.tokenizer_manager.model_config.vocab_size) or salt_refusal(prompt.cache_salt)
+        if refusal:
+            raise ValueError(refusal)
     except ValueError as error:  # msgspec's, SGLang's and ours
         return _bad(f"build: {error}")
     return {"input_ids": ids, "extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
