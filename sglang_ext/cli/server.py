@@ -103,6 +103,8 @@ def run_indexes(args: argparse.Namespace) -> int:
     header = ("INDEX", "TOKENS", "DEVICE", "STORE", "WHERE", "STATE", "USERS", "HITS", "KEPT", "AGE", "NAME")
     for line in table(header, rows, (1, 2, 3, 6, 7, 9)):
         print(line)
+    if found["not_shown"]:
+        print(f"and {found['not_shown']} more in the store that nobody uses: sglang-ext index ls lists all")
     return 0
 
 
