@@ -34,7 +34,7 @@ ON_GPU_TRITON = [ ! -f $(GPU_TRITON)/.whole ] || PYTHONPATH=$(CURDIR)/$(GPU_TRIT
 SERVED := tests/server/test_exact.py tests/server/test_faults.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all models models-small ray serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
+.PHONY: help demo test test-all models models-small ray chromium serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
 .PHONY: $(BETWEEN:%=test-%)
 
 help: ## this list
@@ -59,7 +59,7 @@ $(BETWEEN:%=test-%): test-%: .releases/%/.whole
 	@[ -f $< ] || echo "skipped: SGLang $* could not be fetched, nothing was run on it"
 	[ ! -f $< ] || PYTHONPATH=$(CURDIR)/$(<D) $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
 
-test-all: venv $(GPU_TRITON)/.whole models-small ray ## everything: all of it on the oldest release, seams and servers on the others
+test-all: venv $(GPU_TRITON)/.whole models-small ray chromium ## everything: all of it on the oldest release, seams and servers on the others
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
 	$(ON_GPU_TRITON) $(ALL) $(COMPILED)
@@ -77,6 +77,9 @@ models-small: venv-$(firstword $(SGLANG_VERSIONS))
 # The same of jobs on a Ray cluster.
 ray: venv-$(firstword $(SGLANG_VERSIONS))
 	-$(OLD)/bin/python -m pip install -q --retries 1 'ray>=2.40'
+# Where it cannot be fetched and none is installed, the tests of the page say so.
+chromium: venv-$(firstword $(SGLANG_VERSIONS))
+	-$(OLD)/bin/python -m playwright install chromium-headless-shell
 
 serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
 	@mkdir -p $(STORE)

@@ -28,6 +28,7 @@ REASONS = (
     "unsupported_layer",
     "unsupported_mode",
     "by_request",
+    "by_operator",
 )
 NO_REASON = "none"
 """Of dense tokens of a request for which no reason was counted: it shared too little, or was looked up for nothing."""

@@ -194,6 +194,7 @@ class Readiness:
 
     Attributes:
         stale: why no index is of the weights that are served now; None while they are.
+        off: whether an operator has turned indexes off; requests keep what they hold meanwhile.
 
     Args:
         config: what a step does while an index is loading.
@@ -217,6 +218,7 @@ class Readiness:
         self._release = release
         self._agreement = Agreement(ranks, _dense("index_mismatch")) if ranks.size > 1 else None
         self.stale: str | None = None
+        self.off = False
 
     # -- one step ------------------------------------------------------------------------------------------
 
@@ -298,6 +300,10 @@ class Readiness:
             waits: for an index that is loading, as the settings say.
         """
         if attachment is None:
+            return None
+        if self.off:  # before all that ranks may not have in common
+            if attachment.reason is not None or attachment.entry is not None:
+                attachment.count(attachment.reason or "by_operator", self._counters)
             return None
         index: ResidentIndex | None = None
         reason: str | None = "index_loading"
