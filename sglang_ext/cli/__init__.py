@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "sglang_ext.cli.profile",
     "index": "sglang_ext.cli.index",
     "store": "sglang_ext.cli.store",
+    "doctor": "sglang_ext.cli.doctor",
 }
 
 

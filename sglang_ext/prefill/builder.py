@@ -55,7 +55,7 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
     counts only what the builders use. Raises ProfileError where the methods do not go with it.
     """
     specs = method_specs(config)
-    sampled = _need_queries(specs, profile)
+    sampled = need_queries(specs, profile)
     content: dict[str, Any] = {
         "builders": _BUILDERS_VERSION,
         "methods": {name: spec.to_dict() for name, spec in specs.items()},
@@ -65,7 +65,8 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
     return canonical_digest({**content, "profile": used} if used else content)
 
 
-def _need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bool:
+def need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bool:
+    """Whether one of the methods is built from sampled queries."""
     return any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
 
 
@@ -111,7 +112,7 @@ class IndexFactory:
     @property
     def needs_queries(self) -> bool:
         """Whether one of the methods is built from sampled queries."""
-        return _need_queries(self.specs, self._profile)
+        return need_queries(self.specs, self._profile)
 
     def builders(self, layers: range, heads: range) -> Iterator[tuple[str, IndexBuilder[IndexSpec]]]:
         """Of each method, for the given KV heads of the given layers as if they were one layer's."""

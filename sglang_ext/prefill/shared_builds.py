@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +157,7 @@ class SharedBuilds(Recording):
             )
         if prefix is not None:
             identity = self._factory.identity(self._model, prefix.namespace, prefix.hashes)
-            tokens = np.asarray(request.prompt[: prefix.num_tokens], dtype=np.int32)  # the request may end before
+            tokens = list(request.prompt[: prefix.num_tokens])  # the request may end before
             if not self._builder.add(Build(prefix, identity, tokens, self._heads)):
                 self._hits.later(prefix)
 

@@ -14,7 +14,6 @@ from prefix_index import (
     Ask,
     FileStore,
     IndexEntry,
-    IndexIdentity,
     IndexStore,
     IndexStoreError,
     ModelFingerprint,
@@ -23,6 +22,7 @@ from prefix_index import (
 )
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.options import Build
+from sglang_ext.prefix.mismatch import misfit
 from sglang_ext.storage import configured_store
 
 logger = logging.getLogger(__name__)
@@ -139,15 +139,9 @@ class PrefixDirectory:
             self._entries = entries = self.store.list()
             self._publish(self._fitting(entries)[None], sum(entry.nbytes for entry in entries))
 
-    def _misfit(self, identity: IndexIdentity) -> str | None:
-        """Why an index can serve no request here, in few words; None where it can."""
-        if identity.model != self._model:
-            return "of another model"
-        return "built with other settings" if identity.profile_digest != self._profile_digest else None
-
     def _fitting(self, entries: Sequence[IndexEntry]) -> Counter[str | None]:
         """How many can serve requests here (None), and how many cannot, by the reason."""
-        return Counter(self._misfit(entry.identity) for entry in entries)
+        return Counter(misfit(entry.identity, self._model, self._profile_digest) for entry in entries)
 
     def _look(self) -> None:
         try:
