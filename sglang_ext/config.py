@@ -81,7 +81,7 @@ _LEAST = {
 }
 
 
-def _check_ranges(config: SparseAttnConfig) -> None:
+def check_ranges(config: SparseAttnConfig) -> None:
     for name, (least, what) in _LEAST.items():
         value = getattr(config, name)
         if value is not None and value < least:
@@ -190,7 +190,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
         ConfigError: an unknown key, a wrong type or value.
     """
     config = _converted(raw)
-    _check_ranges(config)
+    check_ranges(config)
     _check_methods(config)
     _check_suffix_part(config)
     _check_access(config)

@@ -23,6 +23,7 @@ REASONS = (
     "unsupported_layer",
     "unsupported_mode",
     "by_request",
+    "by_operator",
 )
 
 

@@ -6,6 +6,7 @@ Knows SGLang only through the view it is given; the hooks that call it live in `
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,6 +57,11 @@ class Step:
 class SparseRuntime:
     """Everything of one process. Made when SGLang builds its attention backend; lives as long as the process.
 
+    Attributes:
+        config, started: with the budget in force, and as the server was started; `administration` replaces them.
+        loaded_profile: in force; None without one.
+        index_hits: requests that found an index, by its digest.
+
     Args:
         settings: checked settings.
         view: the target model runner.
@@ -73,7 +79,8 @@ class SparseRuntime:
         self, settings: Settings, view: ModelView, *, prometheus: bool = False, ranks: Ranks | None = None
     ) -> None:
         config, profile = settings.config, settings.profile
-        self.config = config
+        self.config = self.started = config
+        self.loaded_profile = profile
         self.view = view
         self.ranks = ranks or Ranks()
         self.counters = Counters(view.num_layers, prometheus)
@@ -99,6 +106,7 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
+        self.index_hits: Counter[str] = Counter()
 
     def _recording(self, profile: Profile | None) -> Recording | None:
         """What this process makes of the prompts that it prefills; None for nothing. May be a collective."""
@@ -155,6 +163,8 @@ class SparseRuntime:
         if self.ready.stale:
             refusal = ("index_mismatch", self.ready.stale)
         hashes: Sequence[bytes] = ()
+        if self.ready.off and self._looks_up and refusal is None:
+            refusal = ("by_operator", "indexes are turned off")
         if refusal or not self._looks_up:
             attachment = Attachment(rid, refusal[0] if refusal else None)
         else:
@@ -164,6 +174,7 @@ class SparseRuntime:
             if found.entry is not None:
                 if counted:
                     self.counters.hits += 1
+                    self.index_hits[found.entry.digest] += 1
                 self.residency.prefetch(found.entry)
             elif found.reason == "index_mismatch":
                 logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)

@@ -40,6 +40,17 @@ def holds_indexes(folder: str) -> bool:
         return True
 
 
+LEAST_DIGITS = 4
+"""Of a digest's beginning that stands for it."""
+
+
+def is_meant(word: str, digest: str, name: str | None) -> bool:
+    """Whether a word that an operator wrote means this index: its name, its digest, or enough of its first digits."""
+    start = word.lower()
+    is_start = len(start) >= LEAST_DIGITS and set(start) <= set("0123456789abcdef")
+    return name == word or (is_start and digest.startswith(start))
+
+
 def remote_addresses(config: SparseAttnConfig) -> list[str]:
     """The remote stores that the folder shares indexes with, fastest first."""
     remote = config.store_remote

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from prefix_index import printable_values
-from sglang_ext.compat import tensor_parallel
+from sglang_ext.compat import administration, tensor_parallel
 from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
@@ -280,3 +280,9 @@ def after_get_internal_state(result: Any, _scheduler: Any, *_args: Any, **_kwarg
     """`/get_server_info` shows the counters under internal_states[i].sparse_attn."""
     if _runtime is not None:
         result.internal_state["sparse_attn"] = printable_values(_runtime.snapshot())
+
+
+def around_dumper_control(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Commands of ours come by SGLang's control request for its dumper; what is not ours stays SGLang's."""
+    answer = administration.answer(_runtime, request)
+    return original(scheduler, request) if answer is None else answer

@@ -94,6 +94,7 @@ SEAMS: tuple[Seam, ...] = (
         ("recv_req",),
         {"internal_state": dict},
     ),
+    Seam(f"{_SCHEDULER}.handle_dumper_control", _AROUND, hooks.around_dumper_control, ("recv_req",)),
 )
 
 

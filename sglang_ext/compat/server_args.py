@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from prefix_index import printable
-from sglang_ext.compat import tensor_parallel
+from sglang_ext.compat import administration, tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.config import ENV_CONFIG, ConfigError, Settings, enabled_by_env, make_settings, settings_from_env
 from sglang_ext.profiles import local_folder
@@ -140,3 +140,4 @@ def after_check_server_args(_result: None, record: Any) -> None:
     except RuntimeError as error:
         refuse(str(error))
     attach(record, settings)
+    administration.serve(settings)

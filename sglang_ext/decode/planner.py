@@ -70,6 +70,7 @@ class DecodePlanner:
         cascade: attends groups exactly; None where it does not.
         sparse: attends by indexes; None where it does not.
         refusal: why no step is attended here; None where some may be.
+        paused: whether an operator leaves all steps to SGLang for now; what is known of slots is kept up.
 
     Args:
         config: whether, from how many tokens on, and on which path.
@@ -98,6 +99,7 @@ class DecodePlanner:
         self._anchors = layer_plan.anchor_layers
         self._view, self._requests, self._counters = view, requests, counters
         self._kept_steps = 0
+        self.paused = False
         self.cascade: CascadeDecode | None = None
         self.sparse: SparseDecode | None = None
         self.refusal: str | None = None
@@ -174,6 +176,12 @@ class DecodePlanner:
             self.refusal = why
             logger.warning("sparse attention: decode steps are left to SGLang's own backend: %s", why)
 
+    def set_budget(self, config: SparseAttnConfig) -> None:
+        """Take the budget of a configuration from the next step on. Raises ValueError: lists have no room for it."""
+        assert self.sparse is not None
+        self.sparse.set_budget(config)
+        self._suffix_rules = SuffixRules.of(config)
+
     @property
     def uses_indexes(self) -> bool:
         """Whether an index could serve a step. After a refusal none does, though the step that runs may end."""
@@ -224,6 +232,9 @@ class DecodePlanner:
             return None
         self._tracker.learn(batch)
         ready = [usable(one) for one in attachments]
+        if self.paused:
+            self.step_elsewhere()
+            return None
         exact = self.cascade.plan(batch) if self.cascade is not None else None
         if self.sparse is not None and any(ready):
             batch = self._with_indexes(batch, attachments, ready)

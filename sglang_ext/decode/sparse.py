@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -105,6 +107,9 @@ class SparsePlan:
 class SparseDecode(DecodeBackend[SparsePlan]):
     """Decode steps whose prefixes have indexes.
 
+    Attributes:
+        width: tokens of a budget, at most: what lists were made for.
+
     Args:
         shape: of a layer.
         config: budgets, pooling, sink and recent window.
@@ -143,14 +148,15 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._config, self._layer_plan, self._device = config, layer_plan, device
         self._shape = shape
         self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)
+        self._largest_group = tracker.max_batch
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.suffix_dense_tokens is None else 3
-        sets, width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
+        sets, self.width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
         max_groups = batch * (self._num_passes - 1)
         traced = config.trace_folder is not None
         # A trace has a copy of each anchor layer's lists: as if all of these were kept.
         copies = max(sets, len(layer_plan.anchor_layers) if traced else 1)
-        entries = list_entries(max_groups, copies, heads, width, LIST_BYTES if captured else KEPT_BYTES)
+        entries = list_entries(max_groups, copies, heads, self.width, LIST_BYTES if captured else KEPT_BYTES)
         self._buffers = StepBuffers(
             batch,
             heads,
@@ -220,6 +226,27 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             size - len(grouped),
             tuple(row for prefix, _ in found for row in prefix.rows if row not in grouped),
         )
+
+    def set_budget(self, config: SparseAttnConfig) -> None:
+        """Take the budget of a configuration from the next step on.
+
+        Raises:
+            ValueError: the longest prefix's is more than lists were made for.
+        """
+        longest, rows = self._max_prefix_len, self._largest_group
+        wanted = config.group_budget(longest, rows)
+        if wanted > self.width:
+            with_top_k = functools.partial(msgspec.structs.replace, config, keep_ratio=None)
+            most = bisect_right(
+                range(1, longest), self.width, key=lambda k: with_top_k(top_k=k).group_budget(longest, rows)
+            )
+            raise ValueError(
+                f"expected a budget of at most {self.width} tokens, for which lists were made at the start; got "
+                f"{wanted}, of a prefix of {longest}: set top_k to at most {most}, beside keep_ratio if you like, or "
+                "restart with the larger budget"
+            )
+        self._config = config
+        self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)
 
     def _budget(self, prefix: PrefixGroup) -> int:
         return self._budget_of(prefix.length, len(prefix.rows))

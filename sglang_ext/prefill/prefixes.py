@@ -51,6 +51,7 @@ class Prefix:
         tries: builds that came to nothing, or to an index that left the store before it had served as many requests as
             it had waited for; each makes the next one wait for `BACKOFF` times as many hits.
         served: requests that its index served.
+        asked_for: whether an operator wants its index, whatever was counted.
     """
 
     namespace: str
@@ -60,6 +61,7 @@ class Prefix:
     built_at: float | None = None
     tries: int = 0
     served: int = 0
+    asked_for: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -126,10 +128,30 @@ class HitCounter:
         indexed = max([indexed, *(prefix.num_tokens for prefix in met if prefix.due)])
         worth = [prefix for prefix in met if prefix.hits >= self._wanted(prefix)]
         longest = max(worth, key=lambda prefix: len(prefix.hashes), default=None)
-        if longest is None or longest.num_tokens - indexed < max(self._least, longest.num_tokens // GROWTH):
+        if longest is None:
+            return None
+        least = 1 if longest.asked_for else max(self._least, longest.num_tokens // GROWTH)
+        if longest.num_tokens - indexed < least:
             return None
         longest.due = True
         return longest
+
+    def ask_for(self, namespace: str, hashes: Sequence[bytes]) -> Prefix:
+        """Have a prefix's index built as soon as a request begins with it, before those of all others.
+
+        Args:
+            namespace, hashes: of the prefix, as of a `Prefix`.
+        """
+        key = namespace, hashes[-1]
+        prefix = self._known.setdefault(key, Prefix(namespace, tuple(hashes)))
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_PREFIXES:
+            self._known.popitem(last=False)
+        prefix.tries, prefix.asked_for = 0, True
+        prefix.hits = max(
+            self._after, *(one.hits + 1 for one in self._known.values() if one is not prefix), prefix.hits
+        )
+        return prefix
 
     def _wanted(self, prefix: Prefix) -> int:
         """Hits from which on it is built."""

@@ -95,7 +95,7 @@ def read_lines(
             prompt = msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:
             raise PromptError(f"{where}: expected an object like {example}, got: {error}; correct the line") from error
-        _check(prompt, where)
+        check_prompt(prompt, where)
         name = prompt.id or LineNumber(number)
         if name in seen:
             raise PromptError(f"{where}: expected ids that differ, got {name!r} as in line {seen[name]}; rename one")
@@ -104,7 +104,8 @@ def read_lines(
     return prompts, raw
 
 
-def _check(prompt: PromptLine, where: str) -> None:
+def check_prompt(prompt: PromptLine, where: str) -> None:
+    """Raise PromptError, at a place in a file or so, where fields do not go together."""
     given = [name for name in ("text", "input_ids", "messages") if getattr(prompt, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"

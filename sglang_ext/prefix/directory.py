@@ -14,6 +14,7 @@ from prefix_index import (
     Ask,
     FileStore,
     IndexEntry,
+    IndexIdentity,
     IndexStore,
     IndexStoreError,
     ModelFingerprint,
@@ -139,9 +140,13 @@ class PrefixDirectory:
             self._entries = entries = self.store.list()
             self._publish(self._fitting(entries)[None], sum(entry.nbytes for entry in entries))
 
+    def misfit(self, identity: IndexIdentity) -> str | None:
+        """Why an index can serve no request here, in few words; None where it can."""
+        return misfit(identity, self._model, self._profile_digest)
+
     def _fitting(self, entries: Sequence[IndexEntry]) -> Counter[str | None]:
         """How many can serve requests here (None), and how many cannot, by the reason."""
-        return Counter(misfit(entry.identity, self._model, self._profile_digest) for entry in entries)
+        return Counter(self.misfit(entry.identity) for entry in entries)
 
     def _look(self) -> None:
         try:
@@ -156,10 +161,8 @@ class PrefixDirectory:
         others = ", ".join(f"{count} {why}" for why, count in fitting.most_common() if why is not None)
         return f"usable {fitting[None]} of {len(self._entries)} indexes" + (f" ({others})" if others else "")
 
-    def snapshot(self) -> dict[str, Any]:
-        """What the store holds and did, as plain values. Where it does not answer at once, that is a problem in the
-        list, and the rest is as last known.
-        """
+    def known(self) -> tuple[Sequence[IndexEntry], bool]:
+        """All usable indexes in the store, and whether that is as last known only: it does not answer at once."""
         late = False
         if self._is_quick:
             self.rescan()
@@ -169,7 +172,30 @@ class PrefixDirectory:
             if self._looking is None or self._looking.done():
                 self._looking = self._workers.submit(self._look)
             late = bool(wait([self._looking], _PATIENCE_S).not_done)
-        entries, problems = self._entries, self._problems
+        return self._entries, late
+
+    def change(self, how: Callable[[IndexStore], object]) -> str:
+        """Change something in the store, on a thread of its own.
+
+        Returns:
+            "done"; or "under way" where that takes long: what comes of it stands in the log, if it fails.
+
+        Raises:
+            IndexStoreError: the store refuses, at once.
+        """
+        changing = self._workers.submit(how, self.store)
+        if wait([changing], _PATIENCE_S).not_done:
+            changing.add_done_callback(_log_failure)
+            return "under way"
+        changing.result()
+        return "done"
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the store holds and did, as plain values. Where it does not answer at once, that is a problem in the
+        list, and the rest is as last known.
+        """
+        entries, late = self.known()
+        problems = self._problems
         if self._scan_problem is not None and self._scan_problem not in problems:
             problems = [self._scan_problem, *problems]
         fitting = self._fitting(entries)
@@ -188,3 +214,8 @@ class PrefixDirectory:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self.store.close()
         self._workers.shutdown(wait=True)
+
+
+def _log_failure(changing: Future[object]) -> None:
+    if not changing.cancelled() and (error := changing.exception()) is not None:
+        logger.error("sparse attention: the index store refused a change: %s", error)

@@ -190,6 +190,7 @@ class Readiness:
 
     Attributes:
         stale: why no index is of the weights that are served now; None while they are.
+        off: whether an operator has turned indexes off; requests keep what they hold meanwhile.
 
     Args:
         config: what a step does while an index is loading.
@@ -213,6 +214,7 @@ class Readiness:
         self._release = release
         self._agreement = Agreement(ranks, _dense("index_mismatch")) if ranks.size > 1 else None
         self.stale: str | None = None
+        self.off = False
 
     # -- one step ------------------------------------------------------------------------------------------
 
@@ -297,7 +299,9 @@ class Readiness:
             return None
         index: ResidentIndex | None = None
         reason: str | None = "index_loading"
-        if self._agreement is None or not self._agreement.loading(attachment.rid):
+        if self.off:  # before all that ranks may not have in common
+            reason = attachment.reason or (None if attachment.entry is None else "by_operator")
+        elif self._agreement is None or not self._agreement.loading(attachment.rid):
             index, reason = self._look(attachment, waits=waits)
             if self._agreement is not None and not self._agreement.ready(attachment.rid):
                 index = None  # whatever this rank holds by now

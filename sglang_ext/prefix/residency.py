@@ -97,6 +97,9 @@ class ResidentIndex:
 class Residency:
     """Loads indexes of one method and keeps them within a byte budget.
 
+    Attributes:
+        pinned: digests of indexes that stay on the device when bytes are wanted. The scheduler's thread changes it.
+
     Args:
         store: open store; not owned.
         spec: only its method's arrays are loaded, as it wants them.
@@ -123,6 +126,7 @@ class Residency:
         self._kv_heads = range(first_kv_head, first_kv_head + num_kv_heads)
         self._device = device
         self._budget_bytes = budget_bytes
+        self.pinned: set[str] = set()
         self._lock = threading.Lock()
         self._by_digest: OrderedDict[str, ResidentIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-load")
@@ -153,6 +157,33 @@ class Residency:
         """Give an index back. It stays resident until the budget needs its bytes."""
         with self._lock:
             index.users -= 1
+
+    def load(self, entry: IndexEntry) -> ResidentIndex:
+        """Begin to load the index of `entry` now, whoever has to leave for it that nobody uses."""
+        index = self.acquire(entry)  # held while it is loaded: what nobody holds makes no room
+        assert index.loaded is not None
+        index.loaded.add_done_callback(lambda _: self.release(index))
+        return index
+
+    def evict(self, digest: str) -> bool:
+        """Let go of an index that no request holds. Waits for the device.
+
+        Returns:
+            Whether it is gone; False where it is held, or being loaded.
+        """
+        with self._lock:
+            index = self._by_digest.get(digest)
+            loading = index is not None and index.loaded is not None and not index.loaded.done()
+            if index is None or index.users > 0 or loading:
+                return index is None
+            del self._by_digest[digest]
+        self._wait_for_device()  # as in `_make_room`
+        return True
+
+    def resident(self) -> dict[str, ResidentIndex]:
+        """The indexes that are loaded, loading or failed, by digest."""
+        with self._lock:
+            return dict(self._by_digest)
 
     def close(self) -> None:
         """Stop the worker; a load in progress ends first."""
@@ -289,7 +320,8 @@ class Residency:
             for digest, index in self._by_digest.items():
                 if held + nbytes <= self._budget_bytes:
                     break
-                if index is not incoming and index.users == 0 and index.state is State.READY:
+                idle = index is not incoming and index.users == 0 and index.state is State.READY
+                if idle and digest not in self.pinned:
                     held -= index.nbytes
                     evicted.append(digest)
             if held + nbytes <= self._budget_bytes:
@@ -299,7 +331,7 @@ class Residency:
                 raise UnusableIndexError(
                     "index_memory",
                     f"index {incoming.entry.digest[:12]} needs {nbytes} bytes and {held} of index_gpu_bytes="
-                    f"{self._budget_bytes} are in use by running requests; raise index_gpu_bytes",
+                    f"{self._budget_bytes} are in use by running requests, or pinned; raise index_gpu_bytes",
                 )
         if evicted:
             # A request that just ended may still be in a running step: its tensors must outlive that step, or the

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from prefix_index import ArrayKey, ModelFingerprint
+from sglang_ext.administration import CONFLICT, GOOD, Answer, answered
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
 from sglang_ext.methods import make_builder, method_specs
 from sglang_ext.methods.profile import Profile, ProfileError, layer_profile
@@ -255,3 +256,43 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
                 assert int(sizes) == profile.block_sizes[layer][head]
                 assert channels.tolist() == list(profile.channels[layer][head])
                 assert channels.tolist() == built["second.channels"][head].tolist()
+
+
+# -- while a server runs -----------------------------------------------------------------------------------------
+
+
+def test_of_a_profile_that_is_read_again_the_keep_ratio_counts_and_all_else_needs_a_restart(settle: Settle) -> None:
+    runtime = SparseRuntime(settle(min_sparse_prompt_len=16), Model(_model()))
+
+    def read(**changes: Any) -> Answer:
+        return answered(runtime, "reload_profile", {"profile": _profile(**changes).encode().decode()})
+
+    recommended = {"method": "two_level", "spec": SPEC, "keep_ratio": 0.02}
+    assert read(recommended=recommended) == Answer(GOOD, {"keep_ratio": 0.02, "top_k": None, "most_tokens": 120})
+    assert runtime.config.budget(10000) == 200
+    assert read(recommended={**recommended, "keep_ratio": 0.03}).status == GOOD, "and once more"
+    for changes in (
+        {"layer_plan": {"layers": ["dense", "anchor", "anchor"]}},
+        {"dense_heads": [[], [], []]},
+        {"channels": [[[0, 3, 5, 9], [1, 7, 8, 14]]] * LAYERS},
+        {"block_sizes": [[16, 64], [32, 32], [64, 64]]},
+    ):
+        answer = read(**changes)
+        assert answer.status == CONFLICT
+        assert f"{next(iter(changes))} differ: restart the server" in answer.body["error"]
+    [model] = [json.loads(_profile().encode())["model"]]
+    other = read(model={**model, "config_digest": "cd" * 32})
+    assert (other.status, "config_digest" in other.body["error"] or "model" in other.body["error"]) == (400, True)
+    assert "no such" not in answered(runtime, "reload_profile", {"profile": "no such"}).body["error"]
+    assert runtime.config.keep_ratio == 0.03
+    runtime.close()
+
+
+@pytest.mark.parametrize("given", [{"keep_ratio": 0.2}, {"top_k": 64}])
+def test_a_budget_of_the_configuration_counts_before_a_profile_that_is_read_again(settle: Settle, given: Any) -> None:
+    runtime = SparseRuntime(settle(min_sparse_prompt_len=16, **given), Model(_model()))
+    recommended = {"method": "two_level", "spec": SPEC, "keep_ratio": 0.02}
+    answer = answered(runtime, "reload_profile", {"profile": _profile(recommended=recommended).encode().decode()})
+    assert answer.status == CONFLICT
+    assert "the configuration gives a budget, which counts first" in answer.body["error"]
+    runtime.close()

@@ -14,9 +14,7 @@ from prefix_index.connect import open_store
 from prefix_index.format import is_digest
 from prefix_index.reader import open_in
 from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span, table, width
-from sglang_ext.storage import ENV_STORE, default_store
-
-_LEAST_DIGITS = 4
+from sglang_ext.storage import ENV_STORE, LEAST_DIGITS, default_store, is_meant
 
 
 class UnknownIndex(Exception):  # noqa: N818 (as in prefix_index: a name says what is the matter)
@@ -85,21 +83,19 @@ def find(store: IndexStore, words: Sequence[str], *, several: bool = False) -> l
             known[digest] = Target(digest, None, error, path)
     found: dict[str, Target] = {}
     for word in words:
-        start = word.lower()
-        is_start = len(start) >= _LEAST_DIGITS and set(start) <= set("0123456789abcdef")
         fits = sorted(
             digest
             for digest, target in known.items()
-            if (target.entry is not None and target.entry.retention.name == word)
-            or (is_start and digest.startswith(start))
+            if is_meant(word, digest, None if target.entry is None else target.entry.retention.name)
         )
         if not fits:
             raise UnknownIndex(
-                f"expected the name of an index, its digest, or {_LEAST_DIGITS} or more digits of its beginning, found "
+                f"expected the name of an index, its digest, or {LEAST_DIGITS} or more digits of its beginning, found "
                 f"{word[:80]!r}, which fits none; `sglang-ext index ls` lists them"
             )
         if len(fits) > 1 and not several:
-            some = ", ".join(digest[: max(SHORT, len(start) + 4 if is_start else 0)] for digest in fits[:4])
+            is_start = fits[0].startswith(word.lower())
+            some = ", ".join(digest[: max(SHORT, len(word) + 4 if is_start else 0)] for digest in fits[:4])
             raise UnknownIndex(
                 f"expected one index that {word[:80]!r} fits, found {len(fits)} of them "
                 f"({some}{', ...' if len(fits) > 4 else ''}); give more digits"

@@ -1,0 +1,348 @@
+"""Commands of an operator on a runtime: what each does, what it refuses and says, and that ranks do the same."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import Retention
+from sglang_ext.administration import BAD, COMMANDS, CONFLICT, FAILED, GOOD, UNKNOWN, answered
+from sglang_ext.config import Settings
+from sglang_ext.prefix.residency import State
+from tests.serving.admitting import LAYERS, OTHER, PROMPT, Model, Runtime, eventually, ours, prefill, report
+from tests.serving.meeting import Meeting
+from tests.serving.test_shared_builds import Traffic
+
+
+def told(runtime: Any, name: str, /, **body: Any) -> dict[str, Any]:
+    answer = answered(runtime, name, body)
+    assert answer.status == GOOD, answer
+    json.dumps(answer.body)
+    return answer.body
+
+
+def refused(runtime: Any, status: int, name: str, /, **body: Any) -> str:
+    answer = answered(runtime, name, body)
+    assert answer.status == status, answer
+    return str(answer.body["error"])
+
+
+def row(runtime: Any, digest: str | None = None) -> dict[str, Any]:
+    """Of the index of this digest, or of the only one."""
+    rows = told(runtime, "indexes")["indexes"]
+    [found] = [one for one in rows if digest in (None, one["digest"])]
+    return dict(found)
+
+
+def loaded(runtime: Any, digest: str) -> bool:
+    return eventually(lambda: row(runtime, digest)["state"] == "ready")
+
+
+# -- what is asked -------------------------------------------------------------------------------------------
+
+
+def test_status_says_what_is_on_and_indexes_who_uses_them(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    runtime.store.retain(entry.digest, Retention(name="<b>travel</b>"))
+    before = told(runtime, "status")
+    assert before["indexes"] == {"on": True, "why_not": None}
+    assert before["shared_prefixes"]["on"] is False
+    assert "see the log" in before["shared_prefixes"]["why_not"]
+    assert before["path_shares"] == {"sparse": 0.0, "cascade": 0.0, "dense": 0.0}
+    request = runtime.came("a")
+    runtime.came("b", OTHER)
+    ours(runtime, ["a", "b"], [66, 65])
+    found, index = told(runtime, "status"), row(runtime)
+    assert found["path_shares"] == {"sparse": 0.5, "cascade": 0.0, "dense": 0.5}
+    assert (found["state"]["hits"], found["state"]["fallbacks"]) == (1, {"no_index": 1})
+    assert set(found["versions"]) == {"sglang-ext", "python", "sglang", "torch"}
+    assert (index["digest"], index["name"], index["tokens"]) == (entry.digest, "<b>travel</b>", 64)
+    assert (index["tiers"], index["state"], index["users"], index["hits"]) == (["device", "store"], "ready", 1, 1)
+    assert index["device_bytes"] == found["state"]["resident_bytes"] > 0
+    assert (index["pinned"], index["pinned_in_store"], index["why_not"]) == (False, False, None)
+    runtime.slot_freed(request, 0, finished=True)
+    assert row(runtime)["users"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status", "words"),
+    [
+        ("stop", {}, UNKNOWN, ["expected a command of status, indexes", "got 'stop'"]),
+        ("status", {"x": 1}, BAD, ["unknown field `x`", "correct the body"]),
+        ("prefetch", {}, BAD, ["missing required field `index`"]),
+        ("prefetch", {"index": 7}, BAD, ["Expected `str`, got `int`"]),
+        ("pin", {"index": "no-such"}, UNKNOWN, ["the name of one index", "'no-such', which means none"]),
+        ("evict", {"index": "same"}, UNKNOWN, ["which means 2 indexes"]),
+        ("evict", {"index": "same", "store": "yes"}, BAD, ["Expected `bool`"]),
+        ("budget", {}, BAD, ["expected keep_ratio, top_k or both; got neither"]),
+        ("budget", {"keep_ratio": 1.5}, BAD, ["expected keep_ratio to be a fraction above 0 and at most 1", "1.5"]),
+        ("budget", {"top_k": 0}, BAD, ["expected top_k to be 1 or more tokens"]),
+        ("budget", {"top_k": "many"}, BAD, ["Expected `int | null`"]),
+        ("off", {"shared_prefixes": 1}, BAD, ["Expected `bool`"]),
+        ("build", {"input_ids": [1] * 64}, CONFLICT, ["this one has build 'off'", '"build": "shared"']),
+        ("build", {"input_ids": ["a"]}, BAD, ["Expected `int`, got `str`"]),
+        ("reload_profile", {"profile": "{}"}, CONFLICT, ["expected a server with a profile"]),
+    ],
+)
+def test_what_is_refused_says_what_was_expected_and_changes_nothing(
+    start: Callable[..., Runtime], name: str, body: Any, status: int, words: list[str]
+) -> None:
+    runtime = start([PROMPT, OTHER])
+    for entry in runtime.store.list():
+        runtime.store.retain(entry.digest, Retention(name="same"))
+    before = [told(runtime, "indexes"), runtime.config]
+    message = refused(runtime, status, name, **body)
+    for word in words:
+        assert word in message, message
+    assert before == [told(runtime, "indexes"), runtime.config]
+    assert not runtime.ready.off
+
+
+def test_a_command_that_fails_is_an_answer(start: Callable[..., Runtime], monkeypatch: Any) -> None:
+    runtime = start([PROMPT])
+    monkeypatch.setattr(runtime.planner, "set_budget", lambda config: 1 / 0)
+    assert "ZeroDivisionError" in refused(runtime, FAILED, "budget", top_k=8)
+    assert runtime.config.top_k is None
+
+
+# -- indexes -------------------------------------------------------------------------------------------------
+
+
+def test_prefetch_loads_and_evict_lets_go_of_what_nobody_uses(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    assert told(runtime, "prefetch", index=entry.digest[:8])["digest"] == entry.digest
+    assert loaded(runtime, entry.digest)
+    assert (row(runtime)["users"], runtime.counters.hits) == (0, 0)
+    request = runtime.came("a")
+    assert "in use by 1 requests" in refused(runtime, CONFLICT, "evict", index=entry.digest)
+    assert ours(runtime, ["a"], [66])
+    runtime.slot_freed(request, 0, finished=True)
+    assert told(runtime, "evict", index=entry.digest) == {"digest": entry.digest, "device": "done", "store": "kept"}
+    assert (row(runtime)["tiers"], row(runtime)["device_bytes"]) == (["store"], 0)
+    runtime.came("b")
+    assert ours(runtime, ["b"], [66]), "the store still has it"
+    runtime.residency.check_integrity()
+
+
+def test_evict_with_store_removes_it_there_too(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    assert told(runtime, "evict", index=entry.digest, store=True)["store"] in ("done", "under way")
+    assert eventually(lambda: told(runtime, "indexes")["indexes"] == [])
+    runtime.came("a")
+    assert not ours(runtime, ["a"], [66])
+    assert runtime.counters.fallbacks == {"no_index": 1}
+
+
+def test_an_index_that_is_being_loaded_is_not_evicted(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    gate, real = threading.Event(), runtime.store.get
+    runtime.store.get = lambda key: (gate.wait(60), real(key))[1]  # type: ignore[method-assign,func-returns-value]
+    told(runtime, "prefetch", index=entry.digest)
+    assert "is being loaded" in refused(runtime, CONFLICT, "evict", index=entry.digest)
+    gate.set()
+    assert loaded(runtime, entry.digest)
+    assert eventually(lambda: row(runtime)["users"] == 0)
+    told(runtime, "evict", index=entry.digest)
+
+
+def test_a_pinned_index_stays_when_another_one_wants_its_bytes(start: Callable[..., Runtime]) -> None:
+    """There is room for one. Without the pin the second one takes it."""
+    probe = start([PROMPT])
+    [entry] = probe.store.list()
+    told(probe, "prefetch", index=entry.digest)
+    assert loaded(probe, entry.digest)
+    room = row(probe)["device_bytes"] * 3 // 2
+    runtime = start([PROMPT, OTHER], index_gpu_bytes=room)
+    one, two = (next(e for e in runtime.store.list() if e.identity.prefix_hash == h) for h in _last_hashes())
+    told(runtime, "prefetch", index=one.digest)
+    assert loaded(runtime, one.digest)
+    assert told(runtime, "pin", index=one.digest) == {"digest": one.digest, "device": "done", "store": "done"}
+    assert (row(runtime, one.digest)["pinned"], row(runtime, one.digest)["pinned_in_store"]) == (True, True)
+    told(runtime, "prefetch", index=two.digest)
+    assert eventually(lambda: row(runtime, two.digest)["state"] == "failed")
+    assert "or pinned" in row(runtime, two.digest)["why_not"]
+    assert "unpin it first" in refused(runtime, CONFLICT, "evict", index=one.digest)
+    told(runtime, "unpin", index=one.digest)
+    assert row(runtime, one.digest)["pinned_in_store"] is False
+    told(runtime, "prefetch", index=two.digest)
+    assert loaded(runtime, two.digest)
+    assert row(runtime, one.digest)["tiers"] == ["store"]
+
+
+def _last_hashes() -> list[str]:
+    from tests.serving.admitting import hashes
+
+    return [hashes(tokens)[-1].hex() for tokens in (PROMPT, OTHER)]
+
+
+def test_a_store_that_refuses_is_said_beside_what_was_done(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    told(runtime, "prefetch", index=entry.digest)
+    assert loaded(runtime, entry.digest)
+    runtime.store.delete(entry.digest)
+    answer = told(runtime, "pin", index=entry.digest)
+    assert answer["device"] == "done"
+    assert answer["store"].startswith("refused: ")
+    assert "index: expected a usable file, found none" in answer["store"]
+    assert row(runtime)["tiers"] == ["device"]
+
+
+# -- budgets -------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_holds_from_the_next_step_on(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT], min_top_k=16, num_sink_tokens=4, num_recent_pages=1)
+    runtime.came("a")
+    ours(runtime, ["a"], [66])
+    assert told(runtime, "budget", keep_ratio=0.5) == {"keep_ratio": 0.5, "top_k": None, "most_tokens": 120}
+    attended = []
+    for length in (67, 68):
+        before = runtime.counters.snapshot()["attended_tokens_per_layer"]
+        with runtime.step(_decode(runtime, length)):
+            assert runtime.planned
+        attended.append(
+            [b - a for a, b in zip(before, runtime.counters.snapshot()["attended_tokens_per_layer"], strict=True)]
+        )
+        told(runtime, "budget", top_k=24)
+    assert attended == [[32] * LAYERS, [24] * LAYERS]
+    assert told(runtime, "status")["budget"] == {"keep_ratio": 0.5, "top_k": 24, "most_tokens": 120}
+    assert told(runtime, "budget", keep_ratio=1.0, top_k=None)["keep_ratio"] == 1.0
+    assert ours(runtime, ["a"], [69])
+
+
+def _decode(runtime: Any, length: int) -> Any:
+    from tests.serving.admitting import decode_batch
+
+    return decode_batch(runtime, ["a"], [length])
+
+
+def test_a_budget_larger_than_the_lists_is_refused_with_the_largest_that_fits(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT], keep_ratio=0.25, min_top_k=16)
+    message = refused(runtime, CONFLICT, "budget", keep_ratio=0.5)
+    assert "at most 30 tokens" in message
+    assert "got 60, of a prefix of 120: set top_k to at most 30" in message
+    assert runtime.config.keep_ratio == 0.25
+    assert told(runtime, "budget", keep_ratio=0.5, top_k=30)["top_k"] == 30
+
+
+# -- off and on ------------------------------------------------------------------------------------------------
+
+
+def test_off_leaves_running_requests_dense_from_the_next_step_on_until_it_is_on_again(
+    start: Callable[..., Runtime],
+) -> None:
+    """`ours` compares every attended step with dense attention."""
+    runtime = start([PROMPT])
+    runtime.came("a")
+    assert ours(runtime, ["a"], [66])
+    assert told(runtime, "off") == {"indexes": False, "shared_prefixes": True}
+    assert told(runtime, "status")["indexes"] == {"on": False, "why_not": "turned off by an operator"}
+    assert not ours(runtime, ["a"], [67])
+    runtime.came("b")
+    assert not ours(runtime, ["a", "b"], [68, 66])
+    assert (runtime.counters.hits, runtime.counters.fallbacks) == (1, {"by_operator": 2})
+    told(runtime, "on")
+    runtime.came("c")
+    with runtime.step(_three(runtime)):
+        assert runtime.planned
+    assert runtime.counters.snapshot()["dense_rows"] == 1 + 2 + 1, "b came meanwhile and has no index"
+    assert runtime.counters.hits == 2
+
+
+def _three(runtime: Any) -> Any:
+    from tests.serving.admitting import decode_batch
+
+    return decode_batch(runtime, ["a", "b", "c"], [69, 67, 66])
+
+
+def test_off_with_shared_prefixes_leaves_all_steps_to_sglang(start: Callable[..., Runtime]) -> None:
+    runtime = start(share_prefixes=True, min_shared_tokens=32)
+    for rid in ("a", "b"):
+        runtime.came(rid)
+    runtime.share_slots(1)
+    steps = iter(range(66, 90))
+    seen = [ours(runtime, ["a", "b"], [n, n]) for n in (next(steps) for _ in range(4))]
+    assert seen[-1]
+    told(runtime, "off")
+    assert ours(runtime, ["a", "b"], [next(steps)] * 2), "what requests share is exact"
+    told(runtime, "off", shared_prefixes=True)
+    assert not ours(runtime, ["a", "b"], [next(steps)] * 2)
+    assert told(runtime, "status")["shared_prefixes"]["why_not"] == "turned off by an operator"
+    told(runtime, "on")
+    assert ours(runtime, ["a", "b"], [next(steps)] * 2), "what is known of their slots was kept"
+
+
+# -- builds ----------------------------------------------------------------------------------------------------
+
+
+def test_build_makes_the_next_request_leave_an_index(start: Callable[..., Runtime]) -> None:
+    """Hundreds of hits would be wanted otherwise; that one is the first."""
+    runtime = start(build="shared", method="token_index", build_share=1.0, build_after_hits=500)
+    assert told(runtime, "build", input_ids=PROMPT[:60])["tokens"] == 48
+    assert "expected at least min_sparse_prompt_len=16" in refused(runtime, CONFLICT, "build", input_ids=[1, 2])
+    assert "expected token ids" in refused(runtime, BAD, "build", input_ids=[1 << 70] * 64)
+    traffic = Traffic(runtime)
+    traffic.prefill("a", [*PROMPT, 7], 0)
+    assert traffic.decode_until("a", 67, lambda: runtime.builds.snapshot()["built"] == 1)  # type: ignore[union-attr]
+    [line] = report(runtime)
+    assert (line["status"], line["num_tokens"]) == ("built", 48)
+    traffic.prefill("other", OTHER, 0)
+    assert len(told(runtime, "indexes")["indexes"]) == 1
+
+
+def test_what_is_built_by_a_waiting_scheduler_is_not_asked_for(start: Callable[..., Runtime]) -> None:
+    runtime = start(build="prefill", method="token_index")
+    assert "this one has build 'prefill'" in refused(runtime, CONFLICT, "build", input_ids=PROMPT)
+    told(runtime, "off")
+    runtime.came("a")
+    prefill(runtime, "a", 65)
+    assert report(runtime)[0]["reason"] == "by_operator"
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_act_on_the_index_that_rank_0_knows(make_bench: Any) -> None:
+    """Rank 1 has not seen the index yet, and its own refusal of a budget is the answer of all."""
+    bench = make_bench(keep_ratio=1.0, layer_plan=["anchor"] * LAYERS)
+    entry = bench.put(PROMPT)
+    settings = Settings(config=bench.config, store=str(bench.store.folder))
+
+    def work(ranks: Any) -> Any:
+        view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
+        view.tp_rank, view.tp_size = ranks.rank, 2
+        runtime = Runtime(settings, view, ranks=ranks)
+        if ranks.rank == 1:
+            runtime.directory.known = lambda: ((), False)  # type: ignore[method-assign]
+        answers = [answered(runtime, "prefetch", {"index": entry.digest}), answered(runtime, "pin", {"index": "none"})]
+        eventually(lambda: runtime.residency.resident()[entry.digest].state is State.READY)
+        answers.append(answered(runtime, "evict", {"index": entry.digest}))
+        if ranks.rank == 1:
+            runtime.planner.set_budget = _no_room  # type: ignore[method-assign]
+        answers.append(answered(runtime, "budget", {"top_k": 8}))
+        runtime.close()
+        return [(answer.status, answer.body.get("error", "")[:40]) for answer in answers]
+
+    one, two = Meeting(2).run(work)
+    assert one == two
+    assert [status for status, _ in one] == [GOOD, UNKNOWN, GOOD, CONFLICT]
+
+
+def _no_room(_: Any) -> None:
+    raise ValueError("no room")
+
+
+def test_every_command_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "administration.md").read_text()
+    for name in COMMANDS:
+        assert f"`{name.replace('_', '-')}`" in text or f"`{name}" in text, name
