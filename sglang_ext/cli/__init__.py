@@ -21,6 +21,7 @@ COMMANDS = {
     "index": "sglang_ext.cli.index",
     "store": "sglang_ext.cli.store",
     "doctor": "sglang_ext.cli.doctor",
+    "explain": "sglang_ext.cli.explain",
 }
 
 

@@ -91,12 +91,14 @@ def _endpoint(server: Any, settings: Settings, name: str) -> Callable[..., Any]:
 
     async def command(request: Request) -> JSONResponse:
         state, found = server.get_global_state(), await _body(request)
-        if name == "build" and isinstance(found, dict):
-            found = await asyncio.to_thread(_with_tokens, state, asyncio.get_running_loop(), found)
+        if name in ("build", "explain") and isinstance(found, dict):
+            found = await asyncio.to_thread(_with_tokens, state, asyncio.get_running_loop(), name, found)
         elif name == "reload_profile" and isinstance(found, dict):
             found = await asyncio.to_thread(_with_profile, settings, found)
         if isinstance(found, dict):
-            found = await ask(state.tokenizer_manager, name, found)
+            asked, found = found, await ask(state.tokenizer_manager, name, found)
+            if name == "explain" and found.status == 200:
+                found = await asyncio.to_thread(_compared, settings, state, asked, found)
         return JSONResponse(found.body, found.status, {"Cache-Control": "no-store"})
 
     command.__annotations__["request"] = Request  # FastAPI looks for the name in this module
@@ -127,8 +129,11 @@ def _bad(message: str, status: int = 400) -> Answer:
     return Answer(status, {"error": printable(message)})
 
 
-def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, Any]) -> dict[str, Any] | Answer:
-    """`build`: a prompt, as in a file for prebuild, becomes token ids, as this server makes them of requests.
+def _with_tokens(
+    state: Any, loop: asyncio.AbstractEventLoop, name: str, body: dict[str, Any]
+) -> dict[str, Any] | Answer:
+    """`build` and `explain`: a prompt, as in a file for prebuild, becomes token ids, as this server makes them: those
+    that all its requests share, or those of one request.
 
     Not in the event loop, which tokenizes.
     """
@@ -136,7 +141,7 @@ def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, An
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     from sglang_ext.compat.request_tokens import RequestTokens
-    from sglang_ext.prefill.prompt_tokens import prefix_tokens
+    from sglang_ext.prefill.prompt_tokens import prefix_tokens, tokens_with
     from sglang_ext.prefill.prompts import Prompt, check_prompt
 
     def wait(coroutine: Any) -> Any:
@@ -147,10 +152,38 @@ def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, An
         check_prompt(prompt, "the body")
         if prompt.cache_salt is not None and "cache_salt" not in getattr(GenerateReqInput, "__annotations__", {}):
             raise ValueError("expected no cache_salt: this SGLang joins it into extra_key; give the joined value there")
-        ids = prefix_tokens(prompt, RequestTokens(state.tokenizer_manager, state.template_manager, wait)).ids
+        source = RequestTokens(state.tokenizer_manager, state.template_manager, wait)
+        if prompt.input_ids is not None:
+            ids = prompt.input_ids
+        else:
+            ids = prefix_tokens(prompt, source).ids if name == "build" else tokens_with(prompt, source)
     except ValueError as error:  # msgspec's, SGLang's and ours
-        return _bad(f"build: {error}")
+        return _bad(f"{name}: {error}")
     return {"input_ids": ids, "extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
+
+
+def _compared(settings: Settings, state: Any, asked: dict[str, Any], told: Answer) -> Answer:
+    """`explain`: what the scheduler told, and the prompt beside the indexes of the store. Reads the store's files."""
+    import contextlib
+
+    import msgspec
+
+    from prefix_index import IndexStoreError, ModelFingerprint
+    from sglang_ext.administration import Answer
+    from sglang_ext.compat.request_tokens import RequestTokens
+    from sglang_ext.prefix.explanation import Asked, explain, removals_of
+    from sglang_ext.storage import configured_store
+
+    model = msgspec.convert(told.body["model"], ModelFingerprint)
+    namespace = {"extra_key": asked["extra_key"], "cache_salt": asked["cache_salt"]}
+    text = RequestTokens(state.tokenizer_manager, state.template_manager, asyncio.run).text
+    try:
+        with contextlib.closing(configured_store(settings.store, settings.config, write=False)) as store:
+            question = Asked.of(settings.config, settings.profile, model, asked["input_ids"], namespace, text)
+            found = explain(question, store, removals_of(settings.store))
+    except IndexStoreError as error:
+        return _bad(f"explain: {error}", 503)
+    return Answer(told.status, {**told.body, "input_ids": asked["input_ids"], "compared": msgspec.to_builtins(found)})
 
 
 def _with_profile(settings: Settings, body: dict[str, Any]) -> dict[str, Any] | Answer:

@@ -28,12 +28,12 @@ def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str
 
 
 def differences(
-    identity: IndexIdentity, built: Specs, model: ModelFingerprint, profile_digest: str, specs: Specs
+    identity: IndexIdentity, built: Specs | None, model: ModelFingerprint, profile_digest: str, specs: Specs
 ) -> list[str]:
     """The fields that keep an index from serving, each as `name: expected A, found B`; none where it could.
 
     Args:
-        identity, built: of the index.
+        identity, built: of the index; None where what it was built by is not known.
         model, profile_digest, specs: of the server.
     """
     found = []
@@ -42,10 +42,10 @@ def differences(
         if own != other:
             found.append(f"model.{name}: expected {own}, found {other}")
     if identity.profile_digest != profile_digest:
-        found += list(_of_specs(specs, built)) or [
-            f"profile_digest: expected {profile_digest}, found {identity.profile_digest} (methods are alike: "
-            "version of the builders, query_samples, seed, or the profile's block sizes or channels)"
-        ]
+        named = list(_of_specs(specs, built)) if built is not None else []
+        alike = " (methods are alike: version of the builders, query_samples, seed, or the profile's part differ)"
+        whole = f"profile_digest: expected {profile_digest}, found {identity.profile_digest}"
+        found += named or [whole + alike * (built is not None)]
     return found
 
 

@@ -29,7 +29,7 @@ from sglang_ext.decode.self_test import LEAST_AGREEMENT, run_self_test
 from sglang_ext.methods import method_specs
 from sglang_ext.options import Build, DecodePath, SparseAttnConfig
 from sglang_ext.prefill.builder import profile_digest
-from sglang_ext.prefix.mismatch import differences, misfit
+from sglang_ext.prefix.mismatch import Specs, differences, misfit
 from sglang_ext.storage import configured_store, default_store
 
 if TYPE_CHECKING:  # imports SGLang, which may not be there
@@ -220,11 +220,11 @@ def _indexes(store: IndexStore, model: ModelFingerprint, settings: Settings) -> 
         yield Finding("damaged", WARN, f"{path}: {error}", "sglang-ext index verify, then rm and prebuild")
 
 
-def _spec_of(entry: IndexEntry) -> dict[str, object]:
-    """What an index was built by; nothing where its file cannot be read now."""
+def _spec_of(entry: IndexEntry) -> Specs | None:
+    """What an index was built by; None where its file cannot be read now."""
     with contextlib.suppress(IndexStoreError, AssertionError), open_unused(entry) as index:
         return index.spec
-    return {}
+    return None
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
