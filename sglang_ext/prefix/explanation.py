@@ -93,7 +93,7 @@ class Candidate(msgspec.Struct, frozen=True):
         common: leading tokens that both have; None: the index keeps no tokens, and not all of them are the prompt's.
         differs: fields of the identity that are not the server's or the request's, as `name: expected A, found B`.
         verdict: in a sentence, what that means.
-        shifted: tokens common to both where the first one of one side, a second BOS as a rule, is left out; 0: hardly any.
+        shifted: tokens common to both without the first one of one side, a second BOS as a rule; 0: hardly any.
         at, prompt, index: the first token that differs; None where all tokens of the index are the prompt's.
     """
 
@@ -274,7 +274,7 @@ def _verdict(
     if tokens is None or common is None:
         return (
             0,
-            "not all its tokens are the prompt's; which differ is not known, as its file keeps none or is not here",
+            "not all its tokens are the prompt's; which is not known, as its file keeps none or is not here",
         )
     for longer, shorter, whose in ((ids, tokens, "the prompt"), (tokens, ids, "the index")):
         shifted = _common(longer[1:], shorter)
@@ -288,7 +288,7 @@ def _verdict(
     if common == len(ids):
         return (
             0,
-            f"the prompt ends after {common} of its {length} tokens; an index serves prompts that have all of them",
+            f"the prompt ends after {common} of its {length} tokens; an index serves prompts that have them all",
         )
     return 0, f"token {common} differs"
 
