@@ -52,15 +52,14 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0) -> Any:
-    """POST JSON, get JSON; None where no JSON comes back.
+def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0, key: str | None = None) -> Any:
+    """POST JSON, get JSON; None where no JSON comes back. `key`: of the server.
 
     Raises:
         OSError: no connection, or an HTTP error status; the server's text is in the message.
     """
-    request = urllib.request.Request(
-        url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url.rstrip("/") + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             text = response.read()

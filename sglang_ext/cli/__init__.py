@@ -22,6 +22,7 @@ COMMANDS = {
     "store": "sglang_ext.cli.store",
     "doctor": "sglang_ext.cli.doctor",
     "explain": "sglang_ext.cli.explain",
+    "server": "sglang_ext.cli.server",
 }
 
 
@@ -50,7 +51,8 @@ def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for paths that are no valid text
     parser = Parser(
-        prog="sglang-ext", description="Sparse attention for shared prefixes on SGLang: offline jobs, and the store."
+        prog="sglang-ext",
+        description="Sparse attention for shared prefixes on SGLang: offline jobs, the store, running servers.",
     )
     parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -12,6 +12,8 @@ with `--tokenizer-worker-num` above 1 has none: SGLang loads no plugin in its wo
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -83,6 +85,38 @@ def serve(settings: Settings) -> None:
     for name, command in COMMANDS.items():
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(_endpoint(server, settings, name))
         server.app.add_api_route(f"{PATH}/{name}", endpoint, methods=["GET" if command.asks else "POST"])
+    server.app.add_api_route(PATH, _page(), methods=["GET"])
+
+
+def _page() -> Callable[..., Any]:
+    """The page, whose only script is the one that is shipped."""
+    from fastapi.responses import HTMLResponse
+
+    import sglang_ext
+
+    text = (Path(sglang_ext.__file__).parent / "page.html").read_text()
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    headers = {
+        "Content-Security-Policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "Cache-Control": "no-cache",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    async def sparse_attn_page() -> HTMLResponse:
+        return HTMLResponse(text, headers=headers)
+
+    return sparse_attn_page
+
+
+def around_decide_request_auth(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A browser cannot send a key for a page, and the page holds nothing: its own questions need the key."""
+    if args or (kwargs.get("method"), kwargs.get("path")) != ("GET", PATH):
+        return original(*args, **kwargs)
+    from sglang.srt.utils.auth import AuthDecision
+
+    return AuthDecision(allowed=True)
 
 
 def _endpoint(server: Any, settings: Settings, name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from types import FunctionType, NoneType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
-from sglang_ext.compat import memory, server_args
+from sglang_ext.compat import administration, memory, server_args
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.seam import Seam, declare, here
 
@@ -28,6 +28,13 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_ARGS}.add_cli_args", _AFTER, server_args.after_add_cli_args, ("parser",), process="every"),
     Seam(f"{_ARGS}.from_cli_args", _AROUND, server_args.around_from_cli_args, ("args",), process="every"),
     Seam(f"{_ARGS}.check_server_args", _AFTER, server_args.after_check_server_args, (), process="every"),
+    Seam(
+        "sglang.srt.utils.auth.decide_request_auth",
+        _AROUND,
+        administration.around_decide_request_auth,
+        ("method", "path"),
+        process="every",
+    ),
     Seam(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
         _AROUND,

@@ -297,11 +297,13 @@ class Readiness:
         """
         if attachment is None:
             return None
+        if self.off:  # before all that ranks may not have in common
+            if attachment.reason is not None or attachment.entry is not None:
+                attachment.count(attachment.reason or "by_operator", self._counters)
+            return None
         index: ResidentIndex | None = None
         reason: str | None = "index_loading"
-        if self.off:  # before all that ranks may not have in common
-            reason = attachment.reason or (None if attachment.entry is None else "by_operator")
-        elif self._agreement is None or not self._agreement.loading(attachment.rid):
+        if self._agreement is None or not self._agreement.loading(attachment.rid):
             index, reason = self._look(attachment, waits=waits)
             if self._agreement is not None and not self._agreement.ready(attachment.rid):
                 index = None  # whatever this rank holds by now

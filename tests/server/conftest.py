@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import PRODUCTION, Pool, Server, Texts
+from tests.server.harness import ADMIN_KEY, PRODUCTION, Pool, Server, Texts
 from tests.server.jobs import Prebuilt, run_prebuild
 
 
@@ -87,7 +87,7 @@ def damaged(built: Prebuilt, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 @pytest.fixture
 def production(serve: Pool, damaged: tuple[Path, Path]) -> Server:
     """The server of most tests: as people serve, on a store of which an index is damaged."""
-    return serve(damaged[0], PRODUCTION, disable_overlap_schedule=None, enable_metrics="")
+    return serve(damaged[0], PRODUCTION, disable_overlap_schedule=None, enable_metrics="", admin_api_key=ADMIN_KEY)
 
 
 @pytest.fixture

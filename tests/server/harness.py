@@ -26,6 +26,8 @@ from scripts.servers import Reply, ask_many, free_port, free_ports, post, server
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "needle"
+ADMIN_KEY = "sesame"
+"""Of servers that have one; others take any."""
 SGLANG = version("sglang")
 
 #: The stores of tests are small: they need not leave a GiB of the disk free, as a server's do.
@@ -289,7 +291,12 @@ class Server:
         return result, delta, after
 
     def post(self, path: str, body: dict[str, Any], timeout: float = REQUEST_SECONDS) -> Any:
-        return post(self.url, path, body, timeout)
+        return post(self.url, path, body, timeout, ADMIN_KEY)
+
+    def get(self, path: str) -> Any:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
+            return json.load(response)
 
     def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 120.0) -> None:
         """Until the state is so."""
@@ -331,7 +338,8 @@ class Server:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             try:
-                request = urllib.request.Request(self.url + "/flush_cache", b"", method="POST")
+                headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+                request = urllib.request.Request(self.url + "/flush_cache", b"", headers, method="POST")
                 with urllib.request.urlopen(request, timeout=30):
                     return
             except OSError:

@@ -48,3 +48,15 @@ def test_earlier_turns_of_a_conversation_that_grows_are_attended_sparsely(serve:
         for question in document.questions
     ]
     assert sum(right) >= 6
+    _an_operator_asks_for_an_index(server)
+
+
+def _an_operator_asks_for_an_index(server: Server) -> None:
+    """Of a prompt that nobody has asked yet: the first request that brings it leaves its index."""
+    document = make_document("many_keys", seed=9, num_tokens=1280, num_questions=2)
+    built = server.state()["builds"]["built"]
+    assert server.post("/sparse_attn/build", {"text": document.text})["tokens"] == 1280
+    server.generate(document.text, num_tokens=100)
+    server.until(lambda state: state["builds"]["built"] == built + 1)
+    answer = server.generate(f"{document.text} {document.questions[0].text}", 4)
+    assert answer.meta["sparse_attn"][-1]["prefix_tokens"] == 1280

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.cli import main
+from tests.server.harness import ADMIN_KEY
 
 pytestmark = pytest.mark.boot("production")
 
@@ -20,7 +21,9 @@ def explain(production: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     def run(text: str, *words: str) -> Any:
         file = tmp_path / "prompt.txt"
         file.write_text(text)
-        status = main(["explain", "--url", production.url, "--prompt", f"@{file}", "--json", *words])
+        status = main(
+            ["explain", "--url", production.url, "--admin-key", ADMIN_KEY, "--prompt", f"@{file}", "--json", *words]
+        )
         return status, json.loads(capsys.readouterr().out)
 
     return run
@@ -68,6 +71,7 @@ def test_a_damaged_index_is_told(explain: Any, production: Any, texts: Any) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--admin-key", "wrong"], "expected the server's admin key, got another one"),
         (["--picture", "x.png"], "expected a server that traces"),
         (["--messages", "no-such.json"], "expected a file that can be read"),
         (["--model-path", "m"], "expected --url, or --model-path and --store; got both"),
@@ -77,7 +81,7 @@ def test_what_cannot_be_explained(
     production: Any, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     asked = [] if "--messages" in words else ["--prompt", "document note"]
-    assert main(["explain", "--url", production.url, *asked, *words]) == 2
+    assert main(["explain", "--url", production.url, "--admin-key", ADMIN_KEY, *asked, *words]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -89,6 +93,6 @@ def test_a_prompt_that_the_server_refuses_and_a_server_that_is_not_there(
     for url, said in ((production.url, "expected exactly one of text, input_ids"), ("http://127.0.0.1:9", "--url")):
         if url != production.url:
             file.write_text(json.dumps({"input_ids": [1]}))
-        assert main(["explain", "--url", url, "--messages", str(file)]) == 2
+        assert main(["explain", "--url", url, "--admin-key", ADMIN_KEY, "--messages", str(file)]) == 2
         assert said in capsys.readouterr().err
     assert production.generate("document note", 2).decode_steps == 1, "the server lives on"

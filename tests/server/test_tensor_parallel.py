@@ -74,6 +74,34 @@ def test_two_ranks_share_slots_build_an_index_and_read_it(serve_two: Any, texts:
     for rank in _same_path(delta.after):
         assert rank["sparse_steps"] == delta.after["sparse_steps"]
         assert rank["resident_bytes"] > 0
+    _commands_reach_both_ranks(server, prompts, expected)
+
+
+def _commands_reach_both_ranks(server: Any, prompts: Sequence[str], expected: Sequence[tuple[int, ...]]) -> None:
+    """Turned off while requests run, and on again: answers stay those of dense decode, and both ranks took one path."""
+
+    def switch() -> Answer:
+        for name in ("off", "on", "off", "on"):
+            server.post(f"/sparse_attn/{name}", {"shared_prefixes": True} if name == "off" else {})
+            server.generate(prompts[0], 2)
+        return server.generate(prompts[0], TOKENS)
+
+    answers = server.together([*_calls(server, prompts), switch])
+    assert [answer.ids for answer in answers] == [*expected, expected[0]]
+    server.post("/sparse_attn/off", {})
+    found, delta = server.during(lambda: _ask_together(server, prompts))
+    assert (found, delta.sparse_rows) == (expected, 0)
+    assert delta.fallbacks == {"by_operator": len(prompts)}
+    server.post("/sparse_attn/on", {})
+    [digest] = [line["digest"] for line in server.get("/sparse_attn/indexes")["indexes"]]
+    assert server.post("/sparse_attn/evict", {"index": digest})["device"] == "done"
+    ranks = _same_path(server.state())
+    assert [rank["resident_bytes"] for rank in ranks] == [0, 0]
+    assert server.post("/sparse_attn/budget", {"top_k": 256})["top_k"] == 256
+    _, delta = server.during(lambda: _ask_together(server, prompts))
+    attended = delta.per_layer("attended_tokens_per_layer")
+    assert attended[-1] == 256 * delta.sparse_rows > 0
+    _same_path(delta.after)
 
 
 def _prompts(texts: Any) -> list[str]:

@@ -14,7 +14,21 @@ from prefix_index import Retention
 from sglang_ext.administration import BAD, COMMANDS, CONFLICT, FAILED, GOOD, UNKNOWN, answered
 from sglang_ext.config import Settings
 from sglang_ext.prefix.residency import State
-from tests.serving.admitting import LAYERS, OTHER, PROMPT, Model, Runtime, eventually, ours, prefill, report
+from tests.serving.admitting import (
+    LAYERS,
+    NAMESPACE,
+    OTHER,
+    PROMPT,
+    Model,
+    Request,
+    Runtime,
+    decode_batch,
+    eventually,
+    hashes,
+    ours,
+    prefill,
+    report,
+)
 from tests.serving.meeting import Meeting
 from tests.serving.test_shared_builds import Traffic
 
@@ -146,7 +160,9 @@ def test_an_index_that_is_being_loaded_is_not_evicted(start: Callable[..., Runti
     [entry] = runtime.store.list()
     gate, real = threading.Event(), runtime.store.get
     runtime.store.get = lambda key: (gate.wait(60), real(key))[1]  # type: ignore[method-assign,func-returns-value]
-    told(runtime, "prefetch", index=entry.digest)
+    waiting = Request()
+    runtime.wait(waiting, "a", [*PROMPT, 7], NAMESPACE)  # begins to load, and holds nothing
+    assert row(runtime)["users"] == 0
     assert "is being loaded" in refused(runtime, CONFLICT, "evict", index=entry.digest)
     gate.set()
     assert loaded(runtime, entry.digest)
@@ -179,8 +195,6 @@ def test_a_pinned_index_stays_when_another_one_wants_its_bytes(start: Callable[.
 
 
 def _last_hashes() -> list[str]:
-    from tests.serving.admitting import hashes
-
     return [hashes(tokens)[-1].hex() for tokens in (PROMPT, OTHER)]
 
 
@@ -208,7 +222,7 @@ def test_a_budget_holds_from_the_next_step_on(start: Callable[..., Runtime]) -> 
     attended = []
     for length in (67, 68):
         before = runtime.counters.snapshot()["attended_tokens_per_layer"]
-        with runtime.step(_decode(runtime, length)):
+        with runtime.step(decode_batch(runtime, ["a"], [length])):
             assert runtime.planned
         attended.append(
             [b - a for a, b in zip(before, runtime.counters.snapshot()["attended_tokens_per_layer"], strict=True)]
@@ -218,12 +232,6 @@ def test_a_budget_holds_from_the_next_step_on(start: Callable[..., Runtime]) -> 
     assert told(runtime, "status")["budget"] == {"keep_ratio": 0.5, "top_k": 24, "most_tokens": 120}
     assert told(runtime, "budget", keep_ratio=1.0, top_k=None)["keep_ratio"] == 1.0
     assert ours(runtime, ["a"], [69])
-
-
-def _decode(runtime: Any, length: int) -> Any:
-    from tests.serving.admitting import decode_batch
-
-    return decode_batch(runtime, ["a"], [length])
 
 
 def test_a_budget_larger_than_the_lists_is_refused_with_the_largest_that_fits(start: Callable[..., Runtime]) -> None:
@@ -253,16 +261,10 @@ def test_off_leaves_running_requests_dense_from_the_next_step_on_until_it_is_on_
     assert (runtime.counters.hits, runtime.counters.fallbacks) == (1, {"by_operator": 2})
     told(runtime, "on")
     runtime.came("c")
-    with runtime.step(_three(runtime)):
+    with runtime.step(decode_batch(runtime, ["a", "b", "c"], [69, 67, 66])):
         assert runtime.planned
     assert runtime.counters.snapshot()["dense_rows"] == 1 + 2 + 1, "b came meanwhile and has no index"
     assert runtime.counters.hits == 2
-
-
-def _three(runtime: Any) -> Any:
-    from tests.serving.admitting import decode_batch
-
-    return decode_batch(runtime, ["a", "b", "c"], [69, 67, 66])
 
 
 def test_off_with_shared_prefixes_leaves_all_steps_to_sglang(start: Callable[..., Runtime]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from prefix_index import ArrayKey, ModelFingerprint
-from sglang_ext.administration import CONFLICT, GOOD, Answer, answered
+from sglang_ext.administration import BAD, CONFLICT, GOOD, Answer, answered
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
 from sglang_ext.methods import make_builder, method_specs
 from sglang_ext.methods.profile import Profile, ProfileError, layer_profile
@@ -280,10 +280,10 @@ def test_of_a_profile_that_is_read_again_the_keep_ratio_counts_and_all_else_need
         answer = read(**changes)
         assert answer.status == CONFLICT
         assert f"{next(iter(changes))} differ: restart the server" in answer.body["error"]
-    [model] = [json.loads(_profile().encode())["model"]]
-    other = read(model={**model, "config_digest": "cd" * 32})
-    assert (other.status, "config_digest" in other.body["error"] or "model" in other.body["error"]) == (400, True)
-    assert "no such" not in answered(runtime, "reload_profile", {"profile": "no such"}).body["error"]
+    model = {"num_layers": LAYERS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "config_digest": "cd" * 32}
+    other = read(model=model)
+    assert (other.status, "config_digest" in other.body["error"]) == (BAD, True), other
+    assert answered(runtime, "reload_profile", {"profile": "no JSON"}).status == BAD
     assert runtime.config.keep_ratio == 0.03
     runtime.close()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_ext.cli.arguments import add_sglang_flags, parse_count
+from sglang_ext.cli.asking import add_arguments
 from sglang_ext.cli.index.text import SHORT, emit, span, wrapped
 from sglang_ext.cli.stopping import refuse
 
@@ -48,13 +48,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--tools", metavar="FILE", help="the chat request's tools, a JSON list")
     parser.add_argument("--extra-key", metavar="TEXT", help="of the request")
     parser.add_argument("--cache-salt", metavar="TEXT", help="of the request, on SGLang 0.5.23")
-    parser.add_argument("--url", metavar="URL", help="of a running server")
-    parser.add_argument(
-        "--admin-key",
-        metavar="KEY",
-        default=os.environ.get("SGLANG_EXT_ADMIN_KEY"),
-        help="the server's --admin-api-key, else its --api-key (environment: SGLANG_EXT_ADMIN_KEY)",
-    )
+    add_arguments(parser, url=None)
+    parser.add_argument("--api-key", metavar="KEY", help="for --picture: the server's --api-key, if it has both keys")
     parser.add_argument("--picture", metavar="FILE.png", help="with --url: draw what a request of the prompt attends")
     parser.add_argument("--model-path", metavar="MODEL", help="without --url: the model that is served")
     parser.add_argument("--store", metavar="DIR|ipc://SOCKET", help="without --url: the server's store")
@@ -76,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         return refuse("explain", "expected no settings beside --url: the server has its own; leave them out")
     if args.picture and args.url is None:
         return refuse("explain", "expected --url with --picture: a running server draws on what it attended; name it")
-    from sglang_ext.cli.explain.asking import CannotExplainError, ask_server, compare_here, draw, read_prompt
+    from sglang_ext.cli.explain.answers import CannotExplainError, ask_server, compare_here, draw, read_prompt
 
     try:
         prompt = read_prompt(args)

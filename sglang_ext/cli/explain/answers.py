@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import msgspec
 
 from prefix_index import IndexStoreError
+from sglang_ext.cli.asking import ServerError, ask, request
 from sglang_ext.cli.explain.picture import draw_attended, read_attended
 from sglang_ext.cli.previewing import CannotStartError, preview_server
 from sglang_ext.prefill.prompt_tokens import tokens_with
@@ -74,7 +73,10 @@ def compare_here(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
 def ask_server(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
     """What a running server says. Raises CannotExplainError."""
     named = {name: value for name, value in msgspec.structs.asdict(prompt).items() if value not in (None, "")}
-    return _post(args, "/sparse_attn/explain", named)
+    try:
+        return ask(args, "explain", named, _SECONDS)
+    except ServerError as error:
+        raise CannotExplainError(str(error)) from error
 
 
 def draw(args: argparse.Namespace, prompt: Prompt, found: Mapping[str, Any]) -> None:
@@ -85,6 +87,7 @@ def draw(args: argparse.Namespace, prompt: Prompt, found: Mapping[str, Any]) -> 
             "expected a server that traces, for --picture; this one does not. Start it with "
             '"trace_folder": "FOLDER" in --sparse-attn-config: steps of requests \'trace-...\' are slower then'
         )
+    sender = argparse.Namespace(url=args.url, admin_key=args.api_key or args.admin_key)
     meta: Mapping[str, Any] = {}
     for _ in range(_ATTEMPTS):
         rid = f"trace-explain-{uuid.uuid4().hex[:12]}"
@@ -92,11 +95,13 @@ def draw(args: argparse.Namespace, prompt: Prompt, found: Mapping[str, Any]) -> 
         body: dict[str, Any] = {"input_ids": found["input_ids"], "rid": rid, "sampling_params": sampling}
         keys = {"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
         body |= {name: value for name, value in keys.items() if value is not None}
-        meta = _post(args, "/generate", body)["meta_info"]
         try:
+            meta = request(sender, "/generate", body, _SECONDS)["meta_info"]
             attended = read_attended(Path(folder), rid)
             if attended:
                 return draw_attended(attended, Path(args.picture))
+        except ServerError as error:
+            raise CannotExplainError(str(error)) from error
         except OSError as error:
             todo = "run this on the server's host, as its user, and name a file that can be written"
             raise CannotExplainError(
@@ -109,21 +114,3 @@ def draw(args: argparse.Namespace, prompt: Prompt, found: Mapping[str, Any]) -> 
             ) from error
     said = json.dumps(meta.get("sparse_attn", meta))[:500]
     raise CannotExplainError(f"expected a step by an index to draw, got none; the response says {said}")
-
-
-def _post(args: argparse.Namespace, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    if args.admin_key:
-        headers["Authorization"] = f"Bearer {args.admin_key}"
-    request = urllib.request.Request(args.url.rstrip("/") + path, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as response:
-            found: dict[str, Any] = json.loads(response.read())
-            return found
-    except urllib.error.HTTPError as error:
-        text = error.read()[:2000].decode(errors="replace")
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            text = json.loads(text)["error"]
-        raise CannotExplainError(f"{path}: HTTP {error.code}: {text}") from error
-    except (OSError, ValueError) as error:
-        raise CannotExplainError(f"expected a server at {args.url}, got: {error}; correct --url") from error
