@@ -36,6 +36,7 @@ from sglang_ext.prefix.mismatch import Specs, differences
 
 MOST_READ = 256
 """Indexes whose tokens are read, at most: those of the prompt's own pages first, then the newest."""
+MOST_PROBLEMS = 5
 _AROUND = 8
 """Tokens that are shown before the first one that differs, and behind it half of them."""
 _LEAST_SHIFTED = PAGE_TOKENS
@@ -136,6 +137,7 @@ class Explanation(msgspec.Struct, frozen=True):
         candidates: the longest common prefix first.
         gone: that left the store, the newest first.
         unread: indexes that were not looked at (`MOST_READ`).
+        problems: of the first files that are no usable index, whatever they are of: damaged, or of a newer version.
     """
 
     tokens: int
@@ -145,6 +147,7 @@ class Explanation(msgspec.Struct, frozen=True):
     candidates: list[Candidate]
     gone: list[Gone]
     unread: int
+    problems: list[str]
 
 
 def explain(asked: Asked, store: IndexStore, removals: Sequence[Removal] = ()) -> Explanation:
@@ -177,7 +180,8 @@ def explain(asked: Asked, store: IndexStore, removals: Sequence[Removal] = ()) -
         if one.identity.digest not in known and hashes.get(one.identity.prefix_hash) == _pages(one.identity.num_tokens)
     ]
     index, reason, summary = _outcome(asked, candidates, gone)
-    return Explanation(len(ids), index, reason, summary, candidates, gone, max(0, len(entries) - MOST_READ))
+    problems = [f"{path}: {error}" for path, error in store.problems()[:MOST_PROBLEMS]]
+    return Explanation(len(ids), index, reason, summary, candidates, gone, max(0, len(entries) - MOST_READ), problems)
 
 
 def removals_of(address: str) -> Sequence[Removal]:

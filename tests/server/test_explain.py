@@ -62,10 +62,11 @@ def test_a_server_says_where_a_prompt_differs(explain: Any, texts: Any, built: A
     assert all(field.startswith("extra_key or cache_salt: expected extra_key 'tenant-c'") for field in fields)
 
 
-def test_a_damaged_index_is_told(explain: Any, production: Any, texts: Any) -> None:
+def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, texts: Any) -> None:
     production.generate(texts.ask(texts.damaged, 0), 4)
     status, found = explain(texts.damaged.text)
     assert (status, found["index"]) == (1, None)
+    assert any(built.line("damaged")["digest"] in problem for problem in found["compared"]["problems"])
 
 
 @pytest.mark.parametrize(

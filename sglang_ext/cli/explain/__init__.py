@@ -100,6 +100,8 @@ def _told(found: Mapping[str, Any], limit: int) -> Iterator[str]:
         ago = span(time.time() - one["removed"])
         fields = "".join(f"; {field}" for field in one["differs"])
         yield _line(f"gone {_name(one)}", f"{one['tokens']} tokens, {one['why']} {ago} ago{fields}")
+    for problem in compared["problems"]:
+        yield _line("unusable", problem)
     more = len(compared["candidates"]) - limit + compared["unread"]
     if more > 0:
         yield f"{more} more are not shown (--limit); {compared['unread']} of them were not looked at"
