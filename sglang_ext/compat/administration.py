@@ -119,12 +119,28 @@ def around_decide_request_auth(original: Callable[..., Any], *args: Any, **kwarg
     return AuthDecision(allowed=True)
 
 
+def prompts_refusal(args: Any) -> str | None:
+    """Why `explain` is refused, which shows text of stored prompts: where every client has the one key that there is.
+
+    Args:
+        args: ServerArgs.
+    """
+    if args.api_key is None or args.admin_api_key is not None:
+        return None
+    return (
+        "expected a server with --admin-api-key, got one with --api-key alone: explain shows text of others' "
+        "prompts. Start it with an admin key, or explain on its host, with --model-path and --store"
+    )
+
+
 def _endpoint(server: Any, settings: Settings, name: str) -> Callable[..., Any]:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
     async def command(request: Request) -> JSONResponse:
         state, found = server.get_global_state(), await _body(request)
+        if name == "explain" and (refusal := prompts_refusal(state.tokenizer_manager.server_args)) is not None:
+            found = _bad(refusal, 403)
         if name in ("build", "explain") and isinstance(found, dict):
             found = await asyncio.to_thread(_with_tokens, state, asyncio.get_running_loop(), name, found)
         elif name == "reload_profile" and isinstance(found, dict):

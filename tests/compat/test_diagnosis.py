@@ -280,3 +280,22 @@ def test_sizes_are_those_of_the_built_indexes(model: Path, built: Prebuilt) -> N
     assert rows["index, file"]["all"] == 3 * rows["index, file"]["one"]
     assert rows["index, resident"]["one"] == line["method_bytes"]["token_index"]
     assert rows["KV of the prompt"]["one"] == line["kv_bytes"] // line["num_tokens"] * line["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [((), False), (("--api-key", "a"), True), (("--admin-api-key", "b"), False)],
+    ids=["none", "clients' alone", "admin's"],
+)
+def test_text_of_stored_prompts_is_not_for_every_client(model: Path, keys: tuple[str, ...], refused: bool) -> None:
+    said = in_sglang(f"{__name__}:refusal_with", ["--model-path", str(model), *CPU, *keys])
+    assert (said is not None and "--admin-api-key" in said) == refused
+
+
+def refusal_with(flags: list[str]) -> str | None:
+    """What the route of `explain` refuses a server's clients with."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_ext.compat.administration import prompts_refusal
+
+    return prompts_refusal(prepare_server_args(flags))
