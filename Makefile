@@ -32,7 +32,7 @@ ON_GPU_TRITON = [ ! -f $(GPU_TRITON)/.whole ] || PYTHONPATH=$(CURDIR)/$(GPU_TRIT
 SERVED := tests/server/test_exact.py tests/server/test_faults.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all models models-small serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
+.PHONY: help demo test test-all models models-small chromium serve lint format venv $(SGLANG_VERSIONS:%=venv-%) clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -49,7 +49,7 @@ test: venv $(GPU_TRITON)/.whole ## what protects a change: at most 15 minutes on
 	$(ON_GPU_TRITON) $(DAY) $(COMPILED)
 	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED)
 
-test-all: venv $(GPU_TRITON)/.whole models-small ## everything: all of it on the oldest release, seams and the day's servers on the newest
+test-all: venv $(GPU_TRITON)/.whole models-small chromium ## everything: all of it on the oldest release, seams and the day's servers on the newest
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(ALL)
 	$(ON_GPU_TRITON) $(ALL) $(COMPILED)
@@ -62,6 +62,10 @@ models: venv-$(firstword $(SGLANG_VERSIONS)) ## two real language models and RUL
 # Where nothing can be fetched, the tests of that model say so; all others run.
 models-small: venv-$(firstword $(SGLANG_VERSIONS))
 	-$(OLD)/bin/python scripts/real_models.py .models --only smollm2-135m-instruct
+
+# Where it cannot be fetched and none is installed, the tests of the page say so.
+chromium: venv-$(firstword $(SGLANG_VERSIONS))
+	-$(OLD)/bin/python -m playwright install chromium-headless-shell
 
 serve: venv-$(SGLANG_VERSION) ## the server with the shipped model and --sparse-attn (STORE, PORT, SPARSE_ATTN_CONFIG, FLAGS)
 	@mkdir -p $(STORE)

@@ -46,6 +46,10 @@ GOOD, BAD, UNKNOWN, CONFLICT, FAILED = 200, 400, 404, 409, 500
 """Statuses of answers, as HTTP has them: done, a bad body, nothing by that name, not possible now, our own fault."""
 
 
+MOST_SHOWN = 500
+"""Indexes that one answer tells of: it is made between two decode steps."""
+
+
 class CommandError(Exception):
     """A command that is refused: what was expected, what came, what to do."""
 
@@ -157,14 +161,20 @@ def _versions() -> dict[str, str | None]:
 
 
 def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
-    """All indexes in the store, and those on the device that are not there any more."""
+    """Indexes on the device, those that were hit, and of the others in the store as many as there is room for.
+
+    A row may also have `saved_s`, estimated seconds saved, and `recall`, a share of attention mass, for the page.
+    """
     directory, resident = runtime.directory, runtime.residency.resident()
     entries, late = directory.known()
     by_digest = {one.entry.digest: one.entry for one in resident.values()}
     by_digest |= {entry.digest: entry for entry in entries}
     stored = {entry.digest for entry in entries}
+    hit = (digest for digest, _ in runtime.index_hits.most_common() if digest in by_digest)
+    shown = list(dict.fromkeys([*resident, *hit, *by_digest]))[:MOST_SHOWN]
     rows = []
-    for digest, entry in by_digest.items():
+    for digest in shown:
+        entry = by_digest[digest]
         on_device = resident.get(digest)
         ready = on_device is not None and on_device.state is State.READY
         tiers = [tier for tier, there in (("device", ready), ("store", digest in stored)) if there]
@@ -186,7 +196,7 @@ def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
                 "created": entry.created,
             }
         )
-    return {"indexes": sorted(rows, key=_place), "as_last_known": late}
+    return {"indexes": sorted(rows, key=_place), "not_shown": len(by_digest) - len(shown), "as_last_known": late}
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -103,6 +103,8 @@ def run_indexes(args: argparse.Namespace) -> int:
     header = ("INDEX", "TOKENS", "DEVICE", "STORE", "WHERE", "STATE", "USERS", "HITS", "KEPT", "AGE", "NAME")
     for line in table(header, rows, (1, 2, 3, 6, 7, 9)):
         print(line)
+    if found["not_shown"]:
+        print(f"and {found['not_shown']} more in the store that nobody uses: sglang-ext index ls lists all")
     return 0
 
 
@@ -145,7 +147,8 @@ def _build(args: argparse.Namespace) -> int:
         return 2
     status = 0
     for prompt in prompts:
-        body = {name: value for name, value in msgspec.to_builtins(prompt).items() if value is not None}
+        given = msgspec.structs.asdict(prompt)
+        body = {name: value for name, value in given.items() if value is not None and name != "id"}
         named = f"line {prompt.id}" if isinstance(prompt.id, LineNumber) else prompt.id
         try:
             if not args.json:

@@ -158,7 +158,7 @@ def _endpoint(server: Any, settings: Settings, name: str) -> Callable[..., Any]:
 
 async def _body(request: Any) -> dict[str, Any] | Answer:
     """The body as JSON, {} where there is none; an answer that says what is wrong with it."""
-    raw = b""
+    raw = bytearray()
     async for piece in request.stream():
         raw += piece
         if len(raw) > _MOST_BYTES:
@@ -188,10 +188,10 @@ def _with_tokens(
     Not in the event loop, which tokenizes.
     """
     import msgspec
-    from sglang.srt.managers.io_struct import GenerateReqInput
 
+    from sglang_ext.compat.engine import salt_refusal, unknown_ids
     from sglang_ext.compat.request_tokens import RequestTokens
-    from sglang_ext.prefill.prompt_tokens import prefix_tokens, tokens_with
+    from sglang_ext.prefill.prompt_tokens import prefix_tokens, request_tokens
     from sglang_ext.prefill.prompts import Prompt, check_prompt
 
     def wait(coroutine: Any) -> Any:
@@ -200,13 +200,11 @@ def _with_tokens(
     try:
         prompt = msgspec.convert(body, Prompt)
         check_prompt(prompt, "the body")
-        if prompt.cache_salt is not None and "cache_salt" not in getattr(GenerateReqInput, "__annotations__", {}):
-            raise ValueError("expected no cache_salt: this SGLang joins it into extra_key; give the joined value there")
         source = RequestTokens(state.tokenizer_manager, state.template_manager, wait)
-        if prompt.input_ids is not None:
-            ids = prompt.input_ids
-        else:
-            ids = prefix_tokens(prompt, source).ids if name == "build" else tokens_with(prompt, source)
+        ids = prefix_tokens(prompt, source).ids if name == "build" else request_tokens(prompt, source)
+        refusal = unknown_ids(ids, state.tokenizer_manager.model_config.vocab_size) or salt_refusal(prompt.cache_salt)
+        if refusal:
+            raise ValueError(refusal)
     except ValueError as error:  # msgspec's, SGLang's and ours
         return _bad(f"{name}: {error}")
     return {"input_ids": ids, "extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}

@@ -134,16 +134,9 @@ class OfflineEngine:
             ValueError: a token id is none of the model's; or SGLang refuses the request, for instance a cache_salt on
                 0.5.16.
         """
-        unknown = unknown_ids(input_ids, self.vocab_size)
-        if unknown:
-            raise ValueError(unknown)
-        if cache_salt is not None:
-            from sglang.srt.managers.io_struct import GenerateReqInput
-
-            if "cache_salt" not in getattr(GenerateReqInput, "__annotations__", {}):
-                raise ValueError(
-                    "expected no cache_salt: this SGLang joins it into extra_key; give the joined value as extra_key"
-                )
+        refusal = unknown_ids(input_ids, self.vocab_size) or salt_refusal(cache_salt)
+        if refusal:
+            raise ValueError(refusal)
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
         request = {"input_ids": list(input_ids), "rid": rid, "sampling_params": sampling}
         namespace = {"extra_key": extra_key, "cache_salt": cache_salt}
@@ -167,6 +160,15 @@ def take_signals_back(engine: Any, on_sigterm: Any) -> None:
     for number, handler in ((signal.SIGTERM, on_sigterm), (signal.SIGQUIT, _raise_died)):
         engine.loop.remove_signal_handler(number)
         signal.signal(number, handler)
+
+
+def salt_refusal(cache_salt: str | None) -> str | None:
+    """Why a prompt cannot have this cache_salt, as a message; None where it can."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    if cache_salt is None or "cache_salt" in getattr(GenerateReqInput, "__annotations__", {}):
+        return None
+    return "expected no cache_salt: this SGLang joins it into extra_key; give the joined value as extra_key"
 
 
 def unknown_ids(input_ids: Sequence[int], vocab_size: int) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from prefix_index import Retention
+from sglang_ext import administration
 from sglang_ext.administration import BAD, COMMANDS, CONFLICT, FAILED, GOOD, UNKNOWN, answered
 from sglang_ext.config import Settings
 from sglang_ext.prefix.residency import State
@@ -82,6 +83,18 @@ def test_status_says_what_is_on_and_indexes_who_uses_them(start: Callable[..., R
     assert (index["pinned"], index["pinned_in_store"], index["why_not"]) == (False, False, None)
     runtime.slot_freed(request, 0, finished=True)
     assert row(runtime)["users"] == 0
+
+
+def test_of_many_indexes_those_that_are_used_are_told(start: Callable[..., Runtime], monkeypatch: Any) -> None:
+    prompts = [list(range(n, n + 32)) for n in range(6)]
+    runtime = start(prompts)
+    for rid, tokens in (("a", prompts[5]), ("b", prompts[2])):
+        request = runtime.came(rid, [*tokens, 7])
+        runtime.slot_freed(request, 0, finished=True)
+    digests = {one["digest"] for one in told(runtime, "indexes")["indexes"] if one["hits"]}
+    monkeypatch.setattr(administration, "MOST_SHOWN", 2)
+    found = told(runtime, "indexes")
+    assert ({one["digest"] for one in found["indexes"]}, found["not_shown"]) == (digests, 4)
 
 
 @pytest.mark.parametrize(

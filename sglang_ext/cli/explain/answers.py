@@ -16,7 +16,8 @@ from prefix_index import IndexStoreError
 from sglang_ext.cli.asking import ServerError, ask, request
 from sglang_ext.cli.explain.picture import draw_attended, read_attended
 from sglang_ext.cli.previewing import CannotStartError, preview_server
-from sglang_ext.prefill.prompt_tokens import tokens_with
+from sglang_ext.compat.engine import salt_refusal
+from sglang_ext.prefill.prompt_tokens import request_tokens
 from sglang_ext.prefill.prompts import Prompt, PromptError, check_prompt
 from sglang_ext.prefix.explanation import Asked, explain, removals_of
 from sglang_ext.storage import configured_store
@@ -60,7 +61,9 @@ def compare_here(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
         preview = preview_server(args)
         settings, source = preview.settings, preview.tokens
         assert settings is not None, "--sparse-attn is among the flags"
-        ids = prompt.input_ids if prompt.input_ids is not None else tokens_with(prompt, source)
+        ids = request_tokens(prompt, source)
+        if refusal := salt_refusal(prompt.cache_salt):
+            raise ValueError(refusal)
         namespace = {"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
         with contextlib.closing(configured_store(settings.store, settings.config, write=False)) as store:
             question = Asked.of(settings.config, settings.profile, preview.model(), ids, namespace, source.text)

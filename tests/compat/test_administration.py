@@ -1,0 +1,127 @@
+"""Commands between SGLang's HTTP process and its schedulers: whose answer is whose, and which key a route wants."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from tests.compat.sglang_process import GROUP, in_sglang
+
+pytestmark = GROUP
+
+
+def whose_answer() -> list[Any]:
+    """A client that goes away while the scheduler works, and the next one: through SGLang's own communicator."""
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    from sglang_ext.compat.administration import ask
+
+    async def main() -> list[Any]:
+        sent: list[Any] = []
+        manager = SimpleNamespace(dumper_control=FanOutCommunicator(sent.append, 1))
+        first, second = (asyncio.create_task(ask(manager, name, {})) for name in ("first", "second"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        first.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        while not second.done():
+            request = sent.pop(0)
+            answer = [{"status": 200, "body": {"of": request.method}}]
+            manager.dumper_control.handle_recv(DumperControlReqOutput(success=True, response=answer))
+            for _ in range(5):
+                await asyncio.sleep(0)
+        return [first.cancelled(), (await second).body]
+
+    return asyncio.run(main())
+
+
+def test_a_client_that_goes_away_leaves_its_answer_to_nobody() -> None:
+    assert in_sglang("tests.compat.test_administration:whose_answer") == [True, {"of": "sparse_attn.second"}]
+
+
+def whose_request() -> list[Any]:
+    """What the hook answers itself: commands, where a runtime is; SGLang's own methods are SGLang's."""
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    from sglang_ext.compat import scheduler_hooks as hooks
+    from sglang_ext.ranks import Ranks
+
+    def call(method: str) -> Any:
+        return hooks.around_dumper_control(lambda *_: "SGLang's", None, DumperControlReqInput(method=method, body={}))
+
+    found = [call("sparse_attn.status")]
+    hooks._runtime = SimpleNamespace(ranks=Ranks())
+    found += [call("get_state"), call("sparse_attnstatus"), call("sparse_attn.nothing").response]
+    return found
+
+
+def test_other_methods_of_the_request_stay_sglangs() -> None:
+    *theirs, ours = in_sglang("tests.compat.test_administration:whose_request")
+    assert theirs == ["SGLang's"] * 3
+    assert ours[0]["status"] == 404
+    assert "expected a command of status" in ours[0]["body"]["error"]
+
+
+def routes_and_keys() -> dict[str, Any]:
+    """Of the real app, once without our routes, then with them added twice."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils import auth
+
+    load_plugins()
+    from sglang_ext.administration import COMMANDS
+    from sglang_ext.compat import administration
+    from sglang_ext.config import Settings, config_from_dict
+
+    app = http_server.app
+    before = len(app.router.routes)
+    for _ in range(2):
+        administration.serve(Settings(config=config_from_dict({}), store="/nowhere"))
+
+    def level(path: str, method: str) -> str:
+        scope = {"type": "http", "path": path, "method": method, "headers": []}
+        return str(auth._get_auth_level_from_app_and_scope(app, scope).value)
+
+    def allowed(path: str, method: str, key: str | None, **keys: Any) -> bool:
+        keys = {"api_key": None, "admin_api_key": None, **keys}
+        header = None if key is None else f"Bearer {key}"
+        found = auth.decide_request_auth(
+            method=method,
+            path=path,
+            authorization_header=header,
+            auth_level=auth.AuthLevel(level(path, method)),
+            **keys,
+        )
+        return bool(found.allowed)
+
+    paths = {f"/sparse_attn/{name}": "GET" if one.asks else "POST" for name, one in COMMANDS.items()}
+    both = {"api_key": "user", "admin_api_key": "admin"}
+    return {
+        "added": len(app.router.routes) - before - len(COMMANDS),
+        "levels": sorted({level(path, method) for path, method in paths.items()}),
+        "keys": [
+            [allowed(path, method, key, **both) for key in (None, "user", "admin")] for path, method in paths.items()
+        ],
+        "no admin key": [allowed("/sparse_attn/off", "POST", key, api_key="user") for key in (None, "user")],
+        "page": [allowed("/sparse_attn", method, None, **both) for method in ("GET", "POST")],
+        "beside it": [
+            allowed(path, "GET", None, **both) for path in ("/sparse_attn/", "/generate", "/get_server_info")
+        ],
+    }
+
+
+def test_routes_want_the_admin_key_and_only_the_page_none() -> None:
+    found = in_sglang("tests.compat.test_administration:routes_and_keys")
+    assert found["added"] == 1, "the page, and each route once"
+    assert found["levels"] == ["admin_optional"]
+    assert found["keys"] == [[False, False, True]] * len(found["keys"])
+    assert found["no admin key"] == [False, True]
+    assert found["page"] == [True, False]
+    assert found["beside it"] == [False] * 3
