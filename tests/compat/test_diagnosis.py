@@ -23,6 +23,7 @@ from tests.server.jobs import Prebuilt, run_prebuild
 pytest.importorskip("sglang")
 
 pytestmark = [GROUP, pytest.mark.timeout(900)]
+FULL = pytest.mark.full
 
 DATE = {"date_string": "1 May 2031"}
 TEXT = "".join(f"Stop {n} of the line is number {n * n}. " for n in range(40))
@@ -131,7 +132,8 @@ def test_bos_twice_in_the_index(explain: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [((), "none"), (("--extra-key", "tenant-c"), "extra_key 'tenant-c'")], ids=["none", "other"]
+    ("words", "expected"),
+    [pytest.param((), "none", marks=FULL, id="none"), pytest.param(("--extra-key", "c"), "extra_key 'c'", id="other")],
 )
 def test_another_extra_key(explain: Any, words: Any, expected: str) -> None:
     found = explain(OTHER, *words)
@@ -154,8 +156,8 @@ def test_another_dtype(explain: Any) -> None:
     ("config", "differs"),
     [
         ({"methods": {"token_index": {"bits": 8}}}, "methods.token_index.bits: expected 8, found 4"),
-        ({"method": "ab_sparse"}, "methods: expected ab_sparse, found token_index"),
-        ({"query_samples": 64}, "profile_digest: expected"),
+        pytest.param({"method": "ab_sparse"}, "methods: expected ab_sparse, found token_index", marks=FULL),
+        pytest.param({"query_samples": 64}, "profile_digest: expected", marks=FULL),
     ],
     ids=["parameter", "method", "sample"],
 )
@@ -176,7 +178,7 @@ def test_a_prompt_that_is_too_short(explain: Any) -> None:
     assert "the prompt ends after" in first["verdict"]
 
 
-@pytest.mark.parametrize("how", ["evicted", "removed", "expired"])
+@pytest.mark.parametrize("how", ["evicted", *(pytest.param(how, marks=FULL) for how in ("removed", "expired"))])
 def test_an_index_that_has_left(explain: Any, built: Prebuilt, tmp_path: Path, how: str) -> None:
     store = Path(shutil.copytree(built.store, tmp_path / "store"))
     digest = built.line("line")["digest"]
@@ -246,7 +248,7 @@ def test_a_store_of_other_settings_and_damage(doctor: Any, built: Prebuilt, tmp_
     [
         (["--dp-size", "2"], "expected no data parallelism"),
         (["--attention-backend", "flex_attention"], "expected an attention backend among"),
-        (["--kv-cache-dtype", "fp8_e5m2"], "fp8_e5m2"),
+        pytest.param(["--kv-cache-dtype", "fp8_e5m2"], "fp8_e5m2", marks=FULL),
     ],
     ids=["mode", "backend", "dtype"],
 )
@@ -284,8 +286,11 @@ def test_sizes_are_those_of_the_built_indexes(model: Path, built: Prebuilt) -> N
 
 @pytest.mark.parametrize(
     ("keys", "refused"),
-    [((), False), (("--api-key", "a"), True), (("--admin-api-key", "b"), False)],
-    ids=["none", "clients' alone", "admin's"],
+    [
+        pytest.param((), False, marks=FULL, id="none"),
+        pytest.param(("--api-key", "a"), True, id="clients' alone"),
+        pytest.param(("--admin-api-key", "b"), False, marks=FULL, id="admin's"),
+    ],
 )
 def test_text_of_stored_prompts_is_not_for_every_client(model: Path, keys: tuple[str, ...], refused: bool) -> None:
     said = in_sglang(f"{__name__}:refusal_with", ["--model-path", str(model), *CPU, *keys])
