@@ -204,6 +204,9 @@ def test_an_index_that_has_left(explain: Any, built: Prebuilt, tmp_path: Path, h
     assert (gone["digest"], gone["name"], gone["why"], gone["differs"]) == (digest, "line", how, [])
     assert "its index line " in found["summary"]
     assert explain(OTHER, store=store)["gone"] == [], "of other tokens"
+    shutil.copytree(built.store, store, dirs_exist_ok=True)
+    found = explain(TEXT, store=store)
+    assert (found["index"], found["gone"]) == (digest, []), "it is back"
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
