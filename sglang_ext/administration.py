@@ -351,7 +351,7 @@ def _evict(runtime: SparseRuntime, given: Evicted) -> dict[str, Any]:
         raise CommandError(
             CONFLICT,
             f"expected an index that nobody uses; {digest[:12]} is being loaded, or in use by {users:.0f} requests: "
-            "evict it when they have ended, or turn indexes off",
+            "evict it when they have ended",
         )
     store = _in_store(runtime, lambda s: s.delete(digest)) if given.store else "kept"
     return {"digest": digest, "device": "done", "store": store}
