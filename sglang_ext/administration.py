@@ -31,6 +31,7 @@ from sglang_ext.decode.costs import MARGIN
 from sglang_ext.methods.profile import Profile, ProfileError, decode_profile
 from sglang_ext.prefill.builder import covered_tokens
 from sglang_ext.prefill.shared_builds import SharedBuilds
+from sglang_ext.prefix.explanation import MOST_PROBLEMS
 from sglang_ext.prefix.residency import State
 from sglang_ext.profiles import check_profile
 from sglang_ext.storage import LEAST_DIGITS, is_meant
@@ -223,6 +224,7 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
         found = runtime.directory.lookup(given.namespace, ids)
     except (InvalidPayload, OverflowError) as error:
         raise CommandError(BAD, f"expected token ids; got: {error}") from error
+    runtime.directory.known()
     off = planner.refusal or runtime.ready.stale or ("turned off by an operator" if runtime.ready.off else None)
     off = off or (None if planner.uses_indexes else "indexes are not configured: see the log")
     entry, on_device, prefix_len = found.entry, None, 0
@@ -242,6 +244,7 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
         "costs_us": costs,
         "path": path,
         "why": why,
+        "problems": list(runtime.directory.problems[:MOST_PROBLEMS]),
         "trace_folder": runtime.config.trace_folder,
         "model": msgspec.to_builtins(runtime.model),
     }

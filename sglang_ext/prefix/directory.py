@@ -174,6 +174,11 @@ class PrefixDirectory:
             late = bool(wait([self._looking], _PATIENCE_S).not_done)
         return self._entries, late
 
+    @property
+    def problems(self) -> Sequence[str]:
+        """What in the store is no usable index, as last known (`known`); what readers found damaged among it."""
+        return self._problems
+
     def change(self, how: Callable[[IndexStore], object]) -> str:
         """Change something in the store, on a thread of its own.
 

@@ -66,7 +66,7 @@ def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, text
     production.generate(texts.ask(texts.damaged, 0), 4)
     status, found = explain(texts.damaged.text)
     assert (status, found["index"]) == (1, None)
-    assert any(built.line("damaged")["digest"] in problem for problem in found["compared"]["problems"])
+    assert any(built.line("damaged")["digest"] in problem for problem in found["problems"]), "as the server found"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         emit(found)
     else:
         print("\n".join(_told(found, args.limit)))
-    return 0 if found["compared"]["index"] is not None else 1
+    return 0 if found.get("index", found["compared"]["index"]) is not None else 1
 
 
 def _told(found: Mapping[str, Any], limit: int) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _told(found: Mapping[str, Any], limit: int) -> Iterator[str]:
         ago = span(time.time() - one["removed"])
         fields = "".join(f"; {field}" for field in one["differs"])
         yield _line(f"gone {_name(one)}", f"{one['tokens']} tokens, {one['why']} {ago} ago{fields}")
-    for problem in compared["problems"]:
+    for problem in found.get("problems", compared["problems"]):
         yield _line("unusable", problem)
     more = len(compared["candidates"]) - limit + compared["unread"]
     if more > 0:
@@ -112,6 +112,10 @@ def _of_server(found: Mapping[str, Any]) -> Iterator[str]:
     if "path" not in found:
         yield _line("a step", "what it costs on this GPU is known to a running server only: --url")
         return
+    offered = found["compared"]["index"]
+    if found["index"] != offered:
+        about = [text for text in found["problems"] if offered and offered in text]
+        yield _line("server", about[0] if about else f"finds {found['index'] or 'none'}: {found['detail'] or 'as yet'}")
     if found["index"] is not None:
         yield _line("device", found["resident"] or "not loaded; the first request that finds it loads it")
     budget = f", selecting layers attend {found['budget']} tokens of the prefix" if found["path"] == "sparse" else ""
