@@ -27,14 +27,18 @@ from prefix_index import (
 )
 from sglang_ext import __version__
 from sglang_ext.config import ConfigError, check_ranges
+from sglang_ext.decode.costs import MARGIN
 from sglang_ext.methods.profile import Profile, ProfileError, decode_profile
 from sglang_ext.prefill.builder import covered_tokens
 from sglang_ext.prefill.shared_builds import SharedBuilds
+from sglang_ext.prefix.explanation import MOST_PROBLEMS
 from sglang_ext.prefix.residency import State
 from sglang_ext.profiles import check_profile
 from sglang_ext.storage import LEAST_DIGITS, is_meant
 
 if TYPE_CHECKING:
+    from sglang_ext.prefix.directory import Lookup
+    from sglang_ext.prefix.residency import ResidentIndex
     from sglang_ext.runtime import SparseRuntime
 
 logger = logging.getLogger(__name__)
@@ -121,7 +125,7 @@ def _answer(runtime: SparseRuntime, name: str, body: Mapping[str, Any]) -> Answe
 
 def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     """What is on, and what it did. Waits for all ranks."""
-    counters, planner, config = runtime.counters, runtime.planner, runtime.config
+    counters, planner = runtime.counters, runtime.planner
     rows = {"sparse": counters.sparse_rows, "cascade": counters.cascade_rows}
     rows["dense"] = counters.dense_rows - counters.cascade_rows
     total = sum(rows.values())
@@ -198,6 +202,72 @@ def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return -row["hits"], row["name"] or "", row["digest"]
+
+
+class Wanted(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt: `input_ids`, and what of its requests is not tokens. Routes take text and messages in their place."""
+
+    input_ids: list[int]
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+    @property
+    def namespace(self) -> dict[str, str | None]:
+        """What of its requests is not tokens."""
+        return {"extra_key": self.extra_key, "cache_salt": self.cache_salt}
+
+
+def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
+    """Which index a request of this prompt would have, and which way its steps would go, were it alone."""
+    ids, planner = given.input_ids, runtime.planner
+    try:
+        found = runtime.directory.lookup(given.namespace, ids)
+    except (InvalidPayload, OverflowError) as error:
+        raise CommandError(BAD, f"expected token ids; got: {error}") from error
+    runtime.directory.known()
+    off = planner.refusal or runtime.ready.stale or ("turned off by an operator" if runtime.ready.off else None)
+    off = off or (None if planner.uses_indexes else "indexes are not configured: see the log")
+    entry, on_device, prefix_len = found.entry, None, 0
+    if entry is not None:
+        on_device, prefix_len = runtime.residency.resident().get(entry.digest), entry.identity.num_tokens
+    budget = runtime.config.budget(prefix_len) if prefix_len else None
+    costs = planner.costs_alone(len(ids) + 1, prefix_len, budget or 0)
+    path, why = _way(off, found, on_device, costs, forced=planner.forced)
+    return {
+        "index": None if entry is None else entry.digest,
+        "name": None if entry is None else entry.retention.name,
+        "prefix_tokens": prefix_len,
+        "reason": found.reason,
+        "detail": found.detail,
+        "resident": None if on_device is None else on_device.state.value,
+        "budget": budget,
+        "costs_us": costs,
+        "path": path,
+        "why": why,
+        "problems": list(runtime.directory.problems[:MOST_PROBLEMS]),
+        "trace_folder": runtime.config.trace_folder,
+        "model": msgspec.to_builtins(runtime.model),
+    }
+
+
+def _way(
+    off: str | None, found: Lookup, on_device: ResidentIndex | None, costs: Mapping[str, float | None], *, forced: bool
+) -> tuple[str, str]:
+    """(path, why) of the steps of one request alone."""
+    if found.entry is None:
+        return "stock", f"it has no index ({found.reason or 'less than a page'})"
+    if off is not None:
+        return "stock", off
+    if on_device is not None and on_device.state is State.FAILED:
+        return "stock", f"its index could not be loaded ({on_device.reason}): {on_device.detail}"
+    if forced:
+        return "sparse", "a ready index is always used: decode_path is sparse, or there are no decode graphs"
+    exact, sparse = costs["exact"], costs["sparse"]
+    if exact is None or sparse is None:
+        return "stock", "costs of a batch of one were not measured"
+    if sparse < MARGIN * exact:
+        return "sparse", f"selecting takes {sparse / exact:.2f} of attending all"
+    return "stock", f"cost_model: selecting takes {sparse / exact:.2f} of attending all, less than {MARGIN:g} is wanted"
 
 
 # -- indexes that are named ------------------------------------------------------------------------------------
@@ -303,14 +373,6 @@ def _in_store(runtime: SparseRuntime, how: Callable[[IndexStore], object]) -> st
 # -- what is built and how much is attended ----------------------------------------------------------------------
 
 
-class Wanted(msgspec.Struct, forbid_unknown_fields=True):
-    """A prompt: `input_ids`, and what of its requests is not tokens. Routes take text and messages in their place."""
-
-    input_ids: list[int]
-    extra_key: str | None = None
-    cache_salt: str | None = None
-
-
 def _build(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
     """Have an index built from the next requests that begin with the prompt, whatever was counted."""
     if not isinstance(runtime.builds, SharedBuilds):
@@ -319,9 +381,8 @@ def _build(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
             f"expected a server that builds beside serving; this one has build {runtime.config.build.value!r}, or uses "
             'no index: start it with "build": "shared", or use sglang-ext prebuild',
         )
-    namespace = namespace_digest({"extra_key": given.extra_key, "cache_salt": given.cache_salt})
     try:
-        why_not = runtime.builds.ask_for(namespace, given.input_ids)
+        why_not = runtime.builds.ask_for(namespace_digest(given.namespace), given.input_ids)
     except (InvalidPayload, OverflowError) as error:
         raise CommandError(BAD, f"expected token ids; got: {error}") from error
     if why_not is not None:
@@ -430,6 +491,7 @@ COMMANDS: dict[str, Command] = {
     "unpin": Command(Named, _unpin),
     "evict": Command(Evicted, _evict),
     "build": Command(Wanted, _build),
+    "explain": Command(Wanted, _explain),
     "budget": Command(Budget, _budget),
     "off": Command(Off, _off),
     "on": Command(Nothing, _on),

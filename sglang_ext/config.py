@@ -166,7 +166,7 @@ def _check_remote(config: SparseAttnConfig) -> None:
             )
 
 
-def _decoded(text: str | None) -> Any:
+def decode_config(text: str | None) -> Any:
     """The JSON value behind the flag: only here it is known which keys were given."""
     if not text:
         return {}
@@ -269,7 +269,7 @@ def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[S
     Raises:
         ConfigError: see `config_from_dict`; unreadable file, no JSON; or the profile cannot be used.
     """
-    raw = _decoded(config_text)
+    raw = decode_config(config_text)
     from sglang_ext.methods.registry import method_specs
 
     given = _converted(raw)

@@ -117,7 +117,7 @@ def test_every_command_is_documented_and_has_help(capsys: pytest.CaptureFixture[
     assert len(of_indexes) >= 10
     assert all("usage" in help_of(capsys, *words) for words in [*zip(names), *(("index", one) for one in of_indexes)])
     for name in names:
-        assert f"sglang-ext {name}" in text_of("README.md") + text_of("docs/operating.md")
+        assert f"sglang-ext {name}" in "".join(map(text_of, ("README.md", "docs/operating.md", "docs/diagnosis.md")))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -37,6 +37,7 @@ from .format import (
     page_hashes,
 )
 from .reader import IndexFile, IndexLookup
+from .removals import Removal, read_removals
 from .shared import SharedStore
 from .store import Ask, BuildLease, IndexEntry, IndexStore, Problem, Retention
 from .writer import IndexPayload, IndexWriter, LazyArray
@@ -70,6 +71,7 @@ __all__ = [
     "ModelFingerprint",
     "OutOfMemory",
     "Problem",
+    "Removal",
     "Retention",
     "SharedStore",
     "StoreClosed",
@@ -83,4 +85,5 @@ __all__ = [
     "page_hashes",
     "printable",
     "printable_values",
+    "read_removals",
 ]

@@ -34,6 +34,7 @@ from .folder import (
 from .format import Entry
 from .lease import LEASE, FolderLeases
 from .reader import IndexFile, IndexLookup, read_entry
+from .removals import Why, note_removal
 from .retention import (
     Candidate,
     choose_victims,
@@ -229,7 +230,7 @@ class FileStore(IndexStore):
     def delete(self, key: IndexLookup) -> bool:
         digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
-            there = self._remove(digest, sync=True)
+            there = self._remove(digest, "removed", sync=True)
         if self.copies is not None:
             self.copies.drop(digest)
         return there
@@ -366,9 +367,9 @@ class FileStore(IndexStore):
 
     # ---- what leaves: call it while nobody else changes the folder (``exclusive``). Raises OSError ----
 
-    def _remove(self, digest: str, *, sync: bool) -> bool:
-        """Removes an index and its retention. Returns whether there was an index."""
-        there = False
+    def _remove(self, digest: str, why: Why, *, sync: bool) -> bool:
+        """Removes an index and its retention, and writes that down. Returns whether there was an index."""
+        there, entry = False, self.catalog.held(digest)
         with contextlib.suppress(FileNotFoundError), shard_fd(self.folder, shard_of(digest)) as fd:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(digest + SUFFIX, dir_fd=fd)
@@ -379,6 +380,8 @@ class FileStore(IndexStore):
                 os.fsync(fd)
         with self._lock:
             self._books.forget(digest)
+        if there and entry is not None:
+            note_removal(self.folder, entry, why, mode=self._access.file_mode)
         return there
 
     def _make_room(self, nbytes: int, replaced: str) -> None:
@@ -456,7 +459,7 @@ class FileStore(IndexStore):
         try:
             if Signature.of(os.lstat(path)) != known or not self._is_kept_as(digest, entry.retention):
                 return False
-            self._remove(digest, sync=False)
+            self._remove(digest, "expired" if self.catalog.is_expired(digest) else "evicted", sync=False)
         except FileNotFoundError:
             with self._lock:
                 self._books.forget(digest)

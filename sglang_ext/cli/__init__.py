@@ -20,6 +20,8 @@ COMMANDS = {
     "profile": "sglang_ext.cli.profile",
     "index": "sglang_ext.cli.index",
     "store": "sglang_ext.cli.store",
+    "doctor": "sglang_ext.cli.doctor",
+    "explain": "sglang_ext.cli.explain",
     "server": "sglang_ext.cli.server",
 }
 

@@ -25,9 +25,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--url and --admin-key."""
-    parser.add_argument("--url", default=DEFAULT_URL, help="of the server (default: %(default)s)")
+def add_arguments(parser: argparse.ArgumentParser, url: str | None = DEFAULT_URL) -> None:
+    """--url, with that default, and --admin-key."""
+    default = "" if url is None else " (default: %(default)s)"
+    parser.add_argument("--url", default=url, help=f"of the server{default}")
     parser.add_argument(
         "--admin-key",
         default=os.environ.get(ENV_ADMIN_KEY),
@@ -51,14 +52,19 @@ def ask(
     Raises:
         ServerError: no answer, or a refusal.
     """
-    url = f"{args.url.rstrip('/')}/sparse_attn/{command}"
+    return request(args, f"/sparse_attn/{command}", body, timeout_s)
+
+
+def request(args: argparse.Namespace, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """What any route of the server answers, as `ask`."""
+    url = f"{args.url.rstrip('/')}{path}"
     headers = {"Content-Type": "application/json"}
     if args.admin_key:
         headers["Authorization"] = f"Bearer {args.admin_key}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url, data, headers, method="GET" if body is None else "POST")
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s) as response:
+        sent = urllib.request.Request(url, data, headers, method="GET" if body is None else "POST")
+        with urllib.request.build_opener(_NoRedirect).open(sent, timeout=timeout_s) as response:
             answer = json.loads(response.read())
     except urllib.error.HTTPError as error:
         raise ServerError(_refusal(args, error.code, error.read())) from error

@@ -119,18 +119,36 @@ def around_decide_request_auth(original: Callable[..., Any], *args: Any, **kwarg
     return AuthDecision(allowed=True)
 
 
+def prompts_refusal(args: Any) -> str | None:
+    """Why `explain` is refused, which shows text of stored prompts: where every client has the one key that there is.
+
+    Args:
+        args: ServerArgs.
+    """
+    if args.api_key is None or args.admin_api_key is not None:
+        return None
+    return (
+        "expected a server with --admin-api-key, got one with --api-key alone: explain shows text of others' "
+        "prompts. Start it with an admin key, or explain on its host, with --model-path and --store"
+    )
+
+
 def _endpoint(server: Any, settings: Settings, name: str) -> Callable[..., Any]:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
     async def command(request: Request) -> JSONResponse:
         state, found = server.get_global_state(), await _body(request)
-        if name == "build" and isinstance(found, dict):
-            found = await asyncio.to_thread(_with_tokens, state, asyncio.get_running_loop(), found)
+        if name == "explain" and (refusal := prompts_refusal(state.tokenizer_manager.server_args)) is not None:
+            found = _bad(refusal, 403)
+        if name in ("build", "explain") and isinstance(found, dict):
+            found = await asyncio.to_thread(_with_tokens, state, asyncio.get_running_loop(), name, found)
         elif name == "reload_profile" and isinstance(found, dict):
             found = await asyncio.to_thread(_with_profile, settings, found)
         if isinstance(found, dict):
-            found = await ask(state.tokenizer_manager, name, found)
+            asked, found = found, await ask(state.tokenizer_manager, name, found)
+            if name == "explain" and found.status == 200:
+                found = await asyncio.to_thread(_compared, settings, state, asked, found)
         return JSONResponse(found.body, found.status, {"Cache-Control": "no-store"})
 
     command.__annotations__["request"] = Request  # FastAPI looks for the name in this module
@@ -161,8 +179,11 @@ def _bad(message: str, status: int = 400) -> Answer:
     return Answer(status, {"error": printable(message)})
 
 
-def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, Any]) -> dict[str, Any] | Answer:
-    """`build`: a prompt, as in a file for prebuild, becomes token ids, as this server makes them of requests.
+def _with_tokens(
+    state: Any, loop: asyncio.AbstractEventLoop, name: str, body: dict[str, Any]
+) -> dict[str, Any] | Answer:
+    """`build` and `explain`: a prompt, as in a file for prebuild, becomes token ids, as this server makes them: those
+    that all its requests share, or those of one request.
 
     Not in the event loop, which tokenizes.
     """
@@ -170,7 +191,7 @@ def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, An
 
     from sglang_ext.compat.engine import salt_refusal, unknown_ids
     from sglang_ext.compat.request_tokens import RequestTokens
-    from sglang_ext.prefill.prompt_tokens import prefix_tokens
+    from sglang_ext.prefill.prompt_tokens import prefix_tokens, request_tokens
     from sglang_ext.prefill.prompts import Prompt, check_prompt
 
     def wait(coroutine: Any) -> Any:
@@ -179,13 +200,38 @@ def _with_tokens(state: Any, loop: asyncio.AbstractEventLoop, body: dict[str, An
     try:
         prompt = msgspec.convert(body, Prompt)
         check_prompt(prompt, "the body")
-        ids = prefix_tokens(prompt, RequestTokens(state.tokenizer_manager, state.template_manager, wait)).ids
+        source = RequestTokens(state.tokenizer_manager, state.template_manager, wait)
+        ids = prefix_tokens(prompt, source).ids if name == "build" else request_tokens(prompt, source)
         refusal = unknown_ids(ids, state.tokenizer_manager.model_config.vocab_size) or salt_refusal(prompt.cache_salt)
         if refusal:
             raise ValueError(refusal)
     except ValueError as error:  # msgspec's, SGLang's and ours
-        return _bad(f"build: {error}")
+        return _bad(f"{name}: {error}")
     return {"input_ids": ids, "extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
+
+
+def _compared(settings: Settings, state: Any, asked: dict[str, Any], told: Answer) -> Answer:
+    """`explain`: what the scheduler told, and the prompt beside the indexes of the store. Reads the store's files."""
+    import contextlib
+
+    import msgspec
+
+    from prefix_index import IndexStoreError, ModelFingerprint
+    from sglang_ext.administration import Answer
+    from sglang_ext.compat.request_tokens import RequestTokens
+    from sglang_ext.prefix.explanation import Asked, explain, removals_of
+    from sglang_ext.storage import configured_store
+
+    model = msgspec.convert(told.body["model"], ModelFingerprint)
+    namespace = {"extra_key": asked["extra_key"], "cache_salt": asked["cache_salt"]}
+    text = RequestTokens(state.tokenizer_manager, state.template_manager, asyncio.run).text
+    try:
+        with contextlib.closing(configured_store(settings.store, settings.config, write=False)) as store:
+            question = Asked.of(settings.config, settings.profile, model, asked["input_ids"], namespace, text)
+            found = explain(question, store, removals_of(settings.store))
+    except IndexStoreError as error:
+        return _bad(f"explain: {error}", 503)
+    return Answer(told.status, {**told.body, "input_ids": asked["input_ids"], "compared": msgspec.to_builtins(found)})
 
 
 def _with_profile(settings: Settings, body: dict[str, Any]) -> dict[str, Any] | Answer:

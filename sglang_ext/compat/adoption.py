@@ -8,7 +8,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,6 +24,9 @@ KNOWN_BACKENDS = (
     "TorchNativeAttnBackend",
     "HybridAttnBackend",
 )
+
+#: What --attention-backend calls them.
+BACKEND_NAMES = ("flashinfer", "triton", "fa3", "fa4", "torch_native")
 
 _RUNTIME = "_sparse_attn_runtime"
 _LAYER_REFUSAL = "_sparse_attn_layer_refusal"
@@ -60,13 +63,22 @@ def refusal(backend: object) -> str | None:
     names = [type(backend).__name__]
     if names == ["HybridAttnBackend"]:  # only there are these attributes backends (FlashInfer's are names)
         names += [type(getattr(backend, child)).__name__ for child in ("prefill_backend", "decode_backend")]
-    for name in names:
-        if name not in KNOWN_BACKENDS:
-            return (
-                f"--sparse-attn: expected an attention backend among {', '.join(KNOWN_BACKENDS)}; got {name}. "
-                "Choose --attention-backend flashinfer, triton, fa3 or torch_native."
-            )
-    return None
+    return _unknown(names, KNOWN_BACKENDS)
+
+
+def name_refusal(names: Sequence[str]) -> str | None:
+    """The same of backends that are not made yet, by what `--attention-backend` calls them."""
+    return _unknown(names, BACKEND_NAMES)
+
+
+def _unknown(names: Sequence[str], known: Sequence[str]) -> str | None:
+    other = next((name for name in names if name not in known), None)
+    if other is None:
+        return None
+    return (
+        f"--sparse-attn: expected an attention backend among {', '.join(known)}; got {other}. Choose "
+        "--attention-backend flashinfer, triton, fa3 or torch_native."
+    )
 
 
 def adopt(backend: Any, runtime: SparseRuntime, layer_refusal: LayerRefusal) -> Any:

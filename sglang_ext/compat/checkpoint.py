@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from prefix_index import ModelFingerprint
+from prefix_index import ModelFingerprint, canonical_digest
 from sglang_ext.config import Settings
-from sglang_ext.fingerprint import config_digests, resolve_folder
+from sglang_ext.fingerprint import config_digests, resolve_folder, weights_digest
 from sglang_ext.methods.profile import ProfileError
 from sglang_ext.profiles import check_profile, layer_plan_of_rank, local_folder
 
@@ -60,9 +60,21 @@ def read_model(flags: Sequence[str]) -> ModelFingerprint:
     from sglang_ext.compat.engine import checked_record
 
     record = checked_record(flags)
-    config = _model_config(record)
+    config = model_config_of(record)
     folder = resolve_folder(config.model_path, record.revision, record.download_dir)
     return checkpoint_fingerprint(record, config, folder, weights=_UNREAD, kv_dtype=_UNREAD)
+
+
+def weights_of(args: Any, folder: str) -> str:
+    """Digest of the weights that a server loads, for its fingerprint; reads the checkpoint's files.
+
+    Args:
+        args: ServerArgs, resolved.
+        folder: of the checkpoint.
+    """
+    if str(getattr(args.load_format, "value", args.load_format)) == "dummy":
+        return canonical_digest({"dummy": int(args.random_seed or 0)})
+    return weights_digest(folder)
 
 
 def model_refusal(record: Any, settings: Settings) -> str | None:
@@ -75,7 +87,7 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
     plan = settings.config.layer_plan
     if settings.profile is None and not plan:
         return None
-    config = _model_config(record)
+    config = model_config_of(record)
     folder = local_folder(config.model_path, record.revision, record.download_dir)
     if folder is None:  # not on this machine yet
         return None
@@ -93,10 +105,10 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
     return None
 
 
-def _model_config(record: Any) -> Any:
+def model_config_of(record: Any) -> Any:
     """SGLang's ModelConfig, which it keeps with the record."""
     if hasattr(record, "get_model_config"):  # before 0.5.19
         return record.get_model_config()
-    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups import model_override_base
 
-    return model_config_of(record)
+    return model_override_base.model_config_of(record)

@@ -80,6 +80,11 @@ class RequestTokens:
             return list(map(int, made.input_ids))
         return self.of_text(made.text)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included; the ids themselves without a tokenizer."""
+        tokenizer = self._manager.tokenizer
+        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(list(ids)))
+
     def _tokenizer(self) -> Any:
         tokenizer = self._manager.tokenizer
         if tokenizer is None:

@@ -10,11 +10,11 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from torch import Tensor
 
-from prefix_index import ModelFingerprint, canonical_digest
+from prefix_index import ModelFingerprint
 from prefix_kernels.types import PagedKV
 from sglang_ext.compat import memory
-from sglang_ext.compat.checkpoint import checkpoint_fingerprint
-from sglang_ext.fingerprint import resolve_folder, weights_digest
+from sglang_ext.compat.checkpoint import checkpoint_fingerprint, weights_of
+from sglang_ext.fingerprint import resolve_folder
 from sglang_ext.methods.layer_plan import heads_of_rank
 
 _FP8 = torch.float8_e4m3fn
@@ -86,11 +86,9 @@ class RunnerView:
                 f"--sparse-attn: expected SGLang's plain KV pool (MHATokenToKVPool); got {type(pool).__name__}. "
                 "Hybrid, sliding-window and quantized pools are not supported yet."
             )
-        if pool.dtype not in _KV_DTYPES or getattr(pool, "is_quantized_kv_cache", False):
-            return (
-                f"--sparse-attn: expected a KV cache in float32, float16, bfloat16 or fp8_e4m3; got {pool.dtype}. "
-                "Remove --kv-cache-dtype, or set it to fp8_e4m3."
-            )
+        message = kv_dtype_refusal(pool.dtype, quantized=getattr(pool, "is_quantized_kv_cache", False))
+        if message:
+            return message
         if int(pool.head_num) != self.num_kv_heads:
             return (
                 f"--sparse-attn: expected a KV pool of {self.num_kv_heads} KV heads on this rank; got {pool.head_num}: "
@@ -131,12 +129,23 @@ class RunnerView:
         args = self.runner.server_args
         config = self.runner.model_config
         folder = resolve_folder(config.model_path, args.revision, args.download_dir)
-        if str(getattr(args.load_format, "value", args.load_format)) == "dummy":
-            weights = canonical_digest({"dummy": int(args.random_seed or 0)})
-        else:
-            weights = weights_digest(folder)
+        weights = weights_of(args, folder)
         kv_dtype = str(self.runner.token_to_kv_pool.dtype).removeprefix("torch.")
         return checkpoint_fingerprint(args, config, folder, weights=weights, kv_dtype=kv_dtype)
+
+
+def kv_dtype_refusal(dtype: torch.dtype, *, quantized: bool = False) -> str | None:
+    """Why a KV pool of this dtype cannot be served sparsely; None if it can.
+
+    Args:
+        quantized: in blocks with scales of their own.
+    """
+    if dtype in _KV_DTYPES and not quantized:
+        return None
+    return (
+        f"--sparse-attn: expected a KV cache in float32, float16, bfloat16 or fp8_e4m3; got {dtype}. Remove "
+        "--kv-cache-dtype, or set it to fp8_e4m3."
+    )
 
 
 def _decode_graphs(runner: Any) -> bool:

@@ -53,7 +53,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         tensor_parallel.refusal(runner.server_args, settings.config),
         refusal(wrapped),
         view.refusal(),
-        _graph_refusal(runner, settings.config.build),
+        graph_refusal(runner.device, settings.config.build),
     ):
         if message:
             raise RuntimeError(message)
@@ -122,31 +122,39 @@ def _label_of(path: str, label: str | None) -> str:
     return path if label is None else f"{label}+{path}"
 
 
-def _graph_refusal(runner: Any, build: Build) -> str | None:
-    """CUDA graphs replay without Python: what is recorded, and what is decided per layer, does not run in them."""
-    if runner.device != "cuda":
+def graph_refusal(device: str, build: Build, has: Callable[[str, str], bool] | None = None) -> str | None:
+    """Why the server's CUDA graphs do not go with ours, as a message; None where they do. Graphs replay without Python:
+    what is recorded, and what is decided per layer, does not run in them.
+
+    Args:
+        device: of the model.
+        build: what is recorded.
+        has: (phase, backend) -> whether graphs are of that; None: SGLang's own word on this process.
+    """
+    if device != "cuda":
         return None
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
-    no_decode_graph = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    has = has or check_cuda_graph_backend
+    no_decode_graph = has(Phase.DECODE, Backend.DISABLED)
     if build is Build.CAPTURE and not no_decode_graph:
         return (
             "--sparse-attn: expected decode CUDA graphs to be off while prompts are captured; they are on. A graph "
             "replays attention without Python, so decode steps cannot be recorded: add --disable-decode-cuda-graph."
         )
-    if not (no_decode_graph or check_cuda_graph_backend(Phase.DECODE, Backend.FULL)):
+    if not (no_decode_graph or has(Phase.DECODE, Backend.FULL)):
         return (
             "--sparse-attn: expected the decode graph backend 'full' (SGLang's default on CUDA) or none; got another "
             "one. Remove --cuda-graph-backend-decode, or add --disable-decode-cuda-graph."
         )
-    no_prefill_graph = check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
+    no_prefill_graph = has(Phase.PREFILL, Backend.DISABLED)
     if build is Build.CAPTURE and not no_prefill_graph:
         return (
             "--sparse-attn: expected prefill CUDA graphs to be off while prompts are captured; they are on. The "
             "residual stream is read between layers: add --disable-prefill-cuda-graph."
         )
     records = build in (Build.PREFILL, Build.SHARED)
-    if records and not (no_prefill_graph or check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)):
+    if records and not (no_prefill_graph or has(Phase.PREFILL, Backend.BREAKABLE)):
         return (
             "--sparse-attn: expected the prefill graph backend 'breakable' (SGLang's default on CUDA) or none "
             "while indexes are built; another one replays attention without Python, so queries cannot be "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
+from prefix_kernels.launching import block_of
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
@@ -70,6 +71,7 @@ class DecodePlanner:
         cascade: attends groups exactly; None where it does not.
         sparse: attends by indexes; None where it does not.
         refusal: why no step is attended here; None where some may be.
+        forced: whether a ready index is used whatever it costs: `decode_path` is sparse, or there are no decode graphs.
         paused: whether an operator leaves all steps to SGLang for now; what is known of slots is kept up.
 
     Args:
@@ -93,12 +95,13 @@ class DecodePlanner:
         ranks: Ranks | None = None,
     ) -> None:
         ranks = ranks or Ranks()
-        self._forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
+        self.forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
         self._min_saved = config.min_shared_tokens
         self._suffix_rules = SuffixRules.of(config)
         self._anchors = layer_plan.anchor_layers
         self._view, self._requests, self._counters = view, requests, counters
         self._kept_steps = 0
+        self._costs: dict[int, StepCosts] = {}
         self.paused = False
         self.cascade: CascadeDecode | None = None
         self.sparse: SparseDecode | None = None
@@ -126,7 +129,7 @@ class DecodePlanner:
         shape = AttentionShape(
             view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
         )
-        arena_size, costs = _ARENA_POOLS * view.num_slots, dict[int, StepCosts]()
+        arena_size, costs = _ARENA_POOLS * view.num_slots, self._costs
         if shares:
             graphs = view.decode_graphs
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
@@ -267,9 +270,25 @@ class DecodePlanner:
         _note(CASCADE, range(len(batch.serials)), batch, attachments)
         return PlannedStep(self.cascade, path)
 
+    def costs_alone(self, tokens: int, prefix_len: int, budget: int) -> dict[str, float | None]:
+        """Microseconds of attention, all layers, of a step of one request alone: exactly, and by an index. None: not
+        measured, as without decode graphs, or there is no index.
+
+        Args:
+            tokens: of the request.
+            prefix_len: of its index; 0 without one.
+            budget: tokens of the prefix that a selecting layer attends.
+        """
+        size = 1 if self.cascade is None else self.cascade.attentions.padded(1)
+        costs = self._costs.get(block_of(size))
+        if costs is None:
+            return {"exact": None, "sparse": None}
+        sparse = costs.sparse_us([prefix_len], [budget], max(0, tokens - prefix_len)) if prefix_len else None
+        return {"exact": costs.exact_us(tokens, 1), "sparse": sparse}
+
     def _pays(self, selecting: float | None, exact: CascadePlan | None) -> bool:
         """Whether selecting, which takes so many microseconds, is faster than attending all, those of groups once."""
-        if self._forced:
+        if self.forced:
             return True
         if self.cascade is None or exact is None:
             return False

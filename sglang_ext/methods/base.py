@@ -99,6 +99,17 @@ class IndexSpec(ABC):
     def forms(self, size: IndexSize) -> dict[str, Form]:
         """What the arrays of one KV head must be, by name: all that a builder of this spec makes."""
 
+    def rows(self, size: IndexSize, layer: LayerProfile, head: int) -> int:
+        """Rows of a KV head's arrays whose forms leave their length open.
+
+        Args:
+            size: of the prefix and the model.
+            layer: what the model's profile says of the layer.
+            head: KV head of the model.
+        """
+        ragged = (part for part in self.nested.values() if any(None in one.shape for one in part.forms(size).values()))
+        return next(ragged).rows(size, layer, head)
+
     def check(self, arrays: Arrays, size: IndexSize) -> None:
         """Raise ContentError for values that no builder makes and that the forms' ranges let pass."""
         return

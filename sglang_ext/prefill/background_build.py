@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ class Build:
     """One index on its way.
 
     Attributes:
+        tokens: of the prefix.
         heads: KV heads of the model that are built here.
         pieces: all of them, in their order.
         given: pieces handed over so far; the scheduler's thread counts.
@@ -58,9 +59,11 @@ class Build:
         built: pieces that are done; the builder's thread counts.
     """
 
-    def __init__(self, prefix: Prefix, identity: IndexIdentity, heads: range | None = None) -> None:
+    def __init__(
+        self, prefix: Prefix, identity: IndexIdentity, tokens: Sequence[int], heads: range | None = None
+    ) -> None:
         model = identity.model
-        self.prefix, self.identity = prefix, identity
+        self.prefix, self.identity, self.tokens = prefix, identity, tokens
         self.heads = heads or range(model.num_kv_heads)
         self.pieces = pieces_of(model.num_layers, self.heads, identity.num_tokens)
         self.given = 0
@@ -290,7 +293,7 @@ class BackgroundBuilder:
 
     def _stored(self, build: Build) -> dict[str, Any]:
         assert build.assembly is not None
-        entry, stats = self._factory.keep(build.assembly, {})
+        entry, stats = self._factory.keep(build.assembly, {}, build.tokens)
         seconds, tokens, hits = time.monotonic() - build.begun, build.identity.num_tokens, build.prefix.hits
         how = "sparse attention: built an index of %d shared tokens after %d hits: %.1f s, %d bytes"
         logger.info(how, tokens, hits, seconds, entry.nbytes)

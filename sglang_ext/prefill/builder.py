@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from prefix_index import (
     IndexStore,
     ModelFingerprint,
     canonical_digest,
+    page_hashes,
 )
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.arrays import (
@@ -40,6 +42,10 @@ logger = logging.getLogger(__name__)
 #: Raised whenever a builder changes what its arrays mean: older indexes are then another profile's.
 _BUILDERS_VERSION = 3
 
+TOKENS = ArrayKey("prefix.tokens")
+"""The one array of an index that is no method's: int32 [num_tokens], the prefix's token ids. Only people are told by it
+where a prompt differs; look-ups go by hashes."""
+
 #: Query rows per layer that the sampled recall is measured on: a search each, while the scheduler waits.
 _RECALL_ROWS = 4
 
@@ -49,7 +55,7 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
     counts only what the builders use. Raises ProfileError where the methods do not go with it.
     """
     specs = method_specs(config)
-    sampled = _need_queries(specs, profile)
+    sampled = need_queries(specs, profile)
     content: dict[str, Any] = {
         "builders": _BUILDERS_VERSION,
         "methods": {name: spec.to_dict() for name, spec in specs.items()},
@@ -59,7 +65,8 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
     return canonical_digest({**content, "profile": used} if used else content)
 
 
-def _need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bool:
+def need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bool:
+    """Whether one of the methods is built from sampled queries."""
     return any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
 
 
@@ -105,7 +112,7 @@ class IndexFactory:
     @property
     def needs_queries(self) -> bool:
         """Whether one of the methods is built from sampled queries."""
-        return _need_queries(self.specs, self._profile)
+        return need_queries(self.specs, self._profile)
 
     def builders(self, layers: range, heads: range) -> Iterator[tuple[str, IndexBuilder[IndexSpec]]]:
         """Of each method, for the given KV heads of the given layers as if they were one layer's."""
@@ -151,11 +158,14 @@ class IndexFactory:
                     recall[name] += self._recall(spec, built[name], keys, own, sm_scale) * len(layers) / num_layers
         return assembly, recall if queries is not None else {}
 
-    def keep(self, assembly: IndexAssembly, recall: Mapping[str, float]) -> tuple[IndexEntry, dict[str, Any]]:
+    def keep(
+        self, assembly: IndexAssembly, recall: Mapping[str, float], tokens: Sequence[int]
+    ) -> tuple[IndexEntry, dict[str, Any]]:
         """Store a whole index, read it back and verify it; may be called in any thread.
 
         Args:
             assembly: with all layers and KV heads.
+            tokens: of a prompt that begins with the prefix; those of the prefix are kept in the index.
             recall: by method, for the index's statistics; empty where it was not measured.
 
         Returns:
@@ -163,10 +173,14 @@ class IndexFactory:
 
         Raises:
             ContentError: it would not be loaded again; nothing was stored.
+            ValueError: the prompt does not begin with the prefix; nothing was stored.
             IndexStoreError: storing or verifying failed.
         """
         assembly.check()
         identity, seconds = assembly.identity, assembly.seconds
+        prefix = np.asarray(tokens[: identity.num_tokens], dtype=np.int32)
+        if [one.hex() for one in page_hashes(prefix)[-1:]] != [identity.prefix_hash]:
+            raise ValueError(f"expected the tokens of the prefix of {identity.num_tokens}, got {len(prefix)} others")
         stats = {
             "kv_bytes": assembly.kv_bytes,
             "recall": dict(recall),
@@ -175,7 +189,7 @@ class IndexFactory:
         entry = self.store.put(
             IndexPayload(
                 identity=identity,
-                arrays=assembly.arrays,
+                arrays={**assembly.arrays, TOKENS: prefix},
                 spec={name: spec.to_dict() for name, spec in self.specs.items()},
                 stats=stats,
                 info=BuildInfo(created=time.time(), build_seconds=sum(seconds.values())),

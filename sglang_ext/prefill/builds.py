@@ -9,6 +9,7 @@ request. Where all have, each builds, and says what came of it. So nobody waits 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class PrefillBuilds(Recording):
         self._heads = heads_of_rank(model.num_kv_heads, self._ranks.rank, self._ranks.size)
         self._model = model
         self._factory = IndexFactory(store, config, profile)
-        self._pending: dict[str, tuple[IndexIdentity, BuildLease | None]] = {}
+        self._pending: dict[str, tuple[IndexIdentity, BuildLease | None, Sequence[int]]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -96,7 +97,7 @@ class PrefillBuilds(Recording):
                 self._tell(rid, **found)
                 return
             lease = found
-        self._pending[rid] = identity, lease
+        self._pending[rid] = identity, lease, prompt
         if not self.recorder.start(rid, len(prompt)):
             self.discard(rid)
             detail = "expected fewer prompts being recorded at a time; send it again"
@@ -105,7 +106,7 @@ class PrefillBuilds(Recording):
     def discard(self, rid: str) -> None:
         """Forget a request whose prompt will not be indexed; somebody else may."""
         self.recorder.discard(rid)
-        give_back(self._pending.pop(rid, (None, None))[1])
+        give_back(self._pending.pop(rid, (None, None, ()))[1])
 
     def close(self) -> None:
         """Forget all requests."""
@@ -119,7 +120,7 @@ class PrefillBuilds(Recording):
         several ranks a collective, for each request that ends.
         """
         capture = self.recorder.take(rid)
-        identity, lease = self._pending.pop(rid, (None, None))
+        identity, lease, prompt = self._pending.pop(rid, (None, None, ()))
         try:
             if capture is None or identity is None:
                 self._all_have(False)
@@ -128,14 +129,14 @@ class PrefillBuilds(Recording):
             if not self._all_have(not problem):
                 self._tell(rid, status="failed", reason="capture_rejected", detail=problem or _ALL)
                 return
-            self._build(rid, row, capture, identity)
+            self._build(rid, row, capture, identity, prompt)
         finally:
             give_back(lease)
 
     def _all_have(self, mine: bool) -> bool:
         return self._ranks.least([int(mine)])[0] > 0
 
-    def _build(self, rid: str, row: int, capture: Capture, identity: IndexIdentity) -> None:
+    def _build(self, rid: str, row: int, capture: Capture, identity: IndexIdentity, prompt: Sequence[int]) -> None:
         """Every rank its KV heads, rank 0 the whole."""
         built = self._own_heads(rid, row, capture, identity)
         of_ranks = self._ranks.gathered(built and built[1])
@@ -148,7 +149,7 @@ class PrefillBuilds(Recording):
             if self._parts is not None:
                 assembly.arrays.update(self._parts.taken(identity.digest) or {})
             recall = {name: sum(one[name] for one in of_ranks) / len(of_ranks) for name in of_ranks[0]}
-            entry, stats = self._factory.keep(assembly, recall)
+            entry, stats = self._factory.keep(assembly, recall, prompt)
         except Exception as error:  # one prompt must not end the job
             self._failed(rid, error)
             return

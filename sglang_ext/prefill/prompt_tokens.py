@@ -70,6 +70,11 @@ def tokens_with(prompt: PromptLine, source: TokenSource, text: str = "") -> list
     return source.of_text(whole, add_special_tokens=prompt.add_special_tokens is not False) if whole else []
 
 
+def request_tokens(prompt: PromptLine, source: TokenSource) -> Sequence[int]:
+    """The tokens of a request that is this prompt and no more. Raises ValueError where SGLang refuses it."""
+    return prompt.input_ids if prompt.input_ids is not None else tokens_with(prompt, source)
+
+
 def count_common(first: Sequence[int], *others: Sequence[int]) -> int:
     """How many leading tokens all of them have in common."""
     pairs = enumerate(zip(first, *others, strict=False))

@@ -40,17 +40,23 @@ class _Request:
     """One that may share a prefix; fields as of `Admission`.
 
     Attributes:
+        prompt: SGLang's own list, not a copy.
         counted: whether its prefill has begun, or did before a retraction, and with that its hit is counted.
         steps: decode steps since its last prefill.
     """
 
     namespace: str
     hashes: tuple[bytes, ...]
-    prompt_len: int
+    prompt: Sequence[int]
     indexed: int
     admitted: float
     counted: bool
     steps: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of its own prompt."""
+        return len(self.prompt)
 
 
 class SharedBuilds(Recording):
@@ -95,12 +101,12 @@ class SharedBuilds(Recording):
     def admit(self, request: Admission) -> None:
         """Watch a request, unless it is refused or too short."""
         self.discard(request.rid)
-        prompt_len = len(request.prompt)
-        if request.refusal is None and not self._off and prompt_len >= self._config.min_sparse_prompt_len:
-            pages = tuple(request.hashes or page_hashes(request.prompt, PAGE_TOKENS))
+        prompt = request.prompt
+        if request.refusal is None and not self._off and len(prompt) >= self._config.min_sparse_prompt_len:
+            pages = tuple(request.hashes or page_hashes(prompt, PAGE_TOKENS))
             namespace = namespace_digest(request.namespace)
             seen = (request.at, request.again)
-            self._requests[request.rid] = _Request(namespace, pages, prompt_len, request.indexed, *seen)
+            self._requests[request.rid] = _Request(namespace, pages, prompt, request.indexed, *seen)
 
     def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
         """As in `Recording`. A request's first step tells what the prefix cache had of it: that is counted as a hit."""
@@ -151,7 +157,8 @@ class SharedBuilds(Recording):
             )
         if prefix is not None:
             identity = self._factory.identity(self._model, prefix.namespace, prefix.hashes)
-            if not self._builder.add(Build(prefix, identity, self._heads)):
+            tokens = list(request.prompt[: prefix.num_tokens])  # the request may end before
+            if not self._builder.add(Build(prefix, identity, tokens, self._heads)):
                 self._hits.later(prefix)
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:

@@ -23,6 +23,7 @@ from prefix_index import (
 )
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.options import Build
+from sglang_ext.prefix.mismatch import misfit
 from sglang_ext.storage import configured_store
 
 logger = logging.getLogger(__name__)
@@ -146,9 +147,7 @@ class PrefixDirectory:
 
     def misfit(self, identity: IndexIdentity) -> str | None:
         """Why an index can serve no request here, in few words; None where it can."""
-        if identity.model != self._model:
-            return "of another model"
-        return "built with other settings" if identity.profile_digest != self._profile_digest else None
+        return misfit(identity, self._model, self._profile_digest)
 
     def _fitting(self, entries: Sequence[IndexEntry]) -> Counter[str | None]:
         """How many can serve requests here (None), and how many cannot, by the reason."""
@@ -180,6 +179,11 @@ class PrefixDirectory:
                 self._looking = self._workers.submit(self._look)
             late = bool(wait([self._looking], _PATIENCE_S).not_done)
         return self._entries, late
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What in the store is no usable index, as last known (`known`); what readers found damaged among it."""
+        return self._problems
 
     def change(self, how: Callable[[IndexStore], object]) -> str:
         """Change something in the store, on a thread of its own.

@@ -323,6 +323,8 @@ class Residency:
         own = [[list[ArrayKey]() for _ in self._kv_heads] for _ in range(self._num_layers)]
         found = set()
         for key in file.keys:
+            if key.layer < 0:
+                continue  # no method's
             found.add(key.name.split(".")[0])
             if key.name.startswith(f"{self._method}.") and key.kv_head in self._kv_heads and 0 <= key.layer < len(own):
                 own[key.layer][key.kv_head - self._kv_heads.start].append(key)

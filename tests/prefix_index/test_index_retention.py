@@ -29,6 +29,7 @@ from prefix_index import (
     StoreFull,
     file,
 )
+from prefix_index.removals import NAME
 from prefix_index.retention import Candidate, choose_victims, remove_orphans
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, sample_payload
@@ -46,7 +47,7 @@ def test_a_sidecar_on_disk(folder: Path) -> None:
         assert checksum.decode() == xxhash.xxh3_64_hexdigest(IDS[0].digest.encode() + b"\n" + kept)
         assert path.stat().st_mode & 0o777 == 0o600
         assert store.delete(IDS[0])
-        assert [p for p in folder.rglob("*") if p.is_file()] == []
+        assert [p.name for p in folder.rglob("*") if p.is_file()] == [NAME]
 
 
 def test_a_sidecar_from_before_names_is_read(folder: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
+from sglang_ext.cli import main
 from sglang_ext.decode.trace import Selected, SparseStep, read_trace
 from tests.server.harness import SPARSE_CONFIG
 
@@ -91,3 +92,13 @@ def test_requests_on_the_same_prompt_widen_what_is_selected(server: Any, config:
     )
     assert len(shares) > TOKENS // 2, "the requests never decoded at the same time"
     assert min(shares) > 0.8
+
+
+def test_what_a_request_attends_is_drawn(server: Any, texts: Any, tmp_path: Path, capsys: Any) -> None:
+    """`explain --picture` sends a request of its own, and reads its trace from the folder that the server names."""
+    prompt, picture = tmp_path / "prompt.txt", tmp_path / "attended.png"
+    prompt.write_text(texts.ask(texts.first, 0))
+    words = ["explain", "--url", server.url, "--prompt", f"@{prompt}", "--picture", str(picture)]
+    assert main(words) == 0
+    assert "served by first" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -53,7 +53,7 @@ class Bench:
             queries = torch.randn(LAYERS, KV_HEADS, 64, DIM, generator=gen)
         factory = IndexFactory(self.store, self.config)
         keys_of = partial(self.keys, tokens[: identity.num_tokens])
-        entry, _ = factory.keep(*factory.assemble(identity, keys_of, queries, DIM**-0.5))
+        entry, _ = factory.keep(*factory.assemble(identity, keys_of, queries, DIM**-0.5), tokens)
         return entry
 
 

@@ -244,7 +244,8 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
     prompt = list(range(128))
     identity = bench.identity(prompt, model=_model(), profile=profile_digest(config, profile))
     factory = IndexFactory(bench.store, config, profile)
-    entry, _ = factory.keep(*factory.assemble(identity, lambda layer: bench.keys(prompt, layer), None, DIM**-0.5))
+    built = factory.assemble(identity, lambda layer: bench.keys(prompt, layer), None, DIM**-0.5)
+    entry, _ = factory.keep(*built, prompt)
     spec = method_specs(config)["two_level"]
     with bench.store.get(entry.identity) as file:
         for layer in range(LAYERS):

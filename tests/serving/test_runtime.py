@@ -247,7 +247,7 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplo
         runtime.close()
         assert (state["indexes_usable"], state["indexes_in_store"]) == (int(line[0]), 3)
         assert state["store_problems"] == []
-    assert state["indexes_unusable"] == {"of another model": 3}
+    assert state["indexes_unusable"] == {"of another KV dtype": 3}
     assert "request a stays dense" in caplog.text
     assert "model.kv_dtype: expected float16, found" in caplog.text
     assert "ignored in the store" not in caplog.text

@@ -207,17 +207,17 @@ def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
     traffic, builder = sharing(runtime, "ab"), runtime.builds._builder
     (oldest,) = builder.open
     traffic.hand_over("b", 83, oldest)
-    more = [Build(Prefix("", hashes([*range(900 + n, 964 + n)]), hits=2), oldest.identity) for n in range(8)]
+    more = [Build(Prefix("", hashes([*range(900 + n, 964 + n)]), hits=2), oldest.identity, ()) for n in range(8)]
     assert len(more) == background_build.MAX_OPEN
     assert all(builder.add(build) for build in more)  # the last one takes the place of the one with fewer hits
-    assert not builder.add(Build(Prefix("", hashes(list(range(700, 764))), hits=2), oldest.identity))
+    assert not builder.add(Build(Prefix("", hashes(list(range(700, 764))), hits=2), oldest.identity, ()))
     assert eventually(lambda: counts(runtime)["failed"] == 1)
     assert (oldest.closed, builder.open) == (True, more)
     assert report(traffic.runtime)[0]["reason"] == "abandoned"
     with runtime.store.lease(oldest.identity) as lease:  # it went back
         assert lease is not None
     more[-1].built = 1  # of equals the one added last leaves, however far it is: on every rank the same
-    newest = Build(Prefix("", hashes(list(range(700, 764))), hits=3), oldest.identity)
+    newest = Build(Prefix("", hashes(list(range(700, 764))), hits=3), oldest.identity, ())
     assert builder.add(newest)
     assert builder.open == [*more[:-1], newest]
 
@@ -366,8 +366,10 @@ def test_a_prefix_with_more_hits_takes_the_place_of_one_with_fewer(begun: tuple[
     builds = traffic.runtime.builds
     for number in range(7):
         idle = Prefix("", hashes([*range(900 + number, 964 + number)]), hits=build.prefix.hits + 4)
-        assert builds._builder.add(Build(idle, build.identity))
-    request = shared_builds._Request(build.prefix.namespace, hashes([*range(5000, 5080)]), 80, 0, 0.0, False)
+        assert builds._builder.add(Build(idle, build.identity, ()))
+    request = shared_builds._Request(
+        build.prefix.namespace, hashes([*range(5000, 5080)]), range(5000, 5080), 0, 0.0, False
+    )
     for _ in range(build.prefix.hits):
         builds._count(request, 64)
         assert build in builds._builder.open
@@ -377,7 +379,7 @@ def test_a_prefix_with_more_hits_takes_the_place_of_one_with_fewer(begun: tuple[
 
 def test_a_build_that_could_go_on_is_not_idle(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
-    popular = Build(Prefix(build.prefix.namespace, build.prefix.hashes, hits=99), build.identity)
+    popular = Build(Prefix(build.prefix.namespace, build.prefix.hashes, hits=99), build.identity, ())
     traffic.runtime.builds._builder.add(popular)
     before, given = build.latest, build.given
     assert traffic.decode_until("b", 84, lambda: popular.given > 0)

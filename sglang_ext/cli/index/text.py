@@ -71,7 +71,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 def wrapped(text: str, indent: str = "", hanging: str | None = None) -> str:
     """Text in lines that fit the terminal, long words broken."""
     text = printable(" ".join(text.split("\n")))
-    return textwrap.fill(text, width(), initial_indent=indent, subsequent_indent=indent if hanging is None else hanging)
+    hanging = indent if hanging is None else hanging
+    return textwrap.fill(text, width(), initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False)
 
 
 def emit(value: Any) -> None:

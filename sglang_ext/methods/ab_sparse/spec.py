@@ -72,6 +72,9 @@ class ABSparseSpec(IndexSpec):
         forms |= {ragged_name(name): form._replace(shape=(None, *form.shape[1:])) for name, form in ragged.items()}
         return {**forms, "block_sizes": Form("int32", (), min(BLOCK_SIZES), max(BLOCK_SIZES))}
 
+    def rows(self, size: IndexSize, layer: LayerProfile, head: int) -> int:
+        return -(-size.prefix_len // layer.block_sizes[head])
+
     def check(self, arrays: Arrays, size: IndexSize) -> None:
         if self.sizes == "uniform":
             return

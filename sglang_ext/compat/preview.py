@@ -1,0 +1,160 @@
+"""What a server with given flags would be, by SGLang's own record of them: no process is started, no weights loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from prefix_index import ModelFingerprint
+from sglang_ext.compat import adoption, memory, scheduler_hooks
+from sglang_ext.compat.checkpoint import checkpoint_fingerprint, model_config_of, weights_of
+from sglang_ext.compat.engine import checked_record
+from sglang_ext.compat.request_tokens import RequestTokens
+from sglang_ext.compat.runner import kv_dtype_refusal
+from sglang_ext.compat.server_args import settings_of
+from sglang_ext.config import Settings
+from sglang_ext.fingerprint import resolve_folder
+
+
+class ServerPreview:
+    """A server that could be started with these flags.
+
+    What only a loaded model tells is not known: a KV dtype that a quantized checkpoint asks for, a sliding window that
+    the model's code sets.
+
+    Args:
+        flags: SGLang's, `--model-path` and ours among them.
+
+    Raises:
+        EngineStartError: SGLang refuses the flags, or is not supported.
+        SystemExit: the plugin refuses them; the message is printed to standard error.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        self._record = checked_record(flags)
+        self._record.check_server_args()  # ours is called behind SGLang's own
+        self._args = _resolved(self._record)
+        self._config = model_config_of(self._record)
+
+    @property
+    def settings(self) -> Settings | None:
+        """The plugin's; None without `--sparse-attn`."""
+        return settings_of(self._record)
+
+    @property
+    def device(self) -> str:
+        """`cuda`, `cpu`, ..."""
+        return str(self._args.device)
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return int(self._args.tp_size)
+
+    @property
+    def num_qo_heads(self) -> int:
+        """Of the whole model."""
+        return int(self._config.num_attention_heads)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's queries."""
+        dtype: torch.dtype = self._config.dtype
+        return dtype
+
+    @property
+    def attention_backends(self) -> tuple[str, str]:
+        """Of prefill and of decode, by SGLang's names."""
+        both = self._args.attention_backend
+        return self._args.prefill_attention_backend or both, self._args.decode_attention_backend or both
+
+    @property
+    def decode_graphs(self) -> bool:
+        """Whether decode steps would replay CUDA graphs."""
+        return self.device == "cuda" and not self._has_graphs("decode", "disabled")
+
+    def promised_bytes(self, available: int) -> int:
+        """Device memory that the plugin keeps beside the KV pool, of so many bytes for both."""
+        settings = self.settings
+        on_gpu = settings is not None and self.device == "cuda"
+        return (
+            memory.promised_bytes(settings.config, available, graphs=self.decode_graphs) if settings and on_gpu else 0
+        )
+
+    def _has_graphs(self, phase: str, backend: str) -> bool:
+        config = self._args.cuda_graph_config
+        return config is not None and bool(getattr(config, phase).backend == backend)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the scheduler process would end its start, as far as the record says so; None where nothing does."""
+        settings, config = self.settings, self._config
+        if getattr(getattr(config, "attention_arch", None), "name", "") == "MLA":
+            return "--sparse-attn: expected an MHA or GQA model; got an MLA model, which is not supported yet."
+        if getattr(config, "is_hybrid_swa", False):
+            return "--sparse-attn: expected full attention; got a sliding-window model (unsupported_mode)."
+        return (
+            adoption.name_refusal(self.attention_backends)
+            or kv_dtype_refusal(self._kv_dtype)
+            or (settings and scheduler_hooks.graph_refusal(self.device, settings.config.build, self._has_graphs))
+            or None
+        )
+
+    @cached_property
+    def _kv_dtype(self) -> torch.dtype:
+        """Of the KV pool, by SGLang's own function."""
+        from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+
+        _, dtype = configure_kv_cache_dtype(
+            server_args_kv_cache_dtype=self._args.kv_cache_dtype,
+            model=SimpleNamespace(quant_config=None),
+            model_dtype=self._config.dtype,
+            is_draft_worker=False,
+            is_dflash=False,
+            speculative_draft_attention_backend="",
+        )
+        found: torch.dtype = dtype
+        return found
+
+    def model(self, *, weights: bool = True) -> ModelFingerprint:
+        """Of the model served. Without `weights` their digest is no value, and their files need not be there.
+
+        Raises:
+            FileNotFoundError: the model, or its weights, are not on this machine.
+        """
+        folder = resolve_folder(self._config.model_path, self._args.revision, self._args.download_dir)
+        digest = weights_of(self._args, folder) if weights else "unread"
+        kv_dtype = str(self._kv_dtype).removeprefix("torch.")
+        return checkpoint_fingerprint(self._record, self._config, folder, weights=digest, kv_dtype=kv_dtype)
+
+    @cached_property
+    def tokens(self) -> RequestTokens:
+        """Token ids as the server makes them of requests, by its tokenizer and chat template; takes a second."""
+        from sglang.srt.entrypoints.engine import init_tokenizer_manager
+        from sglang.srt.server_args import PortArgs
+
+        try:
+            from sglang.srt.runtime_context import publish
+        except ImportError:  # 0.5.16 has no record to publish
+            pass
+        else:
+            publish(self._record, role="tokenizer")
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        manager, templates = init_tokenizer_manager(self._record, PortArgs.init_new(self._record))
+        return RequestTokens(manager, templates, loop.run_until_complete)
+
+
+def _resolved(record: Any) -> Any:
+    """What SGLang made of what the flags leave open: 0.5.16 writes it into the record."""
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+    except ImportError:
+        return record
+    view: Callable[[Any], Any] = resolving_view
+    return view(record)

@@ -1,0 +1,309 @@
+"""`doctor` and `explain` on indexes that prebuild made of the shipped model: each cause of a miss is named.
+
+The commands run in a process that has SGLang imported (`sglang_process`), as a terminal runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import FileStore
+from tests.compat.sglang_process import GROUP, in_sglang
+from tests.llama_model import BOS, SYSTEM, TRAINS, WEATHER, llama_model
+from tests.server.harness import DISK
+from tests.server.jobs import Prebuilt, run_prebuild
+
+pytest.importorskip("sglang")
+
+pytestmark = [GROUP, pytest.mark.timeout(900)]
+FULL = pytest.mark.full
+
+DATE = {"date_string": "1 May 2031"}
+TEXT = "".join(f"Stop {n} of the line is number {n * n}. " for n in range(40))
+OTHER = "".join(f"Room {n} of the house is number {n * n}. " for n in range(40))
+CONFIG: dict[str, Any] = {**DISK, "method": "token_index"}
+CPU = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
+
+
+def run_cli(words: list[str]) -> tuple[int, str, str]:
+    """(status, standard output, standard error) of a command."""
+    from sglang_ext.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(words)
+        except SystemExit as error:
+            status = int(error.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_model(tmp_path_factory.mktemp("diagnosed") / "model")
+
+
+@pytest.fixture(scope="module")
+def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Prebuilt:
+    prompts = [
+        {"id": "travel", "messages": [SYSTEM], "tools": [WEATHER, TRAINS], "chat_template_kwargs": DATE},
+        {"id": "line", "text": TEXT},
+        {"id": "house of b", "text": OTHER, "extra_key": "tenant-b"},
+        {"id": "twice", "text": f"{BOS}Again. {OTHER}"},
+    ]
+    job = run_prebuild(tmp_path_factory.mktemp("diagnosis"), prompts, config=CONFIG, model=model)
+    assert [line["status"] for line in job.report] == ["built"] * 4, job.output[-3000:]
+    return job
+
+
+@pytest.fixture
+def explain(model: Path, built: Prebuilt, tmp_path: Path) -> Any:
+    """Runs `explain --json` on the store, or another one: what it says."""
+
+    def run(prompt: Any, *words: str, store: Path = built.store, config: Any = CONFIG, flags: Any = CPU) -> Any:
+        file = tmp_path / "asked.json"
+        if isinstance(prompt, str):
+            asked = ["--prompt", prompt]
+        else:
+            file.write_text(json.dumps(prompt))
+            asked = ["--messages", str(file)]
+        asked += [*words, "--sparse-attn-config", json.dumps(config), "--json", "--", *flags]
+        status, out, err = in_sglang(
+            f"{__name__}:run_cli", ["explain", "--model-path", str(model), "--store", str(store), *asked]
+        )
+        assert status in (0, 1), err
+        found = json.loads(out)["compared"]
+        assert (status == 0) == (found["index"] is not None)
+        return found
+
+    return run
+
+
+def chat(*tools: Any, **keys: Any) -> dict[str, Any]:
+    asked = [SYSTEM, {"role": "user", "content": "To the sea?"}]
+    return {"messages": asked, "tools": list(tools), "chat_template_kwargs": DATE, **keys}
+
+
+def test_a_prompt_that_begins_with_an_index_is_served(explain: Any, built: Prebuilt) -> None:
+    found = explain(chat(WEATHER, TRAINS))
+    assert found["index"] == built.line("travel")["digest"]
+    first = found["candidates"][0]
+    assert (first["name"], first["common"], first["differs"], first["at"]) == ("travel", first["tokens"], [], None)
+    assert found["reason"] is None
+    commons = [one["common"] for one in found["candidates"]]
+    assert len(commons) == 4
+    assert commons[0] == max(commons)
+
+
+def test_another_tool_schema(explain: Any) -> None:
+    other = json.loads(json.dumps(TRAINS).replace("tells of trains", "speaks of trains"))
+    found = explain(chat(WEATHER, other))
+    first = found["candidates"][0]
+    assert (found["reason"], first["name"], first["differs"]) == ("no_index", "travel", [])
+    assert 0 < first["common"] == first["at"] < first["tokens"]
+    assert (first["prompt"]["token_text"], first["index"]["token_text"]) == ("s", "t")
+    assert first["index"]["around"].endswith("tells")
+    assert first["prompt"]["around"].endswith("speak")
+    assert "travel" in found["summary"]
+
+
+def test_bos_twice_in_the_prompt(explain: Any) -> None:
+    found = explain(BOS + TEXT)
+    first = found["candidates"][0]
+    assert (first["name"], first["common"], first["at"]) == ("line", 1, 1)
+    assert f"the prompt begins with token {first['prompt']['token']} ({BOS!r}) twice" in first["verdict"]
+    assert first["shifted"] == first["tokens"]
+    assert "BOS" in found["summary"]
+
+
+def test_bos_twice_in_the_index(explain: Any) -> None:
+    found = explain({"text": f"Again. {OTHER}"})
+    first = found["candidates"][0]
+    assert (first["name"], first["common"]) == ("twice", 1)
+    assert "the index begins with token" in first["verdict"]
+    assert first["shifted"] == first["tokens"] - 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [pytest.param((), "none", marks=FULL, id="none"), pytest.param(("--extra-key", "c"), "extra_key 'c'", id="other")],
+)
+def test_another_extra_key(explain: Any, words: Any, expected: str) -> None:
+    found = explain(OTHER, *words)
+    first = found["candidates"][0]
+    assert (found["index"], found["reason"], first["name"]) == (None, "no_index", "house of b")
+    assert first["common"] == first["tokens"]
+    (field,) = first["differs"]
+    assert field.startswith(f"extra_key or cache_salt: expected {expected}, found another one")
+    assert explain(OTHER, "--extra-key", "tenant-b")["index"] == first["digest"]
+
+
+def test_another_dtype(explain: Any) -> None:
+    found = explain(TEXT, flags=[*CPU, "--kv-cache-dtype", "bfloat16"])
+    assert found["reason"] == "index_mismatch"
+    assert found["candidates"][0]["differs"] == ["model.kv_dtype: expected bfloat16, found float32"]
+    assert "model.kv_dtype" in found["summary"]
+
+
+@pytest.mark.parametrize(
+    ("config", "differs"),
+    [
+        ({"methods": {"token_index": {"bits": 8}}}, "methods.token_index.bits: expected 8, found 4"),
+        pytest.param({"method": "ab_sparse"}, "methods: expected ab_sparse, found token_index", marks=FULL),
+        pytest.param({"query_samples": 64}, "profile_digest: expected", marks=FULL),
+    ],
+    ids=["parameter", "method", "sample"],
+)
+def test_other_parameters_of_methods(explain: Any, config: dict[str, Any], differs: str) -> None:
+    found = explain(TEXT, config={**CONFIG, **config})
+    assert found["reason"] == "index_mismatch"
+    (field,) = found["candidates"][0]["differs"]
+    assert field.startswith(differs)
+
+
+def test_a_prompt_that_is_too_short(explain: Any) -> None:
+    found = explain(TEXT[:300])
+    assert found["reason"] == "short_prefix"
+    assert f"the prompt has {found['tokens']} tokens, indexes serve from 1024 on" in found["summary"]
+    found = explain(TEXT[:1100])
+    first = found["candidates"][0]
+    assert (found["reason"], first["name"], first["prompt"]["token"]) == ("no_index", "line", None)
+    assert "the prompt ends after" in first["verdict"]
+
+
+@pytest.mark.parametrize("how", ["evicted", *(pytest.param(how, marks=FULL) for how in ("removed", "expired"))])
+def test_an_index_that_has_left(explain: Any, built: Prebuilt, tmp_path: Path, how: str) -> None:
+    store = Path(shutil.copytree(built.store, tmp_path / "store"))
+    digest = built.line("line")["digest"]
+    with FileStore(store) as indexes:
+        retained = {entry.digest: entry.retention for entry in indexes.list()}
+        if how == "removed":
+            indexes.delete(digest)
+        elif how == "expired":
+            from msgspec.structs import replace
+
+            indexes.retain(digest, replace(retained[digest], expires=1.0))
+            indexes.collect()
+        else:
+            for other in retained.keys() - {digest}:
+                indexes.get(other).close()  # used later than it
+            nbytes = sum(entry.nbytes for entry in indexes.list())
+    if how == "evicted":
+        with FileStore(store, max_bytes=nbytes - 1) as indexes:
+            assert [entry.digest for entry in indexes.collect()] == [digest]
+    found = explain(TEXT, store=store)
+    assert found["reason"] == "no_index"
+    (gone,) = found["gone"]
+    assert (gone["digest"], gone["name"], gone["why"], gone["differs"]) == (digest, "line", how, [])
+    assert "its index line " in found["summary"]
+    assert explain(OTHER, store=store)["gone"] == [], "of other tokens"
+    shutil.copytree(built.store, store, dirs_exist_ok=True)
+    found = explain(TEXT, store=store)
+    assert (found["index"], found["gone"]) == (digest, []), "it is back"
+
+
+# -- doctor ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def doctor(model: Path) -> Any:
+    """Runs `doctor --json`: (status, findings by what they are about)."""
+
+    def run(*words: str, flags: Any = CPU) -> Any:
+        named = ["--model-path", str(model), *words, "--json", "--", *flags]
+        status, out, err = in_sglang(f"{__name__}:run_cli", ["doctor", *named])
+        assert status in (0, 1), err
+        return status, {one["what"]: one for one in json.loads(out)["findings"]}
+
+    return run
+
+
+def test_a_server_that_would_start_and_select(doctor: Any, built: Prebuilt) -> None:
+    status, found = doctor("--store", str(built.store), "--sparse-attn-config", json.dumps(CONFIG))
+    assert status == 0
+    assert {one["verdict"] for one in found.values()} == {"ok"}
+    assert found["indexes"]["found"].startswith("4 of 4 usable")
+    assert found["attention backend"]["found"].startswith("torch_native")
+    assert set(found) >= {"python", "torch", "triton", "sglang", "plugin", "gpu", "start", "profile", "kernels"}
+
+
+def test_a_store_of_other_settings_and_damage(doctor: Any, built: Prebuilt, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(built.store, tmp_path / "store"))
+    (store / "ab").mkdir(exist_ok=True)
+    (store / "ab" / f"{'ab' * 32}.pfxindex").write_bytes(b"nonsense")
+    config = json.dumps({**CONFIG, "methods": {"token_index": {"bits": 8}}})
+    status, found = doctor("--store", str(store), "--sparse-attn-config", config)
+    assert status == 0, "nothing fails: requests decode dense"
+    assert (found["indexes"]["verdict"], found["unusable"]["verdict"], found["damaged"]["verdict"]) == ("warn",) * 3
+    assert "4 built with other settings" in found["unusable"]["found"]
+    assert "methods.token_index.bits: expected 8, found 4" in found["unusable"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--dp-size", "2"], "expected no data parallelism"),
+        (["--attention-backend", "flex_attention"], "expected an attention backend among"),
+        pytest.param(["--kv-cache-dtype", "fp8_e5m2"], "fp8_e5m2", marks=FULL),
+    ],
+    ids=["mode", "backend", "dtype"],
+)
+def test_what_a_start_refuses(doctor: Any, flags: list[str], said: str) -> None:
+    status, found = doctor(flags=[*CPU, *flags])
+    assert status == 1
+    assert found["start"]["verdict"] == "fail"
+    assert said in found["start"]["found"].replace("float8_e5m2", "fp8_e5m2")
+
+
+def test_a_profile_of_another_model(doctor: Any, tmp_path: Path) -> None:
+    from tests.llama_model import NEEDLE
+
+    profile = json.loads((NEEDLE / "sparse_attn_profile.json").read_text())
+    profile["model"]["config_digest"] = "0" * 64
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(profile))
+    status, found = doctor("--profile", str(file))
+    assert (status, found["start"]["verdict"]) == (1, "fail")
+    assert "it is of another model" in found["start"]["found"]
+
+
+def test_sizes_are_those_of_the_built_indexes(model: Path, built: Prebuilt) -> None:
+    words = ["doctor", "--size", str(model), "--prompts", "3", "--tokens", str(built.line("line")["prompt_tokens"])]
+    words += ["--sparse-attn-config", json.dumps(CONFIG), "--json", "--", *CPU]
+    status, out, err = in_sglang(f"{__name__}:run_cli", words)
+    assert status == 0, err
+    rows = {one["what"]: one for one in json.loads(out)["rows"]}
+    line = built.line("line")
+    assert rows["index, file"]["one"] - line["index_bytes"] in (0, 4096)
+    assert rows["index, file"]["all"] == 3 * rows["index, file"]["one"]
+    assert rows["index, resident"]["one"] == line["method_bytes"]["token_index"]
+    assert rows["KV of the prompt"]["one"] == line["kv_bytes"] // line["num_tokens"] * line["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        pytest.param((), False, marks=FULL, id="none"),
+        pytest.param(("--api-key", "a"), True, id="clients' alone"),
+        pytest.param(("--admin-api-key", "b"), False, marks=FULL, id="admin's"),
+    ],
+)
+def test_text_of_stored_prompts_is_not_for_every_client(model: Path, keys: tuple[str, ...], refused: bool) -> None:
+    said = in_sglang(f"{__name__}:refusal_with", ["--model-path", str(model), *CPU, *keys])
+    assert (said is not None and "--admin-api-key" in said) == refused
+
+
+def refusal_with(flags: list[str]) -> str | None:
+    """What the route of `explain` refuses a server's clients with."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_ext.compat.administration import prompts_refusal
+
+    return prompts_refusal(prepare_server_args(flags))

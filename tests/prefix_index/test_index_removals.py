@@ -1,0 +1,87 @@
+"""What leaves a folder is written down beside it, whatever the reason, and never in the way of the removal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefix_index import FileStore, Retention, read_removals, removals
+from tests.prefix_index.samples import sample_identity, sample_payload
+
+IDS = [sample_identity(tuple(range(16 * (n + 1)))) for n in range(4)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    with FileStore(folder, create=True) as store:
+        for number, identity in enumerate(IDS):
+            store.put(sample_payload(identity), retention=Retention(name=f"index {number}"))
+    return folder
+
+
+def told(folder: Path) -> list[tuple[Any, ...]]:
+    return [(one.identity, one.name, one.why) for one in read_removals(folder)]
+
+
+def test_each_way_to_leave_is_written_down_the_newest_first(folder: Path) -> None:
+    assert told(folder) == []
+    begun = time.time()
+    with FileStore(folder) as store:
+        store.delete(IDS[0])
+        assert not store.delete(IDS[0]), "one that is not there leaves no record"
+        store.retain(IDS[1], Retention(name="index 1", expires=1.0))
+        store.collect()
+        store.get(IDS[3]).close()
+        nbytes = sum(entry.nbytes for entry in store.list())
+    with FileStore(folder, max_bytes=nbytes - 1) as store:
+        assert [entry.identity for entry in store.collect()] == [IDS[2]]
+        assert store.problems() == (), "the record is no index, and no problem"
+    assert told(folder) == [
+        (IDS[2], "index 2", "evicted"),
+        (IDS[1], "index 1", "expired"),
+        (IDS[0], "index 0", "removed"),
+    ]
+    assert all(begun <= one.removed <= time.time() for one in read_removals(folder))
+    assert (folder / removals.NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_an_index_that_left_twice_is_told_once(folder: Path) -> None:
+    with FileStore(folder) as store:
+        for _ in range(2):
+            store.delete(IDS[0])
+            store.put(sample_payload(IDS[0]))
+    assert [identity for identity, *_ in told(folder)] == [IDS[0]]
+
+
+def test_the_record_stays_short_and_keeps_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removals, "MAX_NBYTES", 4000)
+    with FileStore(folder) as store:
+        for number in range(40):
+            store.delete(IDS[number % 2])
+            store.put(sample_payload(IDS[number % 2]))
+        store.delete(IDS[3])
+    assert (folder / removals.NAME).stat().st_size < 6000
+    assert told(folder)[0][0] == IDS[3]
+    assert [path.name for path in folder.glob(".removed*")] == [removals.NAME]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\x00 nonsense\n", b'{"identity": {}, "removed": 1}\n', b'{"identity":'])
+def test_a_damaged_record_hides_nothing_else(folder: Path, damage: bytes) -> None:
+    with FileStore(folder) as store:
+        store.delete(IDS[0])
+        with (folder / removals.NAME).open("ab") as file:
+            file.write(damage if damage.endswith(b"\n") or not damage else damage + b"\n")
+        store.delete(IDS[1])
+    assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
+
+
+def test_an_index_leaves_though_nothing_can_be_written_down(folder: Path) -> None:
+    (folder / removals.NAME).mkdir()
+    with FileStore(folder) as store:
+        assert store.delete(IDS[0])
+        assert not store.contains(IDS[0])
+    assert told(folder) == []

@@ -1,0 +1,99 @@
+"""A running server explains a prompt: by its own tokens, its own store, and what is loaded now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.cli import main
+from tests.server.harness import ADMIN_KEY
+
+pytestmark = pytest.mark.boot("production")
+
+
+@pytest.fixture
+def explain(production: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Runs `sglang-ext explain --url`: (status, its JSON)."""
+
+    def run(text: str, *words: str) -> Any:
+        file = tmp_path / "prompt.txt"
+        file.write_text(text)
+        status = main(
+            ["explain", "--url", production.url, "--admin-key", ADMIN_KEY, "--prompt", f"@{file}", "--json", *words]
+        )
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_a_server_says_which_index_serves_and_that_it_is_loaded(
+    explain: Any, production: Any, built: Any, texts: Any
+) -> None:
+    prompt = texts.ask(texts.first, 0)
+    production.generate(prompt, 4)
+    (status, found), delta = production.during(lambda: explain(prompt))
+    assert delta.hits == 0, "asking is no request"
+    assert status == 0
+    assert found["index"] == found["compared"]["index"] == built.line("first")["digest"]
+    assert (found["name"], found["resident"], found["path"]) == ("first", "ready", "sparse")
+    assert found["costs_us"] == {"exact": None, "sparse": None}, "nothing is measured on a CPU"
+    assert found["compared"]["candidates"][0]["name"] == "long", "which goes on where the prompt does not"
+    assert found["compared"]["candidates"][0]["common"] >= 1536
+    longer = explain(f"{texts.long} {texts.tail.questions[0].text}")[1]
+    assert longer["name"] == "long"
+
+
+def test_a_server_says_where_a_prompt_differs(explain: Any, texts: Any, built: Any) -> None:
+    words = texts.first.text.split()
+    words[700] = words[701]
+    status, found = explain(" ".join(words))
+    first = next(one for one in found["compared"]["candidates"] if one["name"] == "first")
+    assert (status, found["reason"], found["path"]) == (1, "no_index", "stock")
+    assert (first["common"], first["at"]) == (700, 700)
+    assert (first["prompt"]["token_text"], first["index"]["token_text"]) == (words[701], texts.first.text.split()[700])
+    status, found = explain(texts.second.text, "--extra-key", "tenant-b")
+    assert (status, found["name"]) == (0, "second-named")
+    status, found = explain(texts.second.text, "--extra-key", "tenant-c")
+    assert (status, found["reason"]) == (1, "no_index")
+    fields = [field for one in found["compared"]["candidates"][:2] for field in one["differs"]]
+    assert all(field.startswith("extra_key or cache_salt: expected extra_key 'tenant-c'") for field in fields)
+
+
+def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, texts: Any) -> None:
+    production.generate(texts.ask(texts.damaged, 0), 4)
+    status, found = explain(texts.damaged.text)
+    assert (status, found["index"]) == (1, None)
+    assert any(built.line("damaged")["digest"] in problem for problem in found["problems"]), "as the server found"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--admin-key", "wrong"], "expected the server's admin key, got another one"),
+        (["--picture", "x.png"], "expected a server that traces"),
+        (["--messages", "no-such.json"], "expected a file that can be read"),
+        (["--model-path", "m"], "expected --url, or --model-path and --store; got both"),
+    ],
+)
+def test_what_cannot_be_explained(
+    production: Any, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    asked = [] if "--messages" in words else ["--prompt", "document note"]
+    assert main(["explain", "--url", production.url, "--admin-key", ADMIN_KEY, *asked, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_prompt_that_the_server_refuses_and_a_server_that_is_not_there(
+    production: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "asked.json"
+    file.write_text(json.dumps({"input_ids": [1], "text": "two"}))
+    for url, said in ((production.url, "expected exactly one of text, input_ids"), ("http://127.0.0.1:9", "--url")):
+        if url != production.url:
+            file.write_text(json.dumps({"input_ids": [1]}))
+        assert main(["explain", "--url", url, "--admin-key", ADMIN_KEY, "--messages", str(file)]) == 2
+        assert said in capsys.readouterr().err
+    assert production.generate("document note", 2).decode_steps == 1, "the server lives on"
