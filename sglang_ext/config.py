@@ -75,6 +75,7 @@ _LEAST = {
     "sample_host_bytes": (1, "bytes"),
     "capture_tail": (0, "tokens"),
     "capture_steps": (0, "steps"),
+    "guard_every": (0, "decode steps"),
     "index_gpu_bytes": (1, "bytes"),
     "store_max_bytes": (1, "bytes"),
     "store_min_free_bytes": (0, "bytes"),
@@ -91,6 +92,9 @@ def check_ranges(config: SparseAttnConfig) -> None:
         ("keep_ratio", config.keep_ratio is None or 0.0 < config.keep_ratio <= 1.0, f"{_FRACTION}, or null"),
         ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, _FRACTION),
         ("build_share", 0.0 < config.build_share <= 1.0, _FRACTION),
+        ("guard_share", 0.0 < config.guard_share <= 1.0, _FRACTION),
+        ("quality_slo", config.quality_slo is None or config.quality_slo > 0.0, "an error above 0, or null"),
+        ("quality_recovery_s", 0.0 < config.quality_recovery_s < float("inf"), "a finite time above 0 seconds"),
         (
             "sum_every",
             config.sum_every is None or 1 <= config.sum_every <= MOST_APART,

@@ -85,6 +85,11 @@ METRICS = (
     Metric("build", "Builds that ended, by status.", "status", ("built", "failed")),
     Metric("build_seconds", "Seconds of computing in builds that were stored."),
     Metric("evicted", "Indexes evicted by this process.", "where", ("device", "store")),
+    Metric("guard_steps", "Decode steps that were attended exactly, too."),
+    Metric("guard_events", "What became of indexes.", "event", ("accepted", "raised", "dense", "tried_again")),
+    Metric("guard_tokens", "Next tokens compared with exact attention's, those alike.", "part", ("compared", "agreed")),
+    Metric("guard_recall", "Attention mass recall, mean of the indexes.", "layer", gauge=True),
+    Metric("guard_output_error", "Relative output error, mean of the indexes.", "layer", gauge=True),
     Metric("device_bytes", "Device bytes of indexes.", gauge=True),
     Metric("store_indexes", "Usable indexes in the store.", gauge=True),
     Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),
@@ -125,6 +130,7 @@ class Counters:
         self._path: str | None = None
         self._began = 0.0
         self._store = (0, 0, 0)
+        self._guard: Figures = {}
 
     def count_attended_suffix(self, attended: int, tokens: int) -> None:
         """One step, all layers together: attended and covered tokens of requests' own indexes."""
@@ -200,6 +206,16 @@ class Counters:
             "store_indexes": indexes,
             "store_bytes": nbytes,
             "store_problems": problems,
+            **self._guard,
+        }
+
+    def set_guard(self, totals: Mapping[str, Any]) -> None:
+        """What the quality guard found so far: `QualityRecords.totals`."""
+        self._guard = {
+            "guard_steps": totals["steps"],
+            "guard_events": dict(totals["events"]),
+            "guard_tokens": {part: totals[part] for part in ("compared", "agreed")},
+            **{f"guard_{name}": {str(layer): one for layer, one in enumerate(totals[name])} for name in ("recall", "output_error")},
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -95,6 +95,12 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         capture_folder: where captures are written; needed for `capture`.
         capture_tail: last tokens of a prompt that a capture keeps beside the sample.
         capture_steps: decode steps that a capture keeps.
+        guard_every: of decode steps with an index one in so many is also attended exactly, and compared; 0: none. The
+            first steps of an index are compared more often.
+        guard_share: share of the decode steps' time that this may take, at most.
+        quality_slo: largest relative error of the attention output that an index may make, mean over the layers that
+            select; beyond, its budget is raised, then it is not used (`quality_guard`). null: it is only measured.
+        quality_recovery_s: seconds until such an index is tried again.
         trace_folder: where selections of requests 'trace-...' are written, for debugging: `decode.trace`. null: off.
         prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense) or
             `wait_complete`.
@@ -142,6 +148,10 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     capture_folder: str | None = None
     capture_tail: int = 64
     capture_steps: int = 64
+    guard_every: int = 2048
+    guard_share: float = 0.005
+    quality_slo: float | None = None
+    quality_recovery_s: float = 600.0
     trace_folder: str | None = None
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
     index_gpu_bytes: int | None = None

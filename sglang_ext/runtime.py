@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,8 +99,11 @@ class SparseRuntime:
         spec, limit = method_specs(config)[config.method], config.index_bytes(view.kv_bytes)
         self.index_bytes = limit
         self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
-        self.planner = DecodePlanner(config, view, self.requests, self.counters, spec, plan, self.ranks)
-        self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release)
+        self._trial = trial = config.build is Build.SHARED and profile is None
+        self.planner = DecodePlanner(config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial)
+        guard = self.planner.guard
+        blocks = guard.records.blocks if guard is not None else None
+        self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, blocks)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
         self._looks_up = self.planner.uses_indexes  # nothing that no step could use
@@ -282,13 +285,42 @@ class SparseRuntime:
             self.counters.begin_step(None)
             if self.builds is not None and mode.is_extend():
                 self._step = Step(None, self.builds.prefill(forward_batch))
+        guard = self.planner.guard if mode.is_decode() else None
         try:
+            if guard is not None:
+                guard.runs()
             yield
+            if guard is not None:
+                guard.ran()
             if self._trace is not None:
                 sparse = self.planner.sparse
                 self._trace.note(forward_batch, self.path, sparse.copies if sparse is not None else None)
         finally:
             self._step = Step()
+
+    def forward(self, original: Callable[[], Any], tokens_of: Callable[[Any], Tensor | None]) -> Any:
+        """The forward of the running step; before it, where next tokens are compared, one that attends exactly. The one
+        that counts then writes over the K and V that the other wrote.
+
+        Args:
+            original: SGLang's forward of the batch.
+            tokens_of: [rows], the most probable next tokens by what it gives, new memory.
+        """
+        step = self._step
+        guarded = None if step.planned is None else step.planned.guarded
+        if guarded is None or not guarded.predicts:
+            return original()
+        self._step = Step(PlannedStep(guarded.exact, StepPath.CASCADE))
+        try:
+            expected = tokens_of(original())
+        finally:
+            failed = self._step.planned is None
+            self._step = Step(None, step.chunks) if failed else step
+        output = original()
+        tokens = tokens_of(output)
+        if expected is not None and tokens is not None:
+            guarded.compare(expected, tokens)
+        return output
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
@@ -378,13 +410,18 @@ class SparseRuntime:
         heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
         kv, scale = self.view.kv(layer.layer_id), float(layer.scaling)
         try:
-            return step.planned.backend.run(heads, kv, layer.layer_id, scale).flatten(1)
+            return step.planned.run(heads, kv, layer.layer_id, scale).flatten(1)
         except Exception as error:
-            if self.view.decode_graphs:
+            if self.view.decode_graphs and step.planned.guarded is None:
                 raise  # a graph is being captured: the start fails
             self._step_failed(forward_batch.rids, error)
             self._step = Step(None, step.chunks)
             return None
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the running forward attends twice: no graph holds that."""
+        return self._step.planned is not None and self._step.planned.guarded is not None
 
     @property
     def planned(self) -> bool:
@@ -413,7 +450,14 @@ class SparseRuntime:
             )
         else:
             indexes = "off (decode_path is stock)" if config.decode_path is DecodePath.STOCK else "off (see above)"
-        return f"shared prefixes: {shared}; indexes: {indexes}"
+        return f"shared prefixes: {shared}; indexes: {indexes}; {self._guard_summary()}"
+
+    def _guard_summary(self) -> str:
+        if self.planner.guard is None:
+            return "quality guard: off"
+        trial = ", indexes begin on trial (no profile)" if self._trial else ""
+        bound = "only measures" if self.config.quality_slo is None else f"bound {self.config.quality_slo:g}"
+        return f"quality guard: one step in {self.config.guard_every}, {bound}{trial}"
 
     def figures(self) -> Figures:
         """What is exported, by metric; in any thread."""
@@ -442,6 +486,7 @@ class SparseRuntime:
             "model": msgspec.to_builtins(self.model),
             "profile": self.profile,
             "decode": self.planner.snapshot(),
+            "guard": None if self.planner.guard is None else self.planner.guard.snapshot(),
             **self.directory.snapshot(),
             "metrics": self.figures(),
             **held,

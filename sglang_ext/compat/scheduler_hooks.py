@@ -6,6 +6,7 @@ import logging
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from prefix_index import printable_values
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 OPT_OUT = "sparse_attn"
 MAX_WARNED = 16
+READS_ENDED = ("war_fastpath_read_done_event", "shared_read_done_event")
+"""Of a ModelRunner of 0.5.16 and of 0.5.23: behind what the scheduler may write to a running batch; None: its end."""
 _warned: set[str] = set()
 
 _DECODE_LINES = "sglang.srt.managers.scheduler_components.metrics_reporter"
@@ -241,9 +244,28 @@ def around_model_runner_forward(
     if _runtime is None or _runtime.view.runner is not runner:
         return original(runner, forward_batch, *args, **kwargs)
     with _runtime.step(forward_batch):
-        output = original(runner, forward_batch, *args, **kwargs)
+        forward = partial(original, runner, forward_batch, *args, **kwargs)
+        output = _runtime.forward(forward, partial(_next_tokens, runner))
         _runtime.prefilled(in_graph=bool(getattr(output, "can_run_graph", False)))
         return output
+
+
+def _next_tokens(runner: Any, output: Any) -> Any:
+    """[rows], the most probable next tokens by the output of a forward, which another one may follow; or None.
+
+    A replay tells the scheduler, before it ends, that it may write to the batch again. The next forward still reads it.
+    """
+    for name in READS_ENDED:
+        if hasattr(runner, name):
+            setattr(runner, name, None)  # it waits for all forwards
+    logits = getattr(output.logits_output, "next_token_logits", None)
+    return None if logits is None else logits.argmax(dim=-1)
+
+
+def after_can_run_graph(can: Any, runner: Any, _forward_batch: Any) -> Any:
+    """No graph holds a step that is attended twice."""
+    guarded = _runtime is not None and _runtime.view.runner is runner.model_runner and _runtime.guarded
+    return False if guarded else can
 
 
 def before_req_to_token_free(pool: Any, req: Any) -> None:

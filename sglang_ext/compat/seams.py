@@ -68,6 +68,7 @@ SEAMS: tuple[Seam, ...] = (
         hooks.around_capture_one_shape,
         ("size", "forward", "stream_idx", "variant_label"),
     ),
+    Seam(f"{_GRAPHS}.can_run_graph", _AFTER, hooks.after_can_run_graph, ("forward_batch",), {"": bool}),
     Seam(
         f"{_GRAPHS}._resolve_lora_variant",
         _AFTER,

@@ -21,7 +21,12 @@ class DecodeBackend(ABC, Generic[PlanT]):
     Of each step: `plan` says how, `cost_us` what that takes, `begin` writes the tables. Then every layer calls `run`,
     or a graph that was captured with these calls is replayed. Whatever a captured launch reads lies in buffers of fixed
     place, and `begin` is the only one that writes them.
+
+    Attributes:
+        lse: [max_batch, num_qo_heads] fp32, natural: log-sum-exp of what the last `run` attended, by batch row.
     """
+
+    lse: Tensor
 
     @abstractmethod
     def plan(self, batch: DecodeBatch) -> PlanT | None:

@@ -73,7 +73,7 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
         self.attentions = Attentions(shape, tracker.max_batch, device, captured=captured)
         implementation = "triton" if device.type == "cuda" else "reference"
         self._buffers = StepBuffers(tracker.max_batch, shape.num_kv_heads, arena_size, device, implementation)
-        self._lse = torch.zeros(tracker.max_batch, shape.num_qo_heads, dtype=torch.float32, device=device)
+        self.lse = torch.zeros(tracker.max_batch, shape.num_qo_heads, dtype=torch.float32, device=device)
         self._active: Attends | None = None
         self._planned: tuple[Attends, StepLayout] | None = None
         self.plans = 0
@@ -114,7 +114,7 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
         """See the base; all layers are alike."""
         assert self._active is not None
         out = q.new_empty(q.shape[0], q.shape[1], kv.v_cache.shape[2])
-        lse, counts = self._lse[: q.shape[0]], self._buffers.counts
+        lse, counts = self.lse[: q.shape[0]], self._buffers.counts
         self._active.run(q, kv, self._buffers.arena, sm_scale, out, lse, counts=counts)
         return out
 
@@ -137,4 +137,4 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
-        return self._buffers.nbytes + self._lse.nbytes
+        return self._buffers.nbytes + self.lse.nbytes

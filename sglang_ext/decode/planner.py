@@ -9,13 +9,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from prefix_kernels.launching import block_of
+from prefix_kernels.types import PagedKV
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.guard import GuardedStep, QualityGuard
 from sglang_ext.decode.select_op import graph_refusal, op_maker
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.types import DecodeBatch, StepPath
@@ -58,10 +61,16 @@ class PlannedStep(NamedTuple):
     Attributes:
         backend: whose tables are written.
         path: which graph is replayed.
+        guarded: attends twice and compares, without a graph; None: the step is none of these.
     """
 
     backend: DecodeBackend[Any]
     path: StepPath
+    guarded: GuardedStep | None = None
+
+    def run(self, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
+        """One layer; see `DecodeBackend.run`."""
+        return (self.guarded or self.backend).run(q, kv, layer, sm_scale)
 
 
 class DecodePlanner:
@@ -70,6 +79,7 @@ class DecodePlanner:
     Attributes:
         cascade: attends groups exactly; None where it does not.
         sparse: attends by indexes; None where it does not.
+        guard: compares steps with indexes now and then; None where it is off.
         refusal: why no step is attended here; None where some may be.
         forced: whether a ready index is used whatever it costs: `decode_path` is sparse, or there are no decode graphs.
         paused: whether an operator leaves all steps to SGLang for now; what is known of slots is kept up.
@@ -82,6 +92,7 @@ class DecodePlanner:
         spec: of the configured method.
         layer_plan: role of each layer.
         ranks: of this process.
+        trial: whether an index serves only after the guard has compared it.
     """
 
     def __init__(
@@ -93,6 +104,8 @@ class DecodePlanner:
         spec: IndexSpec,
         layer_plan: LayerPlan,
         ranks: Ranks | None = None,
+        *,
+        trial: bool = False,
     ) -> None:
         ranks = ranks or Ranks()
         self.forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
@@ -105,6 +118,7 @@ class DecodePlanner:
         self.paused = False
         self.cascade: CascadeDecode | None = None
         self.sparse: SparseDecode | None = None
+        self.guard: QualityGuard | None = None
         self.refusal: str | None = None
         on_gpu = view.device.type == "cuda"
         implementation = "triton" if on_gpu else "reference"
@@ -135,6 +149,18 @@ class DecodePlanner:
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
         if config.decode_path is not DecodePath.CASCADE:
             self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks)
+        if self.sparse is not None and config.guard_every:
+            exact = self.cascade or CascadeDecode(shape, self._tracker, self._room(arena_size), view.device)
+            most = self._tracker.max_batch
+            self.guard = QualityGuard(
+                config, layer_plan, self.sparse, exact, most, view.device, trial=trial, ranks=ranks,
+                publish=counters.set_guard,
+            )  # fmt: skip
+
+    def _room(self, arena_size: int) -> int:
+        """Slots of a step's lists. Without graphs a ready index is always used: each request alone has room."""
+        alone = self._tracker.max_batch * self._view.req_to_token.shape[1]
+        return arena_size if self._view.decode_graphs else max(arena_size, alone)
 
     def _sparse(
         self,
@@ -149,8 +175,6 @@ class DecodePlanner:
         """What attends by indexes; None, and a warning, where decode graphs cannot hold it or its spec."""
         view, graphs = self._view, self._view.decode_graphs
         longest = view.req_to_token.shape[1]
-        if not graphs:  # a ready index is always used: there is room for every request alone
-            arena_size = max(arena_size, self._tracker.max_batch * longest)
         message = graph_refusal(spec.method) if graphs else None
         if message is None:
             try:
@@ -160,7 +184,7 @@ class DecodePlanner:
                     op_maker(shape, config, spec, len(layer_plan), view.device, captured=graphs),
                     layer_plan,
                     self._tracker,
-                    arena_size=arena_size,
+                    arena_size=self._room(arena_size),
                     max_prefix_len=longest,
                     device=view.device,
                     costs=costs,
@@ -175,6 +199,8 @@ class DecodePlanner:
 
     def refuse(self, why: str) -> None:
         """Serve no step from now on; the log says why, once."""
+        if self.guard is not None:
+            self.guard.drop()
         if self.refusal is None:
             self.refusal = why
             logger.warning("sparse attention: decode steps are left to SGLang's own backend: %s", why)
@@ -198,6 +224,8 @@ class DecodePlanner:
         """A decode step is not attended here; serials of requests that share nothing from now on."""
         for serial in gone:
             self.ended(serial)
+        if self.guard is not None:
+            self.guard.drop()
         if self.sparse is not None:
             self.sparse.skip()
 
@@ -210,6 +238,8 @@ class DecodePlanner:
             forward_batch: SGLang's, of a decode step.
             usable: the ready index of a request, if it has one.
         """
+        if self.guard is not None:
+            self.guard.collect()
         rids = forward_batch.rids
         if not rids:
             self.step_elsewhere()
@@ -238,6 +268,11 @@ class DecodePlanner:
         if self.paused:
             self.step_elsewhere()
             return None
+        if self.guard is not None and any(ready):
+            admitted = self.guard.admitted(ready, [None if one is None else one.serial for one in attachments])
+            waits = [True if one is not index else None for one, index in zip(ready, admitted, strict=True)]
+            self._count_fallback("quality_guard", attachments, waits)
+            ready = admitted
         exact = self.cascade.plan(batch) if self.cascade is not None else None
         if self.sparse is not None and any(ready):
             batch = self._with_indexes(batch, attachments, ready)
@@ -245,13 +280,24 @@ class DecodePlanner:
             cost = None if plan is None else self.sparse.cost_us(plan)
             if plan is not None and self._pays(cost, exact):
                 path = self.sparse.begin(plan, batch)
+                guarded = self.guard.begin(plan, batch) if self.guard is not None and path is not None else None
+                if self.guard is not None and self.guard.must:
+                    self.sparse.skip()
+                    if guarded is None:
+                        return None
+                    if self.guard.exact is self.cascade:
+                        _note(CASCADE, range(len(batch.serials)), batch, attachments)
+                    return PlannedStep(self.guard.exact, StepPath.CASCADE, guarded)
                 if path is not None:
                     self._count_sparse(plan, path, batch, cost)
                     for read, prefix in zip(plan.reads, plan.selects.prefixes, strict=False):  # then those of suffixes
                         _note(SPARSE, prefix.rows, batch, attachments, read.budget)
                     surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
                     self._count_fallback("unsupported_mode", attachments, surplus)
-                    return PlannedStep(self.sparse, path)
+                    for one in attachments if guarded is not None else ():
+                        if one is not None:
+                            one.steps.guarded += 1
+                    return PlannedStep(self.sparse, path, guarded)
                 reason = "unsupported_mode"
             else:
                 reason = "unsupported_mode" if plan is None else "cost_model"

@@ -109,6 +109,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
     Attributes:
         width: tokens of a budget, at most: what lists were made for.
+        factor_of: digest of an index -> factor of its budget.
 
     Args:
         shape: of a layer.
@@ -152,6 +153,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.suffix_dense_tokens is None else 3
         sets, self.width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
+        self.factor_of: Callable[[str], int] = lambda digest: 1
         max_groups = batch * (self._num_passes - 1)
         traced = config.trace_folder is not None
         # A trace has a copy of each anchor layer's lists: as if all of these were kept.
@@ -172,7 +174,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._max_prefix_len = max_prefix_len
         self.op = make_op(ListSizes(max_groups, entries, batch, max_prefix_len, self._room, self._num_passes - 1))
         self._groups = StepGroups(tracker.prefixes, self.op.number_of)
-        self._lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
+        self.lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
         passes = self._num_passes
         self._whole = Attentions(shape, batch, device, captured=captured, num_passes=passes, beside=beside)
         self._selected = Attentions(
@@ -206,12 +208,11 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if not groups:
             return None
         # A row whose prefix is in no group attends all; so only others' suffixes are selected from.
-        before = [rows for rows, _ in groups]
-        grouped = {row for prefix in before for row in prefix.rows}
-        suffixes = self._fitting(self._groups.suffixes(groups, batch.suffix), before)
+        grouped = {row for prefix, _ in groups for row in prefix.rows}
+        suffixes = self._fitting(self._groups.suffixes(groups, batch.suffix), groups)
         all_groups: list[tuple[PrefixGroup, Index]] = [*groups, *suffixes]
         prefixes = tuple(rows for rows, _ in all_groups)
-        budgets = tuple(map(self._budget, prefixes))
+        budgets = tuple(self._budget(*one) for one in all_groups)
         reads = [GroupRead(len(one.rows), one.length, n) for one, n in zip(prefixes, budgets, strict=True)]
         kernels = self._kernels(size)
         selects = _Selects(self.op.tile(kernels.size), prefixes, budgets)
@@ -248,36 +249,44 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._config = config
         self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)
 
-    def _budget(self, prefix: PrefixGroup) -> int:
-        return self._budget_of(prefix.length, len(prefix.rows))
+    def budget(self, prefix_len: int, factor: int = 1, num_rows: int = 1) -> int:
+        """Tokens that are selected of a prefix for so many requests, `factor` times what the configuration says, as far
+        as it and the lists have them. All layers that select have the same: one layout serves them.
+        """
+        one = self._budget_of(prefix_len, num_rows)
+        return min(factor * one, max(one, self.width), prefix_len)
+
+    def _budget(self, prefix: PrefixGroup, index: Index) -> int:
+        factor = self.factor_of(index.entry.digest) if isinstance(index, ResidentIndex) else 1
+        return self.budget(prefix.length, factor, len(prefix.rows))
 
     def _fitting(
-        self, groups: Sequence[tuple[PrefixGroup, _IndexT]], before: Sequence[PrefixGroup] = ()
+        self, groups: Sequence[tuple[PrefixGroup, _IndexT]], before: Sequence[tuple[PrefixGroup, Index]] = ()
     ) -> list[tuple[PrefixGroup, _IndexT]]:
         """The groups that a step selects for beside those that stand before: all, or, where there is no room, first
         those that save most.
         """
-        lengths = [prefix.length for prefix in before]
-        taken = sum(map(self._entries_of, before))
+        lengths = [prefix.length for prefix, _ in before]
+        taken = sum(self._entries_of(*one) for one in before)
 
-        def fits(some: Sequence[PrefixGroup]) -> bool:
-            entries, of_some = taken + sum(map(self._entries_of, some)), [prefix.length for prefix in some]
+        def fits(some: Sequence[tuple[PrefixGroup, Index]]) -> bool:
+            entries, of_some = taken + sum(self._entries_of(*one) for one in some), [one.length for one, _ in some]
             short = max(of_some, default=0) <= self._max_prefix_len
             return short and entries <= self._lists.entries and (not some or self.op.fits([*lengths, *of_some]))
 
-        if fits([prefix for prefix, _ in groups]):
+        if fits(groups):
             return list(groups)
         kept = set()
-        saved = {prefix: len(prefix.rows) * prefix.length - self._budget(prefix) for prefix, _ in groups}
-        for prefix in sorted(saved, key=lambda one: (-saved[one], one.rows)):
-            if fits([prefix]):
-                kept.add(prefix)
-                lengths.append(prefix.length)
-                taken += self._entries_of(prefix)
-        return [one for one in groups if one[0] in kept]
+        saved = {one: len(one[0].rows) * one[0].length - self._budget(*one) for one in groups}
+        for one in sorted(saved, key=lambda one: (-saved[one], one[0].rows)):
+            if fits([one]):
+                kept.add(one)
+                lengths.append(one[0].length)
+                taken += self._entries_of(*one)
+        return [one for one in groups if one in kept]
 
-    def _entries_of(self, prefix: PrefixGroup) -> int:
-        return self._shape.num_kv_heads * list_stride(self._budget(prefix))
+    def _entries_of(self, prefix: PrefixGroup, index: Index) -> int:
+        return self._shape.num_kv_heads * list_stride(self._budget(prefix, index))
 
     def cost_us(self, plan: SparsePlan) -> float | None:
         """See the base; of a search as many steps have a part as are likely to use it."""
@@ -348,7 +357,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         kernels, arena, counts = self._active, self._buffers.arena, self._lists.counts(layer)
         lists, head_map = self._lists.of(layer), self._lists.head_maps[layer]
         out = q.new_empty(q.shape[0], q.shape[1], kv.v_cache.shape[2])
-        lse = self._lse[: q.shape[0]]
+        lse = self.lse[: q.shape[0]]
         mode = self._layer_plan.layers[layer].mode
         if mode is LayerMode.DENSE:
             kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
@@ -415,7 +424,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if not tokens:
             return None
         q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=shape.dtype, device=self._device)
-        out, lse = q.new_empty(size, shape.num_qo_heads, kv.v_cache.shape[2]), self._lse[:size]
+        out, lse = q.new_empty(size, shape.num_qo_heads, kv.v_cache.shape[2]), self.lse[:size]
         slots = torch.arange(far, dtype=torch.int32, device=self._device)
 
         def attend() -> None:
@@ -446,7 +455,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
-        return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self._lse.nbytes
+        return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self.lse.nbytes
 
 
 class SearchTurns:

@@ -31,11 +31,15 @@ CASCADE, SPARSE = range(1, 3)
 
 
 class StepLog:
-    """Which way each output token of a request came, if not densely, and what its steps by an index selected."""
+    """Which way each output token of a request came, if not densely, and what its steps by an index selected.
+
+    Attributes:
+        guarded: of its steps by an index, those that the quality guard compared.
+    """
 
     def __init__(self) -> None:
         self._ways = bytearray()
-        self._selected = self._searches = 0
+        self._selected = self._searches = self.guarded = 0
 
     def note(self, token: int, way: int, selected: int = 0) -> None:
         """The step that makes output token `token` goes this way; prefill makes token 0."""
@@ -100,6 +104,7 @@ class Attachment:
             "index": None if entry is None else entry.retention.name or entry.digest[:12],
             "prefix_tokens": 0 if entry is None else entry.identity.num_tokens,
             "selected_tokens": self.steps.selected,
+            "guarded_steps": self.steps.guarded,
             "reasons": sorted(self.reported),
         }
 
@@ -202,6 +207,7 @@ class Readiness:
         counters: receives reasons, once for each request.
         ranks: of this process.
         release: takes back what a request holds.
+        blocks: digest of an index -> whether the quality guard wants it unused.
     """
 
     def __init__(
@@ -211,11 +217,13 @@ class Readiness:
         counters: Counters,
         ranks: Ranks,
         release: Callable[[Attachment], None],
+        blocks: Callable[[str], bool] | None = None,
     ) -> None:
         self._config = config
         self._requests = requests
         self._counters = counters
         self._release = release
+        self._blocks = blocks or (lambda digest: False)
         self._agreement = Agreement(ranks, _dense("index_mismatch")) if ranks.size > 1 else None
         self.stale: str | None = None
         self.off = False
@@ -320,6 +328,9 @@ class Readiness:
         if self.stale:
             return None, "index_mismatch"
         index = attachment.index
+        if index is not None and self._blocks(index.entry.digest):
+            self.give_up(attachment, "quality_guard")
+            index = None
         if index is None:
             return None, attachment.reason
         if waits and index.state is State.LOADING and self._config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:

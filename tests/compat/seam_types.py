@@ -65,6 +65,7 @@ def slots(function: Callable[..., Any]) -> list[Any]:
 RESULTS: dict[str, Callable[[Any], list[Any]]] = {
     "get_internal_state": lambda _: [io_struct.GetInternalStateReqOutput(internal_state={})],
     "forward": outputs,
+    "can_run_graph": lambda function: [function(None, SimpleNamespace(replace_embeds=[]))],
     "_resolve_lora_variant": labels,
     "_profile_available_bytes": bytes_left,
     "create_tree_cache": caches,

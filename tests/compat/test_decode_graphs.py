@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
+
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 from prefix_kernels.launching import block_of, recording
 from prefix_kernels.types import PagedKV
@@ -32,6 +35,7 @@ class Runtime:
         self.view = SimpleNamespace(runner=runner)
         self.planner = SimpleNamespace(paths_of=lambda size: tuple(StepPath) if size <= largest else ())
         self.path: StepPath | None = None
+        self.guarded = False
         self.events: list[Any] = []
 
     @contextmanager
@@ -141,3 +145,22 @@ def test_a_step_replays_the_graph_of_its_path(hooked: Any) -> None:
         assert label_of_step(None, graph_runner, None) == path.value
         assert label_of_step("lora", graph_runner, None) == f"lora+{path.value}"
     assert label_of_step("lora", _graph_runner(object()), None) == "lora", "another model's runner"
+
+
+def test_between_two_forwards_of_a_step_nobody_is_told_that_its_inputs_may_change() -> None:
+    source = inspect.getsource(ModelRunner)
+    (name,) = [one for one in scheduler_hooks.READS_ENDED if f"self.{one}" in source]
+    runner, logits = SimpleNamespace(**{name: "an event"}), torch.tensor([[0.0, 2.0], [3.0, 1.0]])
+    output = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
+    assert scheduler_hooks._next_tokens(runner, output).tolist() == [1, 0]
+    assert vars(runner) == {name: None}
+
+
+@pytest.mark.parametrize(("ours", "guarded", "can"), [(True, True, False), (True, False, True), (False, True, True)])
+def test_a_guarded_step_is_not_replayed(hooked: Any, ours: bool, guarded: bool, can: bool) -> None:
+    model = object()
+    runtime = Runtime(model, largest=32)
+    runtime.guarded = guarded
+    assert hooked(runtime).after_can_run_graph(True, _graph_runner(model if ours else object()), None) is can
+    assert hooked(runtime).after_can_run_graph(False, _graph_runner(model), None) is False
+    assert hooked(None).after_can_run_graph(True, _graph_runner(model), None) is True

@@ -103,6 +103,7 @@ def test_a_response_says_why_it_was_dense_also_in_a_stream(production: Any, text
     prompt = f"{texts.large.text} {texts.large.questions[0].text}"
     (told,) = production.generate(prompt, TOKENS, sparse=False).meta["sparse_attn"]
     expected = {"index": None, "prefix_tokens": 0, "selected_tokens": 0, "reasons": ["by_request"]}
+    expected |= {"guarded_steps": 0}
     assert told == {"steps": {"sparse": 0, "cascade": 0, "dense": TOKENS - 1}, **expected}
     sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
     body = json.dumps({"text": prompt, "sampling_params": sampling, "stream": True}).encode()

@@ -188,5 +188,5 @@ def test_what_is_told_comes_last_and_once(stream: bool, incremental: bool) -> No
     request.ended = True
     found = [*found, *told[3:5]]
     summary = {"steps": {"sparse": 0, "cascade": 0, "dense": 4}, "index": None}
-    summary |= {"prefix_tokens": 0, "selected_tokens": 0, "reasons": []}
+    summary |= {"prefix_tokens": 0, "selected_tokens": 0, "guarded_steps": 0, "reasons": []}
     assert found == ([None] * 4 if stream and incremental else []) + [summary]

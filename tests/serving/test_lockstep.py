@@ -54,7 +54,9 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
     def release(attachment: Attachment) -> None:
         attachment.index = None
 
-    ready = Readiness(config, requests, counters, ranks, release)
+    guard = steps.guard
+    assert guard is not None
+    ready = Readiness(config, requests, counters, ranks, release, guard.records.blocks)
     held: dict[str, Request] = {}
     seen: list[Any] = []
     taken_by: list[Any] = []
@@ -74,10 +76,14 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
         forward = forward_of(*([part[at] for part in batch] for at in range(3)))
         problem = ready.settle(forward.rids, refused=False)
         path = path_of(steps, forward, ready.usable) if batch else None
+        guard.runs()
+        guard._figures.output_error.fill_(own.random())  # each rank's heads have their own
+        guard.ran()
         ready.took(str(path), len(batch))
         taken = taken_by[-1] if path in (StepPath.SPARSE, StepPath.KEPT) else None
         kept = None if taken is None else [*taken.reads, "own", *taken.suffix_reads]
-        seen.append((path, kept, problem, ready.snapshot()))
+        shown = {name: guard.records.snapshot()[name] for name in ("steps", "events", "indexes")}
+        seen.append((path, kept, problem, {**ready.snapshot(), **shown}))
         for rid in gone:
             ready.forget(rid)
             steps.ended(requests.of(held[rid]).serial)  # type: ignore[union-attr]
@@ -130,6 +136,19 @@ def test_two_ranks_take_one_path_in_every_step(seed: int, period: int, monkeypat
     assert all(problem is None for _, _, problem, _ in one)
     assert {path for path, _, _, _ in one} >= {StepPath.CASCADE, StepPath.SPARSE}
     assert one[-1][3]["votes"] < len(one)
+
+
+def test_two_ranks_judge_an_index_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measures the error of its own heads, in its own time."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
+    monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
+    fields = {"quality_slo": 0.4, "guard_every": 3, "guard_share": 1.0, "quality_recovery_s": 3600.0}
+    one, two = Meeting(2).run(lambda ranks: _run(ranks, 0, **fields))
+    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
+        assert mine == theirs, f"step {step}"
+    assert one[-1][3]["steps"] >= 8
+    assert one[-1][3]["events"]["raised"] > 0
 
 
 def test_without_agreement_they_would_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""The quality guard in a real server: planted faults are noticed within a stated number of tokens, and answers are
+those of dense attention from then on; a guard that measures changes no answer, and reports what an offline computation
+of the same steps says.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks import index_faults
+from sglang_ext.decode.quality import EARLY, LEAST_SAMPLES
+from tests.server.harness import JOB_SECONDS, METHODS, REQUEST_SECONDS, ROOT, Answer, Pool, Server
+from tests.server.jobs import Prebuilt
+
+NOTICED = EARLY[LEAST_SAMPLES - 1] + 2
+"""Tokens that a bad index serves, at most: up to its third early step, and the way of the figures."""
+CONFIG: dict[str, Any] = {
+    "method": "token_index", "methods": METHODS, "profile": "none", "prefetch_policy": "wait_complete",
+    "quality_slo": 0.25,
+}  # fmt: skip
+TOKENS = 64
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    (found,) = answer.meta["sparse_attn"]
+    return dict(found)
+
+
+def noticed(server: Server, prompts: list[str]) -> None:
+    """The first of these prompts behind one bad index is served by it for a while, the others' answers are dense."""
+    first, *later = [server.generate(prompt, TOKENS) for prompt in prompts]
+    steps = told(first)["steps"]
+    assert 0 < steps["sparse"] <= NOTICED + server.overlaps
+    assert told(first)["reasons"] == ["quality_guard"]
+    for prompt, answer in zip(prompts[1:], later, strict=True):
+        assert told(answer)["steps"]["sparse"] == 0
+        assert told(answer)["reasons"] == ["quality_guard"]
+        assert answer.ids == server.generate(prompt, TOKENS, sparse=False).ids
+
+
+@pytest.fixture
+def faults(built: Prebuilt, tmp_path: Path) -> Path:
+    """A store in which `large` has shuffled positions and `long` the keys of `large`; `first` is whole."""
+    store = Path(shutil.copytree(built.store, tmp_path / "store"))
+    index_faults.exchange(store, built.line("long")["digest"], built.line("large")["digest"])
+    index_faults.shuffle(store, built.line("large")["digest"])
+    return store
+
+
+@pytest.mark.boot("guard")
+def test_planted_faults_are_noticed_and_answers_are_dense_from_then_on(serve: Pool, faults: Path, texts: Any) -> None:
+    server = serve(faults, CONFIG, fresh=True, disable_overlap_schedule=None, enable_metrics="")
+    for text, questions in ((texts.large.text, texts.large.questions), (texts.long, texts.first.questions)):
+        noticed(server, [f"{text} {question.text}" for question in questions[:5]])
+    whole = [told(server.generate(texts.ask(texts.first, n), TOKENS)) for n in range(2)]
+    assert [one["steps"]["sparse"] for one in whole] == [TOKENS - 1] * 2
+    assert whole[0]["guarded_steps"] >= LEAST_SAMPLES
+    state = server.state()
+    guard = state["guard"]
+    standings = [one["standing"] for one in guard["indexes"].values()]
+    assert sorted(standings) == ["dense", "dense", "serving"]
+    assert guard["events"]["dense"] == 2
+    assert state["fallbacks"]["quality_guard"] == 10
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=REQUEST_SECONDS) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    exported = {(one.name, one.labels.get("event")): one.value for family in families for one in family.samples}
+    assert exported["sglang:sparse_attn_guard_steps_total", None] == guard["steps"]
+    assert exported["sglang:sparse_attn_guard_events_total", "dense"] == 2
+    assert "quality guard: index" in server.log.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.boot("guard")
+def test_a_budget_of_half_a_percent_is_noticed(serve: Pool, store: Path, texts: Any) -> None:
+    """Also four times as much is too little."""
+    server = serve(store, {**CONFIG, "keep_ratio": 0.005, "min_top_k": 8}, fresh=True)
+    noticed(server, [f"{texts.large.text} {question.text}" for question in texts.large.questions[:5]])
+    assert server.state()["guard"]["events"]["dense"] == 1
+
+
+@pytest.mark.full
+@pytest.mark.boot("guard")
+def test_a_guard_that_measures_every_step_changes_no_answer(serve: Pool, store: Path, texts: Any) -> None:
+    prompts = [
+        texts.ask(texts.first, 0),
+        texts.ask(texts.second, 1),
+        f"{texts.large.text} {texts.large.questions[2].text}",
+    ]
+    found = []
+    for fields in ({"guard_every": 0}, {"guard_every": 1, "guard_share": 1.0}):
+        server = serve(store, {**CONFIG, **fields, "quality_slo": None}, fresh=True)
+        answers = [server.generate(prompt, TOKENS, return_logprob=True) for prompt in prompts]
+        found.append([answer.meta["output_token_logprobs"] for answer in answers])
+        assert [told(answer)["steps"]["sparse"] for answer in answers] == [TOKENS - 1] * 3
+    assert [told(answer)["guarded_steps"] for answer in answers] == [TOKENS - 1] * 3
+    assert found[0] == found[1], "to the last bit of each logarithm"
+
+
+@pytest.mark.full
+def test_reported_recall_is_what_transformers_computes_of_the_same_steps(serve: Pool, tmp_path: Path) -> None:
+    serve.close()
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "benchmarks/guard.py", "recall", "--cpu", "--tokens", "1024", "--off", "0.002"]
+    job = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS)
+    assert job.returncode == 0, job.stdout + job.stderr[-4000:]
+    assert len(out.read_text().splitlines()) == 2

@@ -1,0 +1,236 @@
+"""Guarded steps on a runtime without SGLang: what they report is what torch computes of the same queries and keys; what
+is served does not change; an index that selects badly is noticed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.config import config_from_dict
+from sglang_ext.decode.quality import EARLY, LEAST_SAMPLES, TRIAL_STEPS
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import State
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Request, Runtime, decode_batch
+from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of, planner
+
+CONFIG: dict[str, Any] = {
+    "method": "token_index", "keep_ratio": 0.25, "min_top_k": 8, "num_sink_tokens": 1, "num_recent_pages": 0,
+    "layer_plan": ["dense", "anchor", "anchor"],
+}  # fmt: skip
+EVERY = {"guard_every": 1, "guard_share": 1.0}
+NOTICED = EARLY[LEAST_SAMPLES - 1] + 2
+"""Steps until a bad index is noticed, at most: its third early one, and the way of its figures."""
+
+
+class Steps:
+    """Decode steps of requests that run together; figures by definition, of each guarded step."""
+
+    def __init__(self, runtime: Runtime, rids: list[str]) -> None:
+        self.runtime, self.rids, self.lens = runtime, rids, [len(PROMPT) + 2] * len(rids)
+        self.recall: list[list[list[float]]] = []
+        self.error: list[list[list[float]]] = []
+
+    def step(self, seed: int) -> tuple[bool, torch.Tensor | None]:
+        """Whether it was guarded, and the outputs of all layers [layers, rows, ...]; None where SGLang attends."""
+        runtime, gen = self.runtime, torch.Generator().manual_seed(seed)
+        batch = decode_batch(runtime, self.rids, self.lens)
+        outs: list[torch.Tensor] = []
+        recall, error = [], []
+        with runtime.step(batch):
+            guarded = runtime.guarded
+            for number in range(LAYERS):
+                layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
+                q = 3 * torch.randn(batch.batch_size, KV_HEADS * GQA * DIM, generator=gen)
+                k, v = (torch.randn(batch.batch_size, KV_HEADS * DIM, generator=gen) for _ in "kv")
+                out = runtime.attend(q, k, v, layer, batch, True, None)
+                if out is None:
+                    return False, None
+                outs.append(out)
+                if guarded:
+                    found = [self._figures(row, number, q[row].view(KV_HEADS, GQA, DIM)) for row in range(len(q))]
+                    recall.append([one[0] for one in found])
+                    error.append([one[1] for one in found])
+        if guarded:
+            self.recall.append(recall)
+            self.error.append(error)
+        self.lens = [length + 1 for length in self.lens]
+        return guarded, torch.stack(outs)
+
+    def _figures(self, row: int, layer: int, q: torch.Tensor) -> tuple[float, float]:
+        """By the slots in the lists of the layer that has just run, in double precision."""
+        sparse, kv = self.runtime.planner.sparse, self.runtime.view.kv(layer)
+        assert sparse is not None
+        assert sparse._planned is not None
+        own = self.runtime.view.req_to_token[row, : self.lens[row]].long()
+        group = next(n for n, one in enumerate(sparse._planned.layout.prefixes) if row in one.rows)
+        kept, outs = [], []
+        for head in range(KV_HEADS):
+            listed = own
+            if layer > 0:
+                segment = sparse._lists.segment(group, (row,), sparse.op._planned[group][1])  # type: ignore[attr-defined]
+                begin = segment.list_begin + head * segment.head_stride
+                count = int(sparse._lists.of(layer).counts[group, head])
+                chosen = sparse._lists.of(layer).slots[begin : begin + count].long()  # type: ignore[index]
+                listed = torch.cat((chosen, own[len(PROMPT) :]))
+            keys = [kv.keys(s, torch.float64)[:, head] for s in (own, listed)]
+            values = [kv.values(s, torch.float64)[:, head] for s in (own, listed)]
+            every, some = (DIM**-0.5 * q[head].double() @ one.T for one in keys)
+            kept.append(some.exp().sum(1) / every.exp().sum(1))
+            outs.append([scores.softmax(1) @ value for scores, value in zip((every, some), values, strict=True)])
+        exact, selected = (torch.stack([one[n] for one in outs]).flatten() for n in (0, 1))
+        return float(torch.stack(kept).mean()), float((selected - exact).norm() / exact.norm())
+
+
+def guard_of(runtime: Runtime) -> dict[str, Any]:
+    found: dict[str, Any] = runtime.snapshot()["guard"]
+    return found
+
+
+def test_what_is_reported_is_what_torch_computes(start: Any) -> None:
+    runtime = start([PROMPT], **CONFIG, **EVERY)
+    for rid in ("r0", "r1"):
+        runtime.came(rid)
+    runtime.share_slots(1)
+    steps = Steps(runtime, ["r0", "r1"])
+    for seed in range(12):
+        guarded, outs = steps.step(seed)
+        assert guarded
+        assert outs is not None
+    (found,) = guard_of(runtime)["indexes"].values()
+    assert found["guarded"] == 10, "figures come two steps later"
+    # The running mean of the first sixteen steps is the mean.
+    for name, of in (("recall", steps.recall), ("output_error", steps.error)):
+        wanted = torch.tensor(of[:10]).mean(dim=(0, 2)).tolist()
+        assert found[name] == pytest.approx(wanted, abs=2e-5), name
+    assert found["recall"][0] == pytest.approx(1.0, abs=1e-6), "dense"
+    assert 0.2 < found["mean_recall"] < 0.95
+
+
+def test_a_guard_that_measures_changes_nothing(start: Any) -> None:
+    outs = []
+    for fields in ({"guard_every": 0}, EVERY):
+        runtime = start([PROMPT], **CONFIG, **fields)
+        runtime.came("r0")
+        steps = Steps(runtime, ["r0"])
+        outs.append([steps.step(seed) for seed in range(8)])
+    assert [guarded for guarded, _ in outs[0]] == [False] * 8
+    assert [guarded for guarded, _ in outs[1]] == [True] * 8
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(*outs, strict=True))
+
+
+def test_an_index_that_selects_badly_is_noticed_and_exact_from_then_on(start: Any) -> None:
+    runtime = start([PROMPT], **CONFIG, quality_slo=0.5, quality_recovery_s=3600.0)
+    served = []
+    for number in range(2):
+        request, steps = runtime.came(f"r{number}"), Steps(runtime, [f"r{number}"])
+        for seed in range(24):
+            guarded, out = steps.step(seed)
+            served.append(out is not None and not (guarded and runtime.planner.guard.must))
+            if out is None:
+                steps.lens = [length + 1 for length in steps.lens]
+        runtime.slot_freed(request, 0, finished=True)
+    noticed = served.index(False)
+    assert noticed <= NOTICED
+    assert not any(served[noticed:]), "exact from then on"
+    state = runtime.snapshot()
+    assert state["guard"]["events"] == {"raised": 1, "dense": 1}, "lists have room for twice the budget"
+    assert state["fallbacks"] == {"quality_guard": 2}
+    later = Request()
+    runtime.admit(later, "r2", [*PROMPT, 9], NAMESPACE)
+    assert Steps(runtime, ["r2"]).step(0) == (False, None)
+    assert runtime.requests.of(later).reason == "quality_guard"
+
+
+def test_on_trial_exact_answers_are_served_until_it_has_passed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`build: shared` without a profile."""
+    runtime = start([PROMPT], **CONFIG, build="shared", quality_slo=9.0)
+    ways = []
+    for number in range(2):
+        request, steps = runtime.came(f"r{number}"), Steps(runtime, [f"r{number}"])
+        for seed in range(12):
+            guarded, out = steps.step(seed)
+            ways.append("trial" if guarded and runtime.planner.guard.must else "stock" if out is None else "sparse")
+            if out is None:
+                steps.lens = [length + 1 for length in steps.lens]
+        runtime.slot_freed(request, 0, finished=True)
+    first, second = TRIAL_STEPS
+    one = ["trial", *["stock"] * (second - first - 1), "trial", *["stock"] * (12 - second)]
+    assert ways == [*one, "trial", "stock", *["sparse"] * 10], "one long answer does not decide"
+    state = runtime.snapshot()
+    assert state["guard"]["events"] == {"accepted": 1}
+    assert (state["sparse_rows"], state["fallbacks"]) == (10, {"quality_guard": 2})
+
+
+def test_next_tokens_are_compared_by_one_forward_more(start: Any) -> None:
+    runtime = start([PROMPT], **CONFIG, **EVERY)
+    runtime.came("r0")
+    steps = Steps(runtime, ["r0"])
+    exact: list[bool] = []
+
+    def forward() -> Any:
+        exact.append(not runtime.guarded)
+        return torch.tensor([7 if runtime.guarded or len(exact) < 9 else 8])
+
+    for _ in range(8):
+        batch = decode_batch(runtime, ["r0"], steps.lens)
+        with runtime.step(batch):
+            assert runtime.forward(forward, lambda out: out).tolist() == [7]
+        steps.lens = [length + 1 for length in steps.lens]
+    assert exact == [True, False, False, False, False] * 2
+    (found,) = guard_of(runtime)["indexes"].values()
+    assert (found["tokens"], found["agreed"]) == (2, 2)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_guarded_step_that_fails_costs_its_own_requests_and_tells_nothing(
+    start: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where steps replay graphs: it runs outside of them, so that SGLang can go on with the next layer."""
+    runtime = start([PROMPT], **CONFIG, **EVERY)
+    runtime.came("r0")
+    steps = Steps(runtime, ["r0"])
+    run = runtime.planner.guard.exact.run
+
+    def fails_late(q: Any, kv: Any, layer: int, *rest: Any) -> Any:
+        if layer == 1:
+            raise RuntimeError("out of memory")
+        return run(q, kv, layer, *rest)
+
+    monkeypatch.setattr(runtime.planner.guard.exact, "run", fails_late)
+    monkeypatch.setattr(runtime.view, "decode_graphs", graphs)
+    assert steps.step(0) == (False, None)
+    assert [steps.step(seed) for seed in range(1, 4)] == [(False, None)] * 3
+    state = runtime.snapshot()
+    assert state["fallbacks"] == {"unsupported_mode": 1}
+    assert (state["guard"]["indexes"], state["guard"]["steps"]) == ({}, 0)
+
+
+def test_a_batch_is_padded_to_the_size_that_its_tables_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps replay graphs, SGLang pads a batch to a captured size, and what selects reads so many rows."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", lambda *_: 1.0)
+    index, requests = blank_index(2), RequestTable()
+    index.state = State.READY
+    config = config_from_dict({"share_prefixes": True, "decode_path": "sparse", "min_top_k": 16, **EVERY})
+    planned = planner(config, requests, Counters(2), LayerPlan.default(2, 1), 4, 1)
+    for size in (4, 1):
+        capture_all(planned, size)
+    held = [Request() for _ in range(3)]
+    for number, request in enumerate(held):
+        requests.add(request, Attachment(f"r{number}", index=index))
+        requests.enter(request)
+    step = planned.prepare(forward_of(["r0", "r1", "r2"], [0, 1, 2], [PREFIX + 1] * 3), lambda *_, **__: index)
+    assert step is not None
+    assert step.guarded is not None
+    rows: list[int] = []
+    assert planned.sparse is not None
+    monkeypatch.setattr(planned.sparse.op, "run", lambda size, q, *_: rows.extend((size, len(q))))
+    kv = planned._view.kv(0)
+    assert [len(step.run(torch.randn(3, 2, 64), kv, layer, 1.0)) for layer in range(2)] == [3, 3]
+    assert rows == [4, 4]

@@ -1,0 +1,136 @@
+"""What becomes of an index by what guarded steps measured, and how many steps may be guarded."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from sglang_ext.decode.quality import DEFAULT_SLO, LEAST_SAMPLES, QualityRecords, Sample, Schedule, Standing
+
+GOOD, BAD = [0.0, 0.1, 0.2], [0.0, 0.7, 0.8]
+"""Output errors of a dense layer and of two that select."""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def records(
+    slo: float | None = 0.3, *, trial: bool = False, most: int = 1 << 20, clock: Clock | None = None
+) -> QualityRecords:
+    found = QualityRecords(
+        slo, 60.0, trial=trial, selecting=[1, 2], budget=lambda length, factor: min(100 * factor, most, length),
+        clock=clock or Clock(),
+    )  # fmt: skip
+    found.of("d", 1000)
+    return found
+
+
+def add(found: QualityRecords, errors: list[float], times: int = 1) -> Standing:
+    for _ in range(times):
+        epoch = found.of("d", 1000).epoch
+        found.add("d", Sample(epoch, [1 - error for error in errors], errors, tokens=2, agreed=1))
+    return found.of("d", 1000).standing
+
+
+def test_an_index_beyond_the_bound_gets_more_budget_on_trial_then_is_dense_and_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    found = records(clock=clock)
+    assert add(found, BAD, LEAST_SAMPLES - 1) is Standing.SERVING
+    assert add(found, BAD) is Standing.TRIAL
+    assert found.factor("d") == 2
+    found.add("d", Sample(0, BAD, BAD))  # of a step that had begun before
+    assert add(found, BAD, LEAST_SAMPLES) is Standing.TRIAL
+    assert found.factor("d") == 4
+    assert not found.blocks("d")
+    assert add(found, BAD, LEAST_SAMPLES) is Standing.DENSE
+    assert found.blocks("d")
+    clock.now = 59.9
+    assert found.blocks("d")
+    clock.now = 60.0
+    assert not found.blocks("d")
+    assert add(found, GOOD, LEAST_SAMPLES) is Standing.SERVING
+    assert found.factor("d") == 4, "tried again from the raised budget"
+    assert found.events == {"raised": 2, "dense": 1, "tried_again": 1, "accepted": 1}
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "index d dense: output error 0.750 in 3 guarded steps, at most 0.3 is wanted; budget 400 of 1000" in said[2]
+
+
+def test_a_budget_that_cannot_grow_is_not_tried_again() -> None:
+    assert add(records(most=100), BAD, LEAST_SAMPLES) is Standing.DENSE
+
+
+def test_without_a_bound_it_is_measured_only() -> None:
+    found = records(None)
+    assert add(found, BAD, 40) is Standing.SERVING
+    shown = found.snapshot()["indexes"]["d"]
+    assert shown["output_error"] == pytest.approx(BAD)
+    assert shown["mean_recall"] == pytest.approx(0.25)
+    assert (shown["tokens"], shown["agreed"], found.events) == (80, 40, {})
+
+
+@pytest.mark.parametrize(("slo", "error", "standing"), [
+    (None, DEFAULT_SLO - 0.01, Standing.SERVING), (None, DEFAULT_SLO + 0.01, Standing.TRIAL),
+    (0.9, 0.89, Standing.SERVING), (0.1, 0.11, Standing.TRIAL),
+])  # fmt: skip
+def test_on_trial_an_index_serves_once_its_mean_is_within_the_bound(
+    slo: float | None, error: float, standing: Standing
+) -> None:
+    found = records(slo, trial=True)
+    assert add(found, [0.0, error, error], LEAST_SAMPLES - 1) is Standing.TRIAL
+    assert add(found, [0.0, error, error]) is standing
+
+
+def test_one_bad_step_among_good_ones_is_no_reason() -> None:
+    found = records(0.3)
+    add(found, GOOD, 8)
+    assert add(found, [0.0, 3.0, 3.0]) is Standing.SERVING
+
+
+@pytest.mark.parametrize(("share", "cost"), [(0.005, 3.0), (0.05, 1.0), (0.5, 10.0)])
+def test_the_share_of_time_is_kept(share: float, cost: float) -> None:
+    schedule = Schedule(share)
+    schedule.cost = cost
+    guarded = 0
+    for _ in range(20_000):
+        now = schedule.allows()
+        guarded += now
+        schedule.took(guarded=now)
+    extra = cost * guarded
+    assert extra / (20_000 + extra) < share + 20 * cost / 20_000
+    assert extra / (20_000 + extra) > 0.9 * share
+
+
+def test_a_share_of_one_allows_every_step() -> None:
+    schedule = Schedule(1.0)
+    for _ in range(100):
+        assert schedule.allows()
+        schedule.took(guarded=True)
+
+
+def test_the_oldest_index_is_forgotten_but_not_a_dense_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.decode.quality._KEPT", 2)
+    found = records(most=100)
+    add(found, BAD, LEAST_SAMPLES)
+    for name in ("e", "f", "g"):
+        found.of(name, 1000)
+    assert found.blocks("d")
+    assert found.of("g", 0).prefix_len == 1000
+    assert found.of("e", 5).prefix_len == 5, "new"
+
+
+def test_a_burst_is_as_long_whatever_a_guarded_step_turns_out_to_cost() -> None:
+    for cost in (0.2, 4.0, 30.0):
+        schedule, guarded = Schedule(1e-6), 0
+        for number in range(100):
+            guarded += (now := schedule.allows())
+            schedule.took(guarded=now)
+            if number == 8:
+                schedule.cost = cost
+        assert guarded in (16, 17)
