@@ -215,7 +215,10 @@ class Counters:
             "guard_steps": totals["steps"],
             "guard_events": dict(totals["events"]),
             "guard_tokens": {part: totals[part] for part in ("compared", "agreed")},
-            **{f"guard_{name}": {str(layer): one for layer, one in enumerate(totals[name])} for name in ("recall", "output_error")},
+            **{
+                f"guard_{name}": {str(layer): one for layer, one in enumerate(totals[name])}
+                for name in ("recall", "output_error")
+            },
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -231,7 +231,8 @@ class QualityRecords:
     def _raise(self, digest: str, record: Record, why: str) -> None:
         """More budget, on trial; where there is none to give, dense."""
         higher, length = 2 * record.factor, record.prefix_len
-        if higher <= LARGEST_FACTOR and self._budget(length, higher) > self._budget(length, record.factor):
+        now, then = self._budget(length, record.factor), self._budget(length, higher)
+        if higher <= LARGEST_FACTOR and now < then <= length // 2:  # with more, a broken index would hide
             record.factor = higher
             record.become(Standing.TRIAL)
             self._tell("raised", digest, record, why)

@@ -37,6 +37,15 @@ def add(found: QualityRecords, errors: list[float], times: int = 1) -> Standing:
     return found.of("d", 1000).standing
 
 
+def test_more_than_half_of_a_prefix_is_never_given() -> None:
+    found = records()
+    found.of("short", 399)
+    for _ in range(LEAST_SAMPLES):
+        found.add("short", Sample(0, GOOD, BAD))
+    assert found.of("short", 399).standing is Standing.DENSE
+    assert found.factor("short") == 1
+
+
 def test_an_index_beyond_the_bound_gets_more_budget_on_trial_then_is_dense_and_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

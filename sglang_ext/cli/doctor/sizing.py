@@ -92,7 +92,8 @@ def _notes(config: SparseAttnConfig, covered: int, tokens: int, count: int, inde
             pool = size(count * index.device * KV_PER_INDEX_BYTE)
             yield f"Indexes may have 5% of each rank's KV pool: one of {pool} holds {count} of them at a time."
         else:
-            yield f"index_gpu_bytes, {size(given)}, holds {min(count, given // index.device)} of {count} indexes at a time."
+            held = min(count, given // index.device)
+            yield f"index_gpu_bytes, {size(given)}, holds {held} of {count} indexes at a time."
     refusal = graph_refusal(config.method)
     if refusal is not None:
         yield f"On a GPU its indexes are used without decode graphs only: {refusal}."
