@@ -24,6 +24,8 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("dp_size", 1, "data parallelism (--dp-size)"),
     ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
     ("enable_pdmux", False, "prefill-decode multiplexing (--enable-pdmux)"),
+    ("enable_nvidia_megakernel", False, "fused decode kernels (--enable-nvidia-megakernel)"),
+    ("enable_amd_monokernel", False, "fused decode kernels (--enable-amd-monokernel)"),
     ("enable_torch_compile", False, "torch.compile (--enable-torch-compile)"),
     ("speculative_algorithm", None, "speculative decoding (--speculative-algorithm)"),
     ("disaggregation_mode", "null", "disaggregation (--disaggregation-mode)"),
