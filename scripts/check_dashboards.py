@@ -130,7 +130,7 @@ def put_load(url: str, store: Path, seconds: float) -> None:
             post(url, "/generate", {"text": text, "sampling_params": sampling})
 
     def damage() -> None:
-        time.sleep(seconds / 2)
+        time.sleep(0.45 * seconds)  # before the first document, whose index has left the device, is asked again
         oldest = min(store.rglob("*.pfxindex"), key=lambda path: path.stat().st_mtime)
         raw = bytearray(oldest.read_bytes())
         raw[len(raw) // 2] ^= 0xFF
