@@ -102,7 +102,9 @@ class Bench:
         own = {"method": "token_index", "decode_path": "sparse", "prefetch_policy": "wait_complete"}
         own |= {"profile": "none", "store_min_free_bytes": 0, "min_sparse_prompt_len": 512}
         flags = [*(_CPU if self.args.cpu else _GPU), "--model-path", str(self.model), "--page-size", "16"]
-        flags += [] if self.args.model_path else ["--load-format", "dummy"]
+        flags += (
+            [] if self.args.model_path else ["--load-format", "dummy", "--random-seed", "0", "--skip-tokenizer-init"]
+        )
         flags += ["--max-running-requests", str(max(8, self.args.requests)), "--sparse-attn"]
         flags += [
             "--sparse-attn-store",

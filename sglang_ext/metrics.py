@@ -27,6 +27,7 @@ REASONS = (
     "quality_guard",
     "unsupported_layer",
     "unsupported_mode",
+    "no_room",
     "by_request",
     "by_operator",
 )

@@ -293,14 +293,14 @@ class DecodePlanner:
                     for read, prefix in zip(plan.reads, plan.selects.prefixes, strict=False):  # then those of suffixes
                         _note(SPARSE, prefix.rows, batch, attachments, read.budget)
                     surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
-                    self._count_fallback("unsupported_mode", attachments, surplus)
+                    self._count_fallback("no_room", attachments, surplus)
                     for one in attachments if guarded is not None else ():
                         if one is not None:
                             one.steps.guarded += 1
                     return PlannedStep(self.sparse, path, guarded)
-                reason = "unsupported_mode"
+                reason = "no_room"
             else:
-                reason = "unsupported_mode" if plan is None else "cost_model"
+                reason = "no_room" if plan is None else "cost_model"
             self.sparse.skip(plan if reason == "cost_model" else None)
             self._count_fallback(reason, attachments, batch.indexes)
         elif self.sparse is not None:

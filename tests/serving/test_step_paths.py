@@ -141,7 +141,7 @@ def test_rows_that_lists_have_no_room_for_are_counted_and_attended_beside_the_ot
     batches.steps.sparse._lists.entries = 3 * 32
     assert batches.step(0, 1, 2, 3) is StepPath.SPARSE
     counters = batches.steps._counters
-    assert (counters.sparse_rows, counters.dense_rows, counters.fallbacks) == (3, 1, {"unsupported_mode": 1})
+    assert (counters.sparse_rows, counters.dense_rows, counters.fallbacks) == (3, 1, {"no_room": 1})
 
 
 # -- costs ------------------------------------------------------------------------------------------------------
