@@ -164,7 +164,8 @@ def _versions() -> dict[str, str | None]:
 def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     """Indexes on the device, those that were hit, and of the others in the store as many as there is room for.
 
-    A row may also have `saved_s`, estimated seconds saved, and `recall`, a share of attention mass, for the page.
+    `saved_s` are seconds saved by measured costs, None without any. `recall` is the quality guard's share of attention
+    mass, None before it has compared a step.
     """
     directory, resident = runtime.directory, runtime.residency.resident()
     entries, late = directory.known()
@@ -173,6 +174,8 @@ def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     stored = {entry.digest for entry in entries}
     hit = (digest for digest, _ in runtime.index_hits.most_common() if digest in by_digest)
     shown = list(dict.fromkeys([*resident, *hit, *by_digest]))[:MOST_SHOWN]
+    guard, saved_us = runtime.planner.guard, runtime.planner.saved_us
+    judged = {} if guard is None else guard.snapshot()["indexes"]
     rows = []
     for digest in shown:
         entry = by_digest[digest]
@@ -192,6 +195,8 @@ def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
                 "device_bytes": on_device.nbytes if on_device else 0,
                 "users": on_device.users if on_device else 0,
                 "hits": runtime.index_hits[digest],
+                "saved_s": saved_us[digest] / 1e6 if digest in saved_us else None,
+                "recall": judged[digest].get("mean_recall") if digest in judged else None,
                 "pinned": digest in runtime.residency.pinned,
                 "pinned_in_store": entry.retention.pinned,
                 "created": entry.created,

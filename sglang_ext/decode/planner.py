@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -82,6 +83,7 @@ class DecodePlanner:
         guard: compares steps with indexes now and then; None where it is off.
         refusal: why no step is attended here; None where some may be.
         forced: whether a ready index is used whatever it costs: `decode_path` is sparse, or there are no decode graphs.
+        saved_us: by digest of an index, microseconds that it saved by measured costs, a step's by the tokens not read.
         paused: whether an operator leaves all steps to SGLang for now; what is known of slots is kept up.
 
     Args:
@@ -116,6 +118,7 @@ class DecodePlanner:
         self._kept_steps = 0
         self._costs: dict[int, StepCosts] = {}
         self.paused = False
+        self.saved_us: defaultdict[str, float] = defaultdict(float)
         self.cascade: CascadeDecode | None = None
         self.sparse: SparseDecode | None = None
         self.guard: QualityGuard | None = None
@@ -399,7 +402,12 @@ class DecodePlanner:
         assert self.sparse is not None
         self._kept_steps += path is StepPath.KEPT
         rows, sparse = len(batch.serials), sum(one.rows for one in plan.reads)
-        self._counters.count_groups(path.counted, len(plan.reads), self._saved_us(batch, cost))
+        saved_us = self._saved_us(batch, cost)
+        self._counters.count_groups(path.counted, len(plan.reads), saved_us)
+        spared = [one.rows * one.prefix_len - one.budget for one in plan.reads]
+        for index, tokens in zip(plan.indexes, spared, strict=False):  # then those of suffixes
+            if saved_us and isinstance(index, ResidentIndex):
+                self.saved_us[index.entry.digest] += saved_us * tokens / max(1, sum(spared))
         self._counters.count_step(sparse, rows - sparse, max(one.rows for one in plan.reads))
         prefix = sum(one.rows * one.prefix_len for one in plan.reads)
         self._counters.count_attended(self.sparse.attended(plan), prefix)

@@ -314,6 +314,12 @@ def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
     assert points["top_k 1024"].difference < -0.0075
 
 
+def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: SimpleNamespace) -> None:
+    rows = bench.answers.read([RESULTS / "answers-h200-csattention.jsonl.xz"])
+    (kl,) = (one["kl"] for key, (_, (one,)) in bench.answers_table.forced(rows).items() if key[0] == "csattention")
+    assert f"Without that fault its KL is {kl:.4f}" in prose("selection")
+
+
 def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> None:
     rows = bench.answers.read([RESULTS / "answers-h100-methods.jsonl.xz"])
     differences = bench.answers_table.differences

@@ -14,13 +14,21 @@ import torch
 from scripts.needle_network import Needle, load, rms_norm
 from sglang_ext.decode.trace import Prefill, Selected, SparseStep, Start
 from sglang_ext.methods.layer_plan import LayerPlan
-from tests.benchmarks.results import ROOT
+from tests.benchmarks.results import RESULTS, ROOT, prose, rows_of
 
 PREFIX, PROMPT, TOKENS = 128, 150, 12
 ROLES: list[Any] = ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "anchor", "anchor", "anchor"]
 PLAN = LayerPlan.from_dict({"layers": ROLES}, num_layers=6, num_kv_heads=2)
 TIE = 0.002
 Masks = dict[int, np.ndarray[Any, Any]]
+
+
+def test_the_documented_recall_of_guarded_steps_is_the_rows() -> None:
+    off: dict[int, float] = {}
+    for row in rows_of(RESULTS / "guard-h100.jsonl"):
+        off[row["tokens"]] = max(off.get(row["tokens"], 0.0), row["off"]["recall"])
+    said = "is {:.4f} (shipped model, 4,096 tokens) and {:.4f} (Qwen2.5-Coder-0.5B, 8,192 tokens)"
+    assert said.format(off[4096], off[8192]) in prose("quality")
 
 
 @pytest.fixture

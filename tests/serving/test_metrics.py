@@ -119,6 +119,8 @@ def test_what_steps_save_is_told_against_each_row_attending_its_own_tokens() -> 
     assert figures["groups"] == {"sparse": 1, "cascade": cascade}
     selecting = (128 + 2) + 2 * (32 + 2) + 400
     assert figures["saved_seconds"]["sparse"] == pytest.approx((3 * 2 * 129 - selecting) / 1e6)  # type: ignore[index]
+    (of_index,) = batches.steps.saved_us.values()
+    assert of_index == pytest.approx(3 * 2 * 129 - selecting)
 
 
 def test_a_request_counts_by_its_best_path_and_its_dense_tokens_by_the_last_reason() -> None:
