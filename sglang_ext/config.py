@@ -94,7 +94,7 @@ def check_ranges(config: SparseAttnConfig) -> None:
         ("build_share", 0.0 < config.build_share <= 1.0, _FRACTION),
         ("guard_share", 0.0 < config.guard_share <= 1.0, _FRACTION),
         ("quality_slo", config.quality_slo is None or config.quality_slo > 0.0, "an error above 0, or null"),
-        ("quality_recovery_s", 0.0 < config.quality_recovery_s < float("inf"), "a finite time above 0 seconds"),
+        ("quality_recovery_s", 1.0 <= config.quality_recovery_s < float("inf"), "a finite time of at least 1 second"),
         (
             "sum_every",
             config.sum_every is None or 1 <= config.sum_every <= MOST_APART,

@@ -161,8 +161,8 @@ class Counters:
         self._groups[path] += groups
         self._saved_us[path] += saved_us
 
-    def begin_step(self, path: str | None) -> None:
-        """A forward begins: a decode step of this path, or another forward (None).
+    def begin_step(self, path: str | None, *, timed: bool = True) -> None:
+        """A forward begins: a decode step of this path, or another forward (None). `timed`: it is like others.
 
         The time from a step to the next one is taken where both went the same way and no other forward lies between.
         With the overlap schedule a step begins while the one before it runs, so the time is a step's all the same.
@@ -173,7 +173,7 @@ class Counters:
             if path == self._path:
                 self._timed[path] += 1
                 self._seconds[path] += now - self._began
-        self._path, self._began = path, now
+        self._path, self._began = path if timed else None, now
 
     def count_fallback(self, reason: str) -> None:
         """One request that decodes dense for this reason."""

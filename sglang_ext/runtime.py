@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from prefix_index import canonical_digest
+from prefix_index import IndexEntry, canonical_digest
 from sglang_ext.config import Settings
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
@@ -102,8 +102,8 @@ class SparseRuntime:
         self._trial = trial = config.build is Build.SHARED and profile is None
         self.planner = DecodePlanner(config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial)
         guard = self.planner.guard
-        blocks = guard.records.blocks if guard is not None else None
-        self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, blocks)
+        guarded = guard.records if guard is not None else None
+        self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
         self._looks_up = self.planner.uses_indexes  # nothing that no step could use
@@ -177,7 +177,9 @@ class SparseRuntime:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
             attachment = Attachment(rid, found.reason, found.entry)
-            if found.entry is not None:
+            if found.entry is not None and self._kept_away(found.entry):
+                attachment.reason = "quality_guard"  # nothing is loaded for it
+            elif found.entry is not None:
                 if counted:
                     self.counters.hits += 1
                     self.index_hits[found.entry.digest] += 1
@@ -189,6 +191,11 @@ class SparseRuntime:
             attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes)
         attachment.prompt_len = len(prompt)
         self.requests.add(request, attachment)
+
+    def _kept_away(self, entry: IndexEntry) -> bool:
+        """Whether the guard wants a request's index unused. Several ranks vote on that instead (`Readiness`)."""
+        guard = self.planner.guard
+        return guard is not None and self.ranks.size == 1 and guard.records.blocks(entry.digest)
 
     def slot_taken(self, request: Hashable) -> Attachment | None:
         """A request has a slot: until it gives it back it holds its index, and its prefill may be recorded. One that
@@ -278,8 +285,10 @@ class SparseRuntime:
         if mode.is_decode():
             self._settle(forward_batch.rids)
             planned = self._planned(forward_batch)
-            self.ready.took("stock" if planned is None else planned.path.value, forward_batch.batch_size)
-            self.counters.begin_step("dense" if planned is None else planned.path.counted)
+            self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
+            self.counters.begin_step(
+                "dense" if planned is None else planned.path.counted, timed=planned is None or planned.guarded is None
+            )
             self._step = Step(planned, () if self.builds is None else self.builds.decode(forward_batch))
         else:
             self.counters.begin_step(None)

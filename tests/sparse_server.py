@@ -152,7 +152,7 @@ class Server:
     def prefix(self, length: int) -> tuple[torch.Tensor, ResidentIndex]:
         """Slots, and the index of what lies there."""
         slots = self.slots(length)
-        index = ResidentIndex(SimpleNamespace(digest="d", identity=SimpleNamespace(num_tokens=length)))  # type: ignore[arg-type]
+        index = ResidentIndex(SimpleNamespace(digest="d", created=1.0, identity=SimpleNamespace(num_tokens=length)))  # type: ignore[arg-type]
         for cache, sizes in zip(self.caches, BLOCK_SIZES, strict=True):
             keys = cache.keys(slots.long(), torch.float32)
             queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen).to(self.device)

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.cascade import CascadeDecode
-from sglang_ext.decode.quality import EARLY, PREDICT_EVERY, QualityRecords, Sample, Schedule, Standing
+from sglang_ext.decode.quality import PREDICT_EVERY, QualityRecords, Sample, Schedule, Standing
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
@@ -238,12 +238,14 @@ class QualityGuard:
         allowed = set()
         for digest, index in found.items():
             record = self.records.of(digest, index.prefix_len)
+            if self._ranks.size == 1:  # others may hold another build of it for a while
+                self.records.made(digest, index.entry.created)
             if record.standing is Standing.SERVING:
                 allowed.add(digest)
             elif record.standing is Standing.TRIAL:
                 pairs = zip(ready, serials, strict=True)
                 own = [serial for one, serial in pairs if one and one.entry.digest == digest and serial is not None]
-                if record.its_turn(own) and self._schedule.allows():
+                if self._schedule.allows() and record.its_turn(own):
                     allowed.add(digest)
                     self._now.trial.add(digest)
         return [index if index is not None and index.entry.digest in allowed else None for index in ready]
@@ -258,11 +260,11 @@ class QualityGuard:
         self._now.waits = trial
         self._since += 1
         due = self._since >= self._every
-        for digest in rows:
-            record = self.records.of(digest, 0)
+        records = [self.records.of(digest, 0) for digest in rows]
+        for record in records:
             if record.standing is Standing.SERVING:
-                record.steps += 1
-                due = due or record.steps in EARLY
+                record.serve()
+                due = due or record.owed
         if not trial and not (due and self._schedule.allows()):
             return None
         exact = self.exact.plan(batch)
@@ -270,13 +272,15 @@ class QualityGuard:
             return None
         predicts = not trial and self._begun % PREDICT_EVERY == 0
         self._begun, self._since = self._begun + 1, 0
+        for record in records:
+            record.owed = False
         self._now.guarded = GuardedStep(
             self._sparse,
             self.exact,
             self._figures,
             plan.kernels.size,
             rows,
-            {digest: self.records.of(digest, 0).epoch for digest in rows},
+            {digest: record.epoch for digest, record in zip(rows, records, strict=True)},
             serves_exact=trial,
             predicts=predicts,
         )

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,6 +69,13 @@ class PlannedStep(NamedTuple):
     backend: DecodeBackend[Any]
     path: StepPath
     guarded: GuardedStep | None = None
+
+    @property
+    def name(self) -> str:
+        """What tells ways apart that other ranks must go, too."""
+        if self.guarded is None:
+            return self.path.value
+        return f"{self.path.value}, guarded{', compared' if self.guarded.predicts else ''}"
 
     def run(self, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
         """One layer; see `DecodeBackend.run`."""
@@ -212,6 +220,8 @@ class DecodePlanner:
         """Take the budget of a configuration from the next step on. Raises ValueError: lists have no room for it."""
         assert self.sparse is not None
         self.sparse.set_budget(config)
+        if self.guard is not None:
+            self.guard.records.budget_changed()
         self._suffix_rules = SuffixRules.of(config)
 
     @property
@@ -284,6 +294,9 @@ class DecodePlanner:
             if plan is not None and self._pays(cost, exact):
                 path = self.sparse.begin(plan, batch)
                 guarded = self.guard.begin(plan, batch) if self.guard is not None and path is not None else None
+                for row in chain.from_iterable(guarded.rows.values()) if guarded is not None else ():
+                    if (one := attachments[row]) is not None:
+                        one.steps.guarded += 1
                 if self.guard is not None and self.guard.must:
                     self.sparse.skip()
                     if guarded is None:
@@ -297,9 +310,6 @@ class DecodePlanner:
                         _note(SPARSE, prefix.rows, batch, attachments, read.budget)
                     surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
                     self._count_fallback("no_room", attachments, surplus)
-                    for one in attachments if guarded is not None else ():
-                        if one is not None:
-                            one.steps.guarded += 1
                     return PlannedStep(self.sparse, path, guarded)
                 reason = "no_room"
             else:

@@ -12,6 +12,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
+from math import fsum
 from statistics import mean, stdev
 from typing import Any
 
@@ -54,7 +56,9 @@ class Record:
         standing: see there.
         epoch: how often its standing changed.
         factor: of its budget.
+        created: when the index was made, seconds since the epoch; 0: not known.
         steps: that it served, since its standing changed.
+        owed: whether an early step of it has not been guarded yet.
         tried: steps of each request that it could have served on trial, by the request's serial.
         guarded: steps that were compared, ever.
         errors: of the latest ones since its standing changed, relative output error, mean over the selecting layers.
@@ -67,7 +71,9 @@ class Record:
     standing: Standing
     epoch: int = 0
     factor: int = 1
+    created: float = 0.0
     steps: int = 0
+    owed: bool = False
     tried: Counter[int] = field(default_factory=Counter)
     guarded: int = 0
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -79,9 +85,14 @@ class Record:
 
     def become(self, standing: Standing) -> None:
         """Its standing changes: what was measured before does not count."""
-        self.standing, self.steps, self.epoch = standing, 0, self.epoch + 1
+        self.standing, self.steps, self.epoch, self.owed = standing, 0, self.epoch + 1, False
         self.errors.clear()
         self.tried.clear()
+
+    def serve(self) -> None:
+        """One step more that it serves."""
+        self.steps += 1
+        self.owed = self.owed or self.steps in EARLY
 
     def its_turn(self, serials: Sequence[int]) -> bool:
         """On trial, one step of these requests more: whether it is one to be guarded."""
@@ -173,22 +184,46 @@ class QualityRecords:
         self.steps = self._compared = self._agreed = 0
 
     def of(self, digest: str, prefix_len: int) -> Record:
-        """What is known of an index; it is the most recent one now."""
+        """What is known of an index; it is the most recent one now. The least recent one of too many is forgotten."""
         if digest not in self._records:
-            self._records[digest] = Record(prefix_len, Standing.TRIAL if self._trial else Standing.SERVING)
-            spare = len(self._records) - _KEPT
-            old = [name for name, one in self._records.items() if one.standing is not Standing.DENSE]
-            for name in old[: max(0, spare)]:
-                del self._records[name]
+            self._records[digest] = Record(prefix_len, self._first())
+            if len(self._records) > _KEPT:
+                self._records.popitem(last=False)
         self._records.move_to_end(digest)
         return self._records[digest]
 
-    def blocks(self, digest: str) -> bool:
-        """Whether an index decodes dense now. One whose time is over is on trial from here on."""
+    def _first(self) -> Standing:
+        return Standing.TRIAL if self._trial else Standing.SERVING
+
+    def made(self, digest: str, created: float) -> None:
+        """An index that was made then is there: what was found of an earlier one of this digest does not count."""
+        record = self._records.get(digest)
+        if record is None or created <= record.created:
+            return
+        if record.created:
+            record.factor = 1
+            record.become(self._first())
+        record.created = created
+
+    def budget_changed(self) -> None:
+        """What was measured by another budget does not count; what did not serve is tried again."""
+        for record in self._records.values():
+            serves = record.standing is Standing.SERVING and not self._trial
+            record.factor = 1
+            record.become(Standing.SERVING if serves else Standing.TRIAL)
+
+    def blocks(self, digest: str, *, may_end: bool = True) -> bool:
+        """Whether an index decodes dense now.
+
+        Args:
+            digest: of the index.
+            may_end: whether one whose time is over is on trial from here on; else it stays dense until that is asked.
+        """
         record = self._records.get(digest)
         if record is None or record.standing is not Standing.DENSE:
             return False
-        if self._clock() < record.until:
+        self._records.move_to_end(digest)
+        if not may_end or self._clock() < record.until:
             return True
         record.become(Standing.TRIAL)
         self._tell("tried_again", digest, record, "its time is over")
@@ -250,12 +285,14 @@ class QualityRecords:
         )  # fmt: skip
 
     def totals(self) -> dict[str, Any]:
-        """Guarded steps, events, next tokens compared and agreed; per layer the mean of all indexes' figures."""
-        known = [one for one in self._records.values() if one.guarded]
+        """Guarded steps, events, next tokens compared and agreed; per layer means of the most recent indexes' figures:
+        of so few that the scheduler's thread has time for it.
+        """
+        known = [one for one in islice(reversed(self._records.values()), _SHOWN) if one.guarded]
         found: dict[str, Any] = {"steps": self.steps, "events": self.events, "compared": self._compared}
         found["agreed"] = self._agreed
         for name in ("recall", "output_error"):
-            found[name] = [mean(values) for values in zip(*(getattr(one, name) for one in known), strict=True)]
+            found[name] = [fsum(of) / len(of) for of in zip(*(getattr(one, name) for one in known), strict=True)]
         return found
 
     def snapshot(self) -> dict[str, Any]:

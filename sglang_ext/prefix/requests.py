@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import PrefetchPolicy, SparseAttnConfig
@@ -194,6 +194,13 @@ class RequestTable:
         return sum(map(len, self._running.values()))
 
 
+class Guarded(Protocol):
+    """Indexes that the quality guard keeps away from requests."""
+
+    def blocks(self, digest: str, *, may_end: bool = True) -> bool:
+        """Whether an index is unused now; `may_end`: whether asking may end that."""
+
+
 class Readiness:
     """Looks at requests' indexes. Used by the scheduler's thread only.
 
@@ -207,7 +214,7 @@ class Readiness:
         counters: receives reasons, once for each request.
         ranks: of this process.
         release: takes back what a request holds.
-        blocks: digest of an index -> whether the quality guard wants it unused.
+        guarded: what the quality guard wants unused.
     """
 
     def __init__(
@@ -217,13 +224,13 @@ class Readiness:
         counters: Counters,
         ranks: Ranks,
         release: Callable[[Attachment], None],
-        blocks: Callable[[str], bool] | None = None,
+        guarded: Guarded | None = None,
     ) -> None:
         self._config = config
         self._requests = requests
         self._counters = counters
         self._release = release
-        self._blocks = blocks or (lambda digest: False)
+        self._guarded = guarded
         self._agreement = Agreement(ranks, _dense("index_mismatch")) if ranks.size > 1 else None
         self.stale: str | None = None
         self.off = False
@@ -264,7 +271,7 @@ class Readiness:
             attachment = self._requests.get(rid)
             if attachment is None:
                 return Word(_dense("unsupported_mode"), shares=False)
-            index, reason = self._look(attachment)
+            index, reason = self._look(attachment, votes=True)
             shares = attachment.reason not in ALONE
             if attachment.index is None or (index is None and reason != "index_loading"):
                 return Word(_dense(reason or "no_index"), shares)
@@ -323,12 +330,21 @@ class Readiness:
             attachment.count(reason, self._counters)
         return index
 
-    def _look(self, attachment: Attachment, *, waits: bool = True) -> tuple[ResidentIndex | None, str | None]:
-        """The index that is ready on this rank, or the reason why there is none."""
+    def _look(
+        self, attachment: Attachment, *, waits: bool = True, votes: bool = False
+    ) -> tuple[ResidentIndex | None, str | None]:
+        """The index that is ready on this rank, or the reason why there is none. With several ranks only a vote ends
+        the time that the guard keeps an index away, as their clocks differ.
+        """
         if self.stale:
             return None, "index_mismatch"
         index = attachment.index
-        if index is not None and self._blocks(index.entry.digest):
+        may_end = votes or self._agreement is None
+        if (
+            index is not None
+            and self._guarded is not None
+            and self._guarded.blocks(index.entry.digest, may_end=may_end)
+        ):
             self.give_up(attachment, "quality_guard")
             index = None
         if index is None:

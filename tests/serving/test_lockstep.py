@@ -56,7 +56,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
 
     guard = steps.guard
     assert guard is not None
-    ready = Readiness(config, requests, counters, ranks, release, guard.records.blocks)
+    ready = Readiness(config, requests, counters, ranks, release, guard.records)
     held: dict[str, Request] = {}
     seen: list[Any] = []
     taken_by: list[Any] = []

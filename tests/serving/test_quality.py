@@ -6,7 +6,17 @@ import logging
 
 import pytest
 
-from sglang_ext.decode.quality import DEFAULT_SLO, LEAST_SAMPLES, QualityRecords, Sample, Schedule, Standing
+from sglang_ext.decode.quality import (
+    _KEPT,
+    DEFAULT_SLO,
+    EARLY,
+    LEAST_SAMPLES,
+    QualityRecords,
+    Record,
+    Sample,
+    Schedule,
+    Standing,
+)
 
 GOOD, BAD = [0.0, 0.1, 0.2], [0.0, 0.7, 0.8]
 """Output errors of a dense layer and of two that select."""
@@ -123,13 +133,13 @@ def test_a_share_of_one_allows_every_step() -> None:
         schedule.took(guarded=True)
 
 
-def test_the_oldest_index_is_forgotten_but_not_a_dense_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_index_that_is_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.decode.quality._KEPT", 2)
     found = records(most=100)
     add(found, BAD, LEAST_SAMPLES)
     for name in ("e", "f", "g"):
+        assert found.blocks("d")
         found.of(name, 1000)
-    assert found.blocks("d")
     assert found.of("g", 0).prefix_len == 1000
     assert found.of("e", 5).prefix_len == 5, "new"
 
@@ -143,3 +153,49 @@ def test_a_burst_is_as_long_whatever_a_guarded_step_turns_out_to_cost() -> None:
             if number == 8:
                 schedule.cost = cost
         assert guarded in (16, 17)
+
+
+def test_the_least_recent_of_too_many_indexes_is_forgotten_whatever_became_of_it() -> None:
+    found = records()
+    for n in range(_KEPT + 1):
+        found.of(f"{n}", 399)
+        for _ in range(LEAST_SAMPLES):
+            found.add(f"{n}", Sample(0, GOOD, BAD))
+    assert found.of("new", 1000).standing is Standing.SERVING
+    assert found.blocks(f"{_KEPT}")
+    assert not found.blocks("0")
+
+
+def test_another_budget_and_another_build_begin_anew() -> None:
+    found = records()
+    add(found, GOOD, 16)
+    assert add(found, BAD, 2) is Standing.SERVING, "the sound steps before hide it"
+    found.budget_changed()
+    assert add(found, BAD, LEAST_SAMPLES) is Standing.TRIAL
+    found.budget_changed()
+    assert (found.of("d", 1000).standing, found.factor("d")) == (Standing.TRIAL, 1), "it did not serve"
+    found.made("d", 5.0)
+    assert found.of("d", 1000).standing is Standing.TRIAL, "the first build that is known"
+    found.made("d", 6.0)
+    assert (found.of("d", 1000).standing, found.of("d", 1000).steps) == (Standing.SERVING, 0)
+    assert add(found, BAD, LEAST_SAMPLES) is Standing.TRIAL
+    found.made("d", 5.0)
+    assert found.of("d", 1000).standing is Standing.TRIAL, "an old build that requests still hold"
+
+
+def test_only_who_may_ends_the_time_of_a_dense_index() -> None:
+    clock = Clock()
+    found = records(clock=clock)
+    found.of("short", 399)
+    for _ in range(LEAST_SAMPLES):
+        found.add("short", Sample(0, GOOD, BAD))
+    clock.now = 60.0
+    assert found.blocks("short", may_end=False)
+    assert not found.blocks("short")
+
+
+def test_an_early_step_that_may_not_be_guarded_is_owed() -> None:
+    record = Record(1000, Standing.SERVING)
+    for _ in range(EARLY[0] + 1):
+        record.serve()
+    assert record.owed
