@@ -28,6 +28,7 @@ from prefix_index import (
 from sglang_ext import __version__
 from sglang_ext.config import ConfigError, check_ranges
 from sglang_ext.decode.costs import MARGIN
+from sglang_ext.decode.quality import Standing
 from sglang_ext.methods.profile import Profile, ProfileError, decode_profile
 from sglang_ext.prefill.builder import covered_tokens
 from sglang_ext.prefill.shared_builds import SharedBuilds
@@ -232,12 +233,16 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
     runtime.directory.known()
     off = planner.refusal or runtime.ready.stale or ("turned off by an operator" if runtime.ready.off else None)
     off = off or (None if planner.uses_indexes else "indexes are not configured: see the log")
-    entry, on_device, prefix_len = found.entry, None, 0
+    entry, on_device, prefix_len, budget, standing = found.entry, None, 0, None, Standing.SERVING
     if entry is not None:
         on_device, prefix_len = runtime.residency.resident().get(entry.digest), entry.identity.num_tokens
-    budget = runtime.config.budget(prefix_len) if prefix_len else None
+        records, factor = None if planner.guard is None else planner.guard.records, 1
+        if records is not None:
+            standing, factor = records.standing(entry.digest), records.factor(entry.digest)
+        sparse = planner.sparse
+        budget = runtime.config.budget(prefix_len) if sparse is None else sparse.budget(prefix_len, factor)
     costs = planner.costs_alone(len(ids) + 1, prefix_len, budget or 0)
-    path, why = _way(off, found, on_device, costs, forced=planner.forced)
+    path, why = _way(off, found, on_device, standing, costs, forced=planner.forced)
     return {
         "index": None if entry is None else entry.digest,
         "name": None if entry is None else entry.retention.name,
@@ -256,7 +261,13 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
 
 
 def _way(
-    off: str | None, found: Lookup, on_device: ResidentIndex | None, costs: Mapping[str, float | None], *, forced: bool
+    off: str | None,
+    found: Lookup,
+    on_device: ResidentIndex | None,
+    standing: Standing,
+    costs: Mapping[str, float | None],
+    *,
+    forced: bool,
 ) -> tuple[str, str]:
     """(path, why) of the steps of one request alone."""
     if found.entry is None:
@@ -265,6 +276,10 @@ def _way(
         return "stock", off
     if on_device is not None and on_device.state is State.FAILED:
         return "stock", f"its index could not be loaded ({on_device.reason}): {on_device.detail}"
+    if standing is Standing.DENSE:
+        return "stock", "quality_guard: its output error is above quality_slo; it is tried again later"
+    if standing is Standing.TRIAL:
+        return "stock", "quality_guard: its index is on trial, attended exactly until enough steps were compared"
     if forced:
         return "sparse", "a ready index is always used: decode_path is sparse, or there are no decode graphs"
     exact, sparse = costs["exact"], costs["sparse"]
