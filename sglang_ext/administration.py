@@ -114,11 +114,16 @@ def _answer(runtime: SparseRuntime, name: str, body: Mapping[str, Any]) -> Answe
         except msgspec.ValidationError as error:
             raise CommandError(BAD, f"{name}: {error}; correct the body") from error
         return Answer(GOOD, printable_values(command.run(runtime, given)))
-    except CommandError as error:
-        return Answer(error.status, {"error": printable(str(error))})
     except Exception as error:  # the server lives on, and other ranks wait
-        logger.exception("sparse attention: command %s failed", name[:80])
-        return Answer(FAILED, {"error": printable(f"{name} failed: {type(error).__name__}: {error}; see the log")})
+        return _refusal(name, error)
+
+
+def _refusal(name: str, error: Exception) -> Answer:
+    """The answer to a command that an exception ended; the log has one that is not a refusal."""
+    if isinstance(error, CommandError):
+        return Answer(error.status, {"error": printable(str(error))})
+    logger.error("sparse attention: command %s failed", name[:80], exc_info=error)
+    return Answer(FAILED, {"error": printable(f"{name} failed: {type(error).__name__}: {error}; see the log")})
 
 
 # -- what is asked -------------------------------------------------------------------------------------------
@@ -126,6 +131,7 @@ def _answer(runtime: SparseRuntime, name: str, body: Mapping[str, Any]) -> Answe
 
 def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     """What is on, and what it did. Waits for all ranks."""
+    state = runtime.snapshot()  # a collective: before anything that may fail on one rank
     counters, planner = runtime.counters, runtime.planner
     rows = {"sparse": counters.sparse_rows, "cascade": counters.cascade_rows}
     rows["dense"] = counters.dense_rows - counters.cascade_rows
@@ -142,7 +148,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
         "path_shares": {path: count / total if total else 0.0 for path, count in rows.items()},
         "index_bytes": runtime.index_bytes,
         "versions": _versions(),
-        "state": runtime.snapshot(),
+        "state": state,
     }
 
 
@@ -306,27 +312,34 @@ class Evicted(Named, forbid_unknown_fields=True):
 
 
 def _named(runtime: SparseRuntime, word: str) -> IndexEntry:
-    """The index that rank 0 knows by this word, on all ranks. A collective.
+    """The index that rank 0 knows by this word, on all ranks. A collective, which every rank reaches whatever its own
+    search met.
 
     Raises:
-        CommandError: it knows none, or several; on all ranks.
+        CommandError: rank 0 knows none, or several, or its search failed; on all ranks.
     """
-    found: IndexEntry | str = runtime.ranks.gathered(_search(runtime, word))[0]
-    if isinstance(found, str):
-        raise CommandError(UNKNOWN, found)
+    mine: IndexEntry | Answer
+    try:
+        mine = _search(runtime, word)
+    except Exception as error:
+        mine = _refusal("the search of an index", error)
+    found: IndexEntry | Answer = runtime.ranks.gathered(mine)[0]
+    if isinstance(found, Answer):
+        raise CommandError(found.status, found.body["error"])
     return found
 
 
-def _search(runtime: SparseRuntime, word: str) -> IndexEntry | str:
+def _search(runtime: SparseRuntime, word: str) -> IndexEntry:
     entries = {entry.digest: entry for entry in runtime.directory.known()[0]}
     entries |= {digest: one.entry for digest, one in runtime.residency.resident().items() if digest not in entries}
     found = [entry for entry in entries.values() if is_meant(word, entry.digest, entry.retention.name)]
     if len(found) == 1:
         return found[0]
     some = f"{len(found)} indexes" if found else "none"
-    return (
+    raise CommandError(
+        UNKNOWN,
         f"expected the name of one index, its digest, or {LEAST_DIGITS} or more of its first digits; got "
-        f"{word[:80]!r}, which means {some}: `sglang-ext server indexes` lists them"
+        f"{word[:80]!r}, which means {some}: `sglang-ext server indexes` lists them",
     )
 
 

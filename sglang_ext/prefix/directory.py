@@ -158,8 +158,8 @@ class PrefixDirectory:
             self._entries = self.store.list()
             self._problems = [str(problem.error) for problem in self.store.problems()]
             self._tell(len(self._problems))
-        except IndexStoreError as error:
-            self._problems = [str(error)]
+        except Exception as error:  # the server lives on
+            self._problems = [str(error) if isinstance(error, IndexStoreError) else repr(error)]
 
     def summary(self) -> str:
         """One line for people: how many indexes are usable here, of how many, and what the others are."""

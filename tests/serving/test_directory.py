@@ -104,6 +104,15 @@ def test_nobody_waits_for_a_folder_that_takes_long(
     assert watch.snapshot()["indexes_in_store"] == 2
 
 
+def test_a_store_that_breaks_when_it_is_asked_is_a_problem_and_what_was_known_stays(
+    watch: PrefixDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch.store, "problems", lambda: 1 / 0)
+    entries, _ = watch.known()
+    assert len(entries) == 1
+    assert "ZeroDivisionError" in watch.problems[0]
+
+
 def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     watch = watched(folder)
