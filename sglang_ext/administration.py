@@ -283,7 +283,7 @@ def _way(
     if on_device is not None and on_device.state is State.FAILED:
         return "stock", f"its index could not be loaded ({on_device.reason}): {on_device.detail}"
     if standing is Standing.DENSE:
-        return "stock", "quality_guard: its output error is above quality_slo; it is tried again later"
+        return "stock", "quality_guard: its output error is above the bound; it is tried again later"
     if standing is Standing.TRIAL:
         return "stock", "quality_guard: its index is on trial, attended exactly until enough steps were compared"
     if forced:
