@@ -28,6 +28,7 @@ from prefix_index import (
 from sglang_ext import __version__
 from sglang_ext.config import ConfigError, check_ranges
 from sglang_ext.decode.costs import MARGIN
+from sglang_ext.decode.quality import Standing
 from sglang_ext.methods.profile import Profile, ProfileError, decode_profile
 from sglang_ext.prefill.builder import covered_tokens
 from sglang_ext.prefill.shared_builds import SharedBuilds
@@ -113,11 +114,16 @@ def _answer(runtime: SparseRuntime, name: str, body: Mapping[str, Any]) -> Answe
         except msgspec.ValidationError as error:
             raise CommandError(BAD, f"{name}: {error}; correct the body") from error
         return Answer(GOOD, printable_values(command.run(runtime, given)))
-    except CommandError as error:
-        return Answer(error.status, {"error": printable(str(error))})
     except Exception as error:  # the server lives on, and other ranks wait
-        logger.exception("sparse attention: command %s failed", name[:80])
-        return Answer(FAILED, {"error": printable(f"{name} failed: {type(error).__name__}: {error}; see the log")})
+        return _refusal(name, error)
+
+
+def _refusal(name: str, error: Exception) -> Answer:
+    """The answer to a command that an exception ended; the log has one that is not a refusal."""
+    if isinstance(error, CommandError):
+        return Answer(error.status, {"error": printable(str(error))})
+    logger.error("sparse attention: command %s failed", name[:80], exc_info=error)
+    return Answer(FAILED, {"error": printable(f"{name} failed: {type(error).__name__}: {error}; see the log")})
 
 
 # -- what is asked -------------------------------------------------------------------------------------------
@@ -125,6 +131,7 @@ def _answer(runtime: SparseRuntime, name: str, body: Mapping[str, Any]) -> Answe
 
 def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     """What is on, and what it did. Waits for all ranks."""
+    state = runtime.snapshot()  # a collective: before anything that may fail on one rank
     counters, planner = runtime.counters, runtime.planner
     rows = {"sparse": counters.sparse_rows, "cascade": counters.cascade_rows}
     rows["dense"] = counters.dense_rows - counters.cascade_rows
@@ -141,7 +148,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
         "path_shares": {path: count / total if total else 0.0 for path, count in rows.items()},
         "index_bytes": runtime.index_bytes,
         "versions": _versions(),
-        "state": runtime.snapshot(),
+        "state": state,
     }
 
 
@@ -232,12 +239,16 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
     runtime.directory.known()
     off = planner.refusal or runtime.ready.stale or ("turned off by an operator" if runtime.ready.off else None)
     off = off or (None if planner.uses_indexes else "indexes are not configured: see the log")
-    entry, on_device, prefix_len = found.entry, None, 0
+    entry, on_device, prefix_len, budget, standing = found.entry, None, 0, None, Standing.SERVING
     if entry is not None:
         on_device, prefix_len = runtime.residency.resident().get(entry.digest), entry.identity.num_tokens
-    budget = runtime.config.budget(prefix_len) if prefix_len else None
+        records, factor = None if planner.guard is None else planner.guard.records, 1
+        if records is not None:
+            standing, factor = records.standing(entry.digest), records.factor(entry.digest)
+        sparse = planner.sparse
+        budget = runtime.config.budget(prefix_len) if sparse is None else sparse.budget(prefix_len, factor)
     costs = planner.costs_alone(len(ids) + 1, prefix_len, budget or 0)
-    path, why = _way(off, found, on_device, costs, forced=planner.forced)
+    path, why = _way(off, found, on_device, standing, costs, forced=planner.forced)
     return {
         "index": None if entry is None else entry.digest,
         "name": None if entry is None else entry.retention.name,
@@ -256,7 +267,13 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
 
 
 def _way(
-    off: str | None, found: Lookup, on_device: ResidentIndex | None, costs: Mapping[str, float | None], *, forced: bool
+    off: str | None,
+    found: Lookup,
+    on_device: ResidentIndex | None,
+    standing: Standing,
+    costs: Mapping[str, float | None],
+    *,
+    forced: bool,
 ) -> tuple[str, str]:
     """(path, why) of the steps of one request alone."""
     if found.entry is None:
@@ -265,6 +282,10 @@ def _way(
         return "stock", off
     if on_device is not None and on_device.state is State.FAILED:
         return "stock", f"its index could not be loaded ({on_device.reason}): {on_device.detail}"
+    if standing is Standing.DENSE:
+        return "stock", "quality_guard: its output error is above the bound; it is tried again later"
+    if standing is Standing.TRIAL:
+        return "stock", "quality_guard: its index is on trial, attended exactly until enough steps were compared"
     if forced:
         return "sparse", "a ready index is always used: decode_path is sparse, or there are no decode graphs"
     exact, sparse = costs["exact"], costs["sparse"]
@@ -291,27 +312,34 @@ class Evicted(Named, forbid_unknown_fields=True):
 
 
 def _named(runtime: SparseRuntime, word: str) -> IndexEntry:
-    """The index that rank 0 knows by this word, on all ranks. A collective.
+    """The index that rank 0 knows by this word, on all ranks. A collective, which every rank reaches whatever its own
+    search met.
 
     Raises:
-        CommandError: it knows none, or several; on all ranks.
+        CommandError: rank 0 knows none, or several, or its search failed; on all ranks.
     """
-    found: IndexEntry | str = runtime.ranks.gathered(_search(runtime, word))[0]
-    if isinstance(found, str):
-        raise CommandError(UNKNOWN, found)
+    mine: IndexEntry | Answer
+    try:
+        mine = _search(runtime, word)
+    except Exception as error:
+        mine = _refusal("the search of an index", error)
+    found: IndexEntry | Answer = runtime.ranks.gathered(mine)[0]
+    if isinstance(found, Answer):
+        raise CommandError(found.status, found.body["error"])
     return found
 
 
-def _search(runtime: SparseRuntime, word: str) -> IndexEntry | str:
+def _search(runtime: SparseRuntime, word: str) -> IndexEntry:
     entries = {entry.digest: entry for entry in runtime.directory.known()[0]}
     entries |= {digest: one.entry for digest, one in runtime.residency.resident().items() if digest not in entries}
     found = [entry for entry in entries.values() if is_meant(word, entry.digest, entry.retention.name)]
     if len(found) == 1:
         return found[0]
     some = f"{len(found)} indexes" if found else "none"
-    return (
+    raise CommandError(
+        UNKNOWN,
         f"expected the name of one index, its digest, or {LEAST_DIGITS} or more of its first digits; got "
-        f"{word[:80]!r}, which means {some}: `sglang-ext server indexes` lists them"
+        f"{word[:80]!r}, which means {some}: `sglang-ext server indexes` lists them",
     )
 
 

@@ -167,6 +167,7 @@ def test_the_composed_server_takes_its_flags_and_writes_into_its_volume(
     settings = make_settings(command[command.index("--sparse-attn-config") + 1], str(tmp_path))
     assert settings.config.build is Build.SHARED
     assert "--enable-metrics" in command
+    assert any(flag.startswith("--admin-api-key=${ADMIN_KEY:?") for flag in command), "it does not start without one"
     assert "store:/store" in server["volumes"]
     assert "ENV SGLANG_SPARSE_ATTN_STORE=/store\n" in (ROOT / "Dockerfile").read_text()
 

@@ -79,13 +79,16 @@ def request(args: argparse.Namespace, path: str, body: dict[str, Any] | None, ti
 
 
 def _refusal(args: argparse.Namespace, status: int, text: bytes) -> str:
-    if status in (401, 403):
+    try:
+        said = str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        said = ""
+    if status in (401, 403) and said in ("", "Unauthorized", "Forbidden"):  # SGLang's words
         got = "another one" if args.admin_key else "none"
         return f"expected the server's admin key, got {got}; give it by {ENV_ADMIN_KEY} or --admin-key"
-    try:
-        return str(json.loads(text)["error"])
-    except (ValueError, KeyError, TypeError):
+    if not said:
         return (
             f"expected a server with --sparse-attn of this release at {args.url}, got HTTP {status}; check --url, and "
             "start the server with the flag (with --tokenizer-worker-num above 1 it has no such routes)"
         )
+    return said

@@ -120,15 +120,15 @@ def around_decide_request_auth(original: Callable[..., Any], *args: Any, **kwarg
 
 
 def prompts_refusal(args: Any) -> str | None:
-    """Why `explain` is refused, which shows text of stored prompts: where every client has the one key that there is.
+    """Why `explain` is refused, which shows text of stored prompts: where operators have no key of their own.
 
     Args:
         args: ServerArgs.
     """
-    if args.api_key is None or args.admin_api_key is not None:
+    if args.admin_api_key is not None:
         return None
     return (
-        "expected a server with --admin-api-key, got one with --api-key alone: explain shows text of others' "
+        "expected a server with --admin-api-key, got one without: explain shows text of others' "
         "prompts. Start it with an admin key, or explain on its host, with --model-path and --store"
     )
 

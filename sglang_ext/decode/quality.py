@@ -229,6 +229,14 @@ class QualityRecords:
         self._tell("tried_again", digest, record, "its time is over")
         return False
 
+    def standing(self, digest: str) -> Standing:
+        """Of an index, as its next request would find it. Changes nothing, unlike `blocks` and `of`."""
+        record = self._records.get(digest)
+        if record is None:
+            return Standing.TRIAL if self._trial else Standing.SERVING
+        over = record.standing is Standing.DENSE and self._clock() >= record.until
+        return Standing.TRIAL if over else record.standing
+
     def factor(self, digest: str) -> int:
         """Of the budget of an index."""
         record = self._records.get(digest)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -97,8 +98,8 @@ class HitCounter:
     def hit(
         self, namespace: str, hashes: Sequence[bytes], cached: int, indexed: int, admitted: float = math.inf
     ) -> Prefix | None:
-        """Count one request: the longest prefix of it that is worth an index now and was not before. It is `due` from
-        now on.
+        """Count one request: the longest prefix of it that is worth an index now and was not before, one that was asked
+        for before others. It is `due` from now on.
 
         Args:
             namespace, hashes: of its prompt, as of a `Prefix`.
@@ -126,15 +127,11 @@ class HitCounter:
                 prefix.due, prefix.built_at, prefix.hits, prefix.served = False, None, 1, 0
         # One that is built, or on its way, is as good as there.
         indexed = max([indexed, *(prefix.num_tokens for prefix in met if prefix.due)])
-        worth = [prefix for prefix in met if prefix.hits >= self._wanted(prefix)]
-        longest = max(worth, key=lambda prefix: len(prefix.hashes), default=None)
-        if longest is None:
-            return None
-        least = 1 if longest.asked_for else max(self._least, longest.num_tokens // GROWTH)
-        if longest.num_tokens - indexed < least:
-            return None
-        longest.due = True
-        return longest
+        worth = [prefix for prefix in met if prefix.hits >= self._wanted(prefix) and self._gains(prefix, indexed)]
+        best = max(worth, key=lambda prefix: (prefix.asked_for, len(prefix.hashes)), default=None)
+        if best is not None:
+            best.due = True
+        return best
 
     def ask_for(self, namespace: str, hashes: Sequence[bytes]) -> Prefix:
         """Have a prefix's index built as soon as a request begins with it, before those of all others.
@@ -148,10 +145,18 @@ class HitCounter:
         if len(self._known) > MAX_PREFIXES:
             self._known.popitem(last=False)
         prefix.tries, prefix.asked_for = 0, True
+        if prefix.built_at is not None and prefix.built_at <= time.monotonic():
+            # Should its index have left the store, the next request builds it again.
+            prefix.due, prefix.built_at, prefix.served = False, None, 0
         prefix.hits = max(
             self._after, *(one.hits + 1 for one in self._known.values() if one is not prefix), prefix.hits
         )
         return prefix
+
+    def _gains(self, prefix: Prefix, indexed: int) -> bool:
+        """Whether its index would exceed what is there, or on its way, by enough."""
+        least = 1 if prefix.asked_for else max(self._least, prefix.num_tokens // GROWTH)
+        return prefix.num_tokens - indexed >= least
 
     def _wanted(self, prefix: Prefix) -> int:
         """Hits from which on it is built."""

@@ -88,7 +88,7 @@ class PrefixDirectory:
         self._looking: Future[None] | None = None
         self._publish = publish
         self._next_rescan = self._next_publish = 0.0
-        self._entries: Sequence[IndexEntry] = ()
+        self._listed: tuple[Sequence[IndexEntry], Counter[str | None]] = (), Counter()
         self._problems: list[str] = []
         self._scan_problem: str | None = None
         self._look()
@@ -136,36 +136,40 @@ class PrefixDirectory:
         self._scan_problem, now = problem, time.monotonic()
         self._is_quick = isinstance(self.store, FileStore) and now - begun < _PATIENCE_S
         if self._publish is not None and problem is None and now >= self._next_publish:
-            self._entries = self.store.list()
+            self._list()
             self._tell(len(self.store.problems()))
 
     def _tell(self, problems: int) -> None:
         self._next_publish = time.monotonic() + _PUBLISH_SECONDS
         if self._publish is not None:
-            nbytes = sum(entry.nbytes for entry in self._entries)
-            self._publish(self._fitting(self._entries)[None], nbytes, problems)
+            entries, fitting = self._listed
+            self._publish(fitting[None], sum(entry.nbytes for entry in entries), problems)
 
     def misfit(self, identity: IndexIdentity) -> str | None:
         """Why an index can serve no request here, in few words; None where it can."""
         return misfit(identity, self._model, self._profile_digest)
 
-    def _fitting(self, entries: Sequence[IndexEntry]) -> Counter[str | None]:
-        """How many can serve requests here (None), and how many cannot, by the reason."""
-        return Counter(self.misfit(entry.identity) for entry in entries)
+    def _list(self) -> None:
+        """Take what the store has, and how many of it can serve requests here (None), and how many cannot, by the
+        reason: counted only where it changed, as questions come between decode steps.
+        """
+        entries = self.store.list()
+        if entries != self._listed[0]:
+            self._listed = entries, Counter(self.misfit(entry.identity) for entry in entries)
 
     def _look(self) -> None:
         try:
-            self._entries = self.store.list()
+            self._list()
             self._problems = [str(problem.error) for problem in self.store.problems()]
             self._tell(len(self._problems))
-        except IndexStoreError as error:
-            self._problems = [str(error)]
+        except Exception as error:  # the server lives on
+            self._problems = [str(error) if isinstance(error, IndexStoreError) else repr(error)]
 
     def summary(self) -> str:
         """One line for people: how many indexes are usable here, of how many, and what the others are."""
-        fitting = self._fitting(self._entries)
+        entries, fitting = self._listed
         others = ", ".join(f"{count} {why}" for why, count in fitting.most_common() if why is not None)
-        return f"usable {fitting[None]} of {len(self._entries)} indexes" + (f" ({others})" if others else "")
+        return f"usable {fitting[None]} of {len(entries)} indexes" + (f" ({others})" if others else "")
 
     def known(self) -> tuple[Sequence[IndexEntry], bool]:
         """All usable indexes in the store, and whether that is as last known only: it does not answer at once."""
@@ -178,7 +182,7 @@ class PrefixDirectory:
             if self._looking is None or self._looking.done():
                 self._looking = self._workers.submit(self._look)
             late = bool(wait([self._looking], _PATIENCE_S).not_done)
-        return self._entries, late
+        return self._listed[0], late
 
     @property
     def problems(self) -> Sequence[str]:
@@ -205,16 +209,16 @@ class PrefixDirectory:
         """What the store holds and did, as plain values. Where it does not answer at once, that is a problem in the
         list, and the rest is as last known.
         """
-        entries, late = self.known()
+        _, late = self.known()
         problems = self._problems
         if self._scan_problem is not None and self._scan_problem not in problems:
             problems = [self._scan_problem, *problems]
-        fitting = self._fitting(entries)
+        entries, fitting = self._listed
         counters = getattr(self.store, "counters", None)
         return {
             "indexes_in_store": len(entries),
-            "indexes_usable": fitting.pop(None, 0),
-            "indexes_unusable": dict(fitting),
+            "indexes_usable": fitting[None],
+            "indexes_unusable": {why: count for why, count in fitting.items() if why is not None},
             "store_bytes": sum(entry.nbytes for entry in entries),
             "store_problems": [*problems, *([_LATE] if late else [])],
             "store_counters": counters._asdict() if counters is not None else {},

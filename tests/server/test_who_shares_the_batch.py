@@ -17,7 +17,7 @@ import pytest
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from sglang_ext.cli import main
 from sglang_ext.decode.trace import Selected, SparseStep, read_trace
-from tests.server.harness import SPARSE_CONFIG
+from tests.server.harness import ADMIN_KEY, SPARSE_CONFIG
 
 pytestmark = pytest.mark.full
 
@@ -38,7 +38,7 @@ def server(serve: Any, prebuild: Any, config: Any, texts: Any, tmp_path_factory:
     prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("first", "second")]
     job = prebuild(tmp_path_factory.mktemp("neighbours"), prompts, config=SPARSE_CONFIG)
     assert job.status == 0, job.output[-3000:]
-    return serve(job.store, config)
+    return serve(job.store, config, admin_api_key=ADMIN_KEY)
 
 
 def steps(config: dict[str, Any], rid: str) -> dict[int, Selected]:
@@ -98,7 +98,17 @@ def test_what_a_request_attends_is_drawn(server: Any, texts: Any, tmp_path: Path
     """`explain --picture` sends a request of its own, and reads its trace from the folder that the server names."""
     prompt, picture = tmp_path / "prompt.txt", tmp_path / "attended.png"
     prompt.write_text(texts.ask(texts.first, 0))
-    words = ["explain", "--url", server.url, "--prompt", f"@{prompt}", "--picture", str(picture)]
+    words = [
+        "explain",
+        "--url",
+        server.url,
+        "--admin-key",
+        ADMIN_KEY,
+        "--prompt",
+        f"@{prompt}",
+        "--picture",
+        str(picture),
+    ]
     assert main(words) == 0
     assert "served by first" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")

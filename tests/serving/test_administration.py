@@ -353,6 +353,30 @@ def test_ranks_act_on_the_index_that_rank_0_knows(make_bench: Any) -> None:
     assert [status for status, _ in one] == [GOOD, UNKNOWN, GOOD, CONFLICT]
 
 
+def test_what_fails_on_one_rank_leaves_the_ranks_in_step(make_bench: Any) -> None:
+    """Each meets the collectives of a command, whichever of them cannot search."""
+    bench = make_bench(keep_ratio=1.0, layer_plan=["anchor"] * LAYERS)
+    entry = bench.put(PROMPT)
+    settings = Settings(config=bench.config, store=str(bench.store.folder))
+
+    def work(ranks: Any) -> Any:
+        view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
+        view.tp_rank, view.tp_size = ranks.rank, 2
+        runtime = Runtime(settings, view, ranks=ranks)
+        known, answers = runtime.directory.known, []
+        for failing in (1, 0):
+            runtime.directory.known = known if ranks.rank != failing else lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+            answers.append(answered(runtime, "prefetch", {"index": entry.digest}))
+            answers.append(answered(runtime, "status", {}))
+        runtime.close()
+        return [(answer.status, answer.body.get("error", "")) for answer in answers]
+
+    one, two = Meeting(2).run(work)
+    assert one == two
+    assert [status for status, _ in one] == [GOOD, FAILED, FAILED, FAILED], "rank 0 says which index is meant"
+    assert all("ZeroDivisionError" in error for _, error in one[1:])
+
+
 def _no_room(_: Any) -> None:
     raise ValueError("no room")
 

@@ -104,6 +104,30 @@ def test_nobody_waits_for_a_folder_that_takes_long(
     assert watch.snapshot()["indexes_in_store"] == 2
 
 
+def test_what_fits_is_counted_again_only_when_the_store_has_changed(
+    folder: Path, watch: PrefixDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ten thousand indexes it takes tens of milliseconds, between two decode steps."""
+    counted, real = [], watch.misfit
+    monkeypatch.setattr(watch, "misfit", lambda identity: (counted.append(identity), real(identity))[1])
+    before = watch.snapshot()
+    assert (watch.snapshot(), watch.summary().count("of 1 indexes"), counted) == (before, 1, [])
+    with FileStore(folder) as other:
+        other.put(sample_payload(sample_identity(range(64))))
+    assert eventually(lambda: (watch.rescan(), watch.snapshot()["indexes_in_store"])[1] == 2)
+    assert sum(watch.snapshot()["indexes_unusable"].values()) == 2
+    assert len(counted) == 2
+
+
+def test_a_store_that_breaks_when_it_is_asked_is_a_problem_and_what_was_known_stays(
+    watch: PrefixDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch.store, "problems", lambda: 1 / 0)
+    entries, _ = watch.known()
+    assert len(entries) == 1
+    assert "ZeroDivisionError" in watch.problems[0]
+
+
 def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     watch = watched(folder)

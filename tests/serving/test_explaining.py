@@ -15,6 +15,7 @@ from prefix_kernels.launching import block_of
 from sglang_ext.administration import BAD, GOOD, answered
 from sglang_ext.cli.explain.picture import draw_attended, read_attended
 from sglang_ext.decode.costs import Line, Lines, StepCosts
+from sglang_ext.decode.quality import Standing
 from tests.serving.admitting import KV_HEADS, OTHER, PROMPT, Runtime, eventually
 from tests.serving.test_trace import SELECTING, decode, prefill
 
@@ -74,6 +75,28 @@ def test_costs_of_a_step_decide_as_in_a_step(start: Callable[..., Runtime], per_
     assert found["costs_us"]["sparse"] == pytest.approx(dense + 5.0 + per_token * 64 + 2 * selecting)
     assert found["path"] == path
     assert ("cost_model" in found["why"]) == (path == "stock")
+
+
+def test_an_index_that_the_quality_guard_holds_back_is_told_and_asking_changes_nothing(
+    start: Callable[..., Runtime],
+) -> None:
+    runtime = start([PROMPT], keep_ratio=0.25, min_top_k=0, guard_every=8, quality_slo=0.3)
+    [entry] = runtime.store.list()
+    guard = runtime.planner.guard
+    assert guard is not None
+    record = guard.records.of(entry.digest, 64)
+    record.become(Standing.DENSE)
+    record.until = float("inf")
+    found = told(runtime, [*PROMPT, 7])
+    assert (found["path"], "quality_guard: its output error" in found["why"]) == ("stock", True)
+    record.until = 0.0
+    found = told(runtime, [*PROMPT, 7])
+    assert (found["path"], "on trial" in found["why"]) == ("stock", True)
+    assert (record.standing, guard.records.events) == (Standing.DENSE, {}), "a request tries it again, no question"
+    record.become(Standing.SERVING)
+    assert (told(runtime, [*PROMPT, 7])["path"], told(runtime, [*PROMPT, 7])["budget"]) == ("sparse", 16)
+    record.factor = 2
+    assert told(runtime, [*PROMPT, 7])["budget"] == 30, "as far as lists were made"
 
 
 def test_what_was_attended_is_read_from_the_trace_and_drawn(start: Any, tmp_path: Path) -> None:

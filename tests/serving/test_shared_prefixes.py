@@ -104,6 +104,32 @@ def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one(
     assert counter.hit("", prompt, 64, 0, admitted=built_at + 1) is due
 
 
+def test_what_is_asked_for_is_built_again_after_it_has_left_the_store() -> None:
+    counter = HitCounter(after=9, least=16, align=16)
+    prompt = hashes(PROMPT)
+    asked = counter.ask_for("", prompt)
+    assert counter.hit("", prompt, 0, 0) is asked
+    asked.built_at = 1.0
+    assert counter.hit("", prompt, 64, 64, admitted=2.0) is None
+    assert counter.ask_for("", prompt) is asked
+    assert counter.hit("", prompt, 64, 64, admitted=3.0) is None, "it is still there"
+    assert counter.hit("", prompt, 64, 0, admitted=4.0) is asked
+
+
+def test_what_is_asked_for_goes_before_a_longer_prefix_and_does_not_keep_it_back_later() -> None:
+    counter = HitCounter(after=1, least=64, align=16)
+    longer = hashes([*PROMPT, *range(900, 916)])
+    for _ in range(3):
+        assert counter.hit("", longer, 80, 32) is None, "48 tokens more are too few"
+    asked = counter.ask_for("", hashes(PROMPT))
+    assert counter.hit("", longer, 80, 32) is asked
+    asked.built_at = 1.0
+    longest = hashes([*PROMPT, *range(900, 1028)])
+    due = counter.hit("", longest, 192, 64, admitted=2.0)
+    assert due is not None
+    assert due.num_tokens == 192
+
+
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
     counter = HitCounter(after=9, least=16, align=16)
     prompts = [hashes([n] * 16 + PROMPT) for n in range(MAX_PREFIXES + 5)]
