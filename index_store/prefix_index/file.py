@@ -74,7 +74,7 @@ class FileStore(IndexStore):
 
     ``max_bytes`` bounds all index files together, those being written included; ``min_free_bytes`` is left free on the
     disk. ``put`` and ``collect`` evict for them, the least recently used first; with neither, nothing is evicted.
-    Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get``.
+    Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get`` and ``touch``.
     ``clock`` gives seconds since the Unix epoch. ``copies`` of hot indexes in DRAM belong to the store.
     """
 
@@ -211,6 +211,11 @@ class FileStore(IndexStore):
             raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
         self.served(digest, copy=copy is not None)
         return index
+
+    def touch(self, key: IndexLookup) -> None:
+        fd, status = self._open_offered(self._digest(key))
+        with closing_fd(fd):
+            self._touch(fd, status)
 
     def served(self, digest: str, *, copy: bool) -> None:
         """A reader, of whatever process, was given an index of this folder, or its ``copy`` in DRAM."""
