@@ -232,9 +232,12 @@ class FileStore(IndexStore):
             return False
         return entry.identity.digest == digest and not self._has_expired(digest)
 
-    def delete(self, key: IndexLookup) -> bool:
+    def delete(self, key: IndexLookup, *, seen: tuple[Signature, Retention] | None = None) -> bool:
+        """As in the protocol; with ``seen`` (version, retention) only where the index still is as it was seen."""
         digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
+            if seen is not None and not self._is_as_seen(digest, *seen):
+                return False
             there = self._remove(digest, "removed", sync=True)
         if self.copies is not None:
             self.copies.drop(digest)
@@ -475,6 +478,13 @@ class FileStore(IndexStore):
                 self._books.unremovable[path] = error
             return False
         return True
+
+    def _is_as_seen(self, digest: str, version: Signature, kept: Retention) -> bool:
+        """Raises OSError where nobody can tell."""
+        try:
+            return Signature.of(os.lstat(self.path_of(digest))) == version and self._is_kept_as(digest, kept)
+        except FileNotFoundError:
+            return False
 
     def _is_kept_as(self, digest: str, known: Retention) -> bool:
         """Whether the retention on disk is the known one. Raises OSError where nobody can tell."""
