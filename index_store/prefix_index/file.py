@@ -34,7 +34,7 @@ from .folder import (
 from .format import Entry
 from .lease import LEASE, FolderLeases
 from .reader import IndexFile, IndexLookup, read_entry
-from .removals import Why, note_removal
+from .removals import Why, clean_removals, note_removal
 from .retention import (
     Candidate,
     choose_victims,
@@ -416,6 +416,7 @@ class FileStore(IndexStore):
         for shard in self._books.shards:
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
                 remove_unlocked(fd, PARTIAL, grace_s=grace_s)
+        clean_removals(self.folder, grace_s)
 
     def _shortage(self, nbytes: int, replaced: str | None) -> int:
         """How many bytes must go before ``nbytes`` may come. Raises OSError.
@@ -508,6 +509,7 @@ class FileStore(IndexStore):
                     orphans = self._books.orphans(shard)
                 # Alone, nobody is between writing a retention and naming its index.
                 remove_orphans(fd, orphans, grace_s=0.0 if alone else self._partial_grace_s)
+        clean_removals(self.folder, self._partial_grace_s)
 
 
 def _last_used(entry: IndexEntry, known: float) -> float:
