@@ -34,7 +34,7 @@ from .folder import (
 from .format import Entry
 from .lease import LEASE, FolderLeases
 from .reader import IndexFile, IndexLookup, read_entry
-from .removals import Why, note_removal
+from .removals import Why, clean_removals, note_removal
 from .retention import (
     Candidate,
     choose_victims,
@@ -74,7 +74,7 @@ class FileStore(IndexStore):
 
     ``max_bytes`` bounds all index files together, those being written included; ``min_free_bytes`` is left free on the
     disk. ``put`` and ``collect`` evict for them, the least recently used first; with neither, nothing is evicted.
-    Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get``.
+    Evicted indexes that are open stay readable. Recency is the files' access time, set by ``get`` and ``touch``.
     ``clock`` gives seconds since the Unix epoch. ``copies`` of hot indexes in DRAM belong to the store.
     """
 
@@ -212,6 +212,11 @@ class FileStore(IndexStore):
         self.served(digest, copy=copy is not None)
         return index
 
+    def touch(self, key: IndexLookup) -> None:
+        fd, status = self._open_offered(self._digest(key))
+        with closing_fd(fd):
+            self._touch(fd, status)
+
     def served(self, digest: str, *, copy: bool) -> None:
         """A reader, of whatever process, was given an index of this folder, or its ``copy`` in DRAM."""
         if self.copies is not None and self.copies.served(digest, copy=copy):
@@ -227,9 +232,12 @@ class FileStore(IndexStore):
             return False
         return entry.identity.digest == digest and not self._has_expired(digest)
 
-    def delete(self, key: IndexLookup) -> bool:
+    def delete(self, key: IndexLookup, *, seen: tuple[Signature, Retention] | None = None) -> bool:
+        """As in the protocol; with ``seen`` (version, retention) only where the index still is as it was seen."""
         digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
+            if seen is not None and not self._is_as_seen(digest, *seen):
+                return False
             there = self._remove(digest, "removed", sync=True)
         if self.copies is not None:
             self.copies.drop(digest)
@@ -408,6 +416,7 @@ class FileStore(IndexStore):
         for shard in self._books.shards:
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
                 remove_unlocked(fd, PARTIAL, grace_s=grace_s)
+        clean_removals(self.folder, grace_s)
 
     def _shortage(self, nbytes: int, replaced: str | None) -> int:
         """How many bytes must go before ``nbytes`` may come. Raises OSError.
@@ -471,6 +480,13 @@ class FileStore(IndexStore):
             return False
         return True
 
+    def _is_as_seen(self, digest: str, version: Signature, kept: Retention) -> bool:
+        """Raises OSError where nobody can tell."""
+        try:
+            return Signature.of(os.lstat(self.path_of(digest))) == version and self._is_kept_as(digest, kept)
+        except FileNotFoundError:
+            return False
+
     def _is_kept_as(self, digest: str, known: Retention) -> bool:
         """Whether the retention on disk is the known one. Raises OSError where nobody can tell."""
         with shard_fd(self.folder, shard_of(digest)) as fd:
@@ -493,6 +509,7 @@ class FileStore(IndexStore):
                     orphans = self._books.orphans(shard)
                 # Alone, nobody is between writing a retention and naming its index.
                 remove_orphans(fd, orphans, grace_s=0.0 if alone else self._partial_grace_s)
+        clean_removals(self.folder, self._partial_grace_s)
 
 
 def _last_used(entry: IndexEntry, known: float) -> float:

@@ -7,7 +7,9 @@ be written down is none the less one, and no look-up reads it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +17,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from .folder import give_mode
+from .folder import closing_fd, give_mode, remove_unlocked
 from .format import IndexIdentity
 from .store import IndexEntry
 
 NAME: Final = ".removed"
+PARTIAL: Final = f"{NAME}-"
 MAX_NBYTES: Final = 1 << 20
 """About 1,500 removals; then the older half goes."""
 
@@ -42,30 +45,45 @@ _DECODER: Final = msgspec.json.Decoder(Removal)
 def note_removal(folder: Path, entry: IndexEntry, why: Why, *, mode: int) -> None:
     """Writes down that an index left; raises nothing. Call it while nobody else changes the folder (``exclusive``)."""
     removal = Removal(identity=entry.identity, name=entry.retention.name, removed=time.time(), why=why)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # nothing here is worth a put or a collection
         path = folder / NAME
         lines = _lines(path)
         if sum(map(len, lines)) > MAX_NBYTES:
-            partial = folder / f"{NAME}-{os.getpid()}"
-            _append(partial, b"".join(lines[len(lines) // 2 :]), mode)
+            partial = folder / f"{PARTIAL}{os.getpid()}"
+            _write(partial, b"".join(lines[len(lines) // 2 :]), mode, os.O_TRUNC)  # of a process that died: its number
             os.replace(partial, path)
-        _append(path, msgspec.json.encode(removal) + b"\n", mode)
+        _write(path, msgspec.json.encode(removal) + b"\n", mode, os.O_APPEND)
 
 
-def _append(path: Path, data: bytes, mode: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    try:
+def _open(path: Path, flags: int, mode: int = 0) -> int:
+    """A regular file's descriptor. Never through a link, and never waits. Raises OSError."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "expected a regular file", str(path))
+    return fd
+
+
+def _write(path: Path, data: bytes, mode: int, how: int) -> None:
+    with closing_fd(_open(path, os.O_WRONLY | os.O_CREAT | how, mode)) as fd:
         give_mode(fd, mode)
         os.write(fd, data)
-    finally:
-        os.close(fd)
 
 
 def _lines(path: Path) -> list[bytes]:
+    """The last of a record that is too long: somebody else's. Raises OSError."""
     try:
-        return path.read_bytes().splitlines(keepends=True)
+        with closing_fd(_open(path, os.O_RDONLY)) as fd, open(fd, "rb", closefd=False) as file:
+            file.seek(max(os.fstat(fd).st_size - 2 * MAX_NBYTES, 0))
+            return file.read(2 * MAX_NBYTES).splitlines(keepends=True)
     except FileNotFoundError:
         return []
+
+
+def clean_removals(folder: Path, grace_s: float) -> None:
+    """Removes what processes left that died while they shortened a record; raises nothing."""
+    with contextlib.suppress(OSError), closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        remove_unlocked(fd, PARTIAL, grace_s=grace_s)
 
 
 def read_removals(folder: str | os.PathLike[str]) -> Sequence[Removal]:

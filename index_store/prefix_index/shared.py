@@ -25,6 +25,7 @@ from .errors import (
 )
 from .file import FileStore
 from .folder import check_apart
+from .format import is_digest
 from .link import Link, Source, unavailable
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
 from .remote import RemoteStore
@@ -177,6 +178,12 @@ class SharedStore(IndexStore):
             index.tier = "remote"
         self.count(where)
         return index
+
+    def touch(self, key: IndexLookup) -> None:
+        """As in the protocol, in the folder; remote folders that have the index are told in the background."""
+        digest = self._digest(key)
+        self._looker.request(digest)
+        self.local.touch(digest)
 
     def contains(self, key: IndexLookup) -> bool:
         digest = self._digest(key)
@@ -380,7 +387,15 @@ class SharedStore(IndexStore):
     # ---- to remote stores ----
 
     def _look(self, what: str, check: Check) -> None:
-        """Lists the remote stores, or opens those that could not be. What expired in the folder is deleted there."""
+        """Lists the remote stores, or opens those that could not be. What expired in the folder is deleted there. A
+        digest is touched where it is.
+        """
+        if is_digest(what):
+            for link in self._links:
+                if isinstance(link.store, FileStore) and link.lists(what):
+                    with contextlib.suppress(IndexStoreError):
+                        link.ask(partial(link.store.touch, what))
+            return
         for link in self._links:
             check()
             if link.is_open:

@@ -316,6 +316,12 @@ class IndexStore(IndexSource):
         """Changes how long an index should stay. Raises IndexNotFound."""
 
     @abstractmethod
+    def touch(self, key: IndexLookup) -> None:
+        """Writes down that an index is in use, as ``get`` does, for one that is long in memory. Raises IndexNotFound,
+        and what else keeps ``get`` from finding it.
+        """
+
+    @abstractmethod
     def collect(self) -> Sequence[IndexEntry]:
         """Removes what has expired and what exceeds the store's limits; returns what was removed."""
 

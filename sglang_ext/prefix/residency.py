@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -39,6 +40,9 @@ LayerArrays = dict[str, Tensor]
 
 #: Host memory of one bulk read, about: enough to keep the disk busy, little beside a whole index.
 STAGING_BYTES = 256 << 20
+
+TELL_S = 3600.0
+"""How seldom a store is told that an index which is loaded is in use."""
 
 #: What the store must not offer again. One that has gone, that the disk or the store does not give now, may come back.
 _DAMAGE = (IndexFormatError, IndexMismatch)
@@ -82,11 +86,13 @@ class ResidentIndex:
             Another index of the same prefix is another try.
         users: requests with a slot that hold it; only an index without users is evicted.
         hit: whether its load was begun by a request that counts as a hit.
+        told: when the store was last told of a use (`time.monotonic`): its load tells it.
     """
 
     def __init__(self, entry: IndexEntry, *, hit: bool = False) -> None:
         self.entry, self.hit = entry, hit
         self.state = State.LOADING
+        self.told = time.monotonic()
         self.layers: list[LayerArrays] = []
         self.reason = ""
         self.detail = ""
@@ -171,6 +177,10 @@ class Residency:
                 self._counts["index_hits"]["failed" if index.state is State.FAILED else "device"] += 1
             self._by_digest.move_to_end(entry.digest)
             index.users += 1
+            if index.state is State.READY and time.monotonic() - index.told >= TELL_S:
+                index.told = time.monotonic()
+                with suppress(RuntimeError):  # closed meanwhile
+                    self._worker.submit(self._tell, index.entry)
             return index
 
     def release(self, index: ResidentIndex) -> None:
@@ -263,6 +273,11 @@ class Residency:
             if index.hit:
                 with self._lock:
                     self._counts["index_hits"][tier] += 1
+
+    def _tell(self, entry: IndexEntry) -> None:
+        """A use of what is loaded long since: else its store would take it for unused. It is advice, and may fail."""
+        with suppress(Exception):
+            self._store.touch(entry.identity)
 
     def _report(self, file: IndexFile, error: IndexStoreError) -> None:
         try:

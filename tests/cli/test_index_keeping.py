@@ -197,19 +197,56 @@ def test_gc_leaves_what_was_used_lately_or_is_pinned(shelf: Any, index: Any) -> 
     assert len(shelf.digests()) == 3
 
 
-def test_gc_removes_damaged_indexes_and_those_of_a_newer_format_only_when_told(shelf: Any, index: Any) -> None:
+def test_gc_removes_damaged_indexes_when_told_and_never_pinned_ones_or_newer_formats(shelf: Any, index: Any) -> None:
+    for number in (2, 3):
+        index("pin", shelf.entries[number].digest)
+        shelf.flip(number, at=70)
+    shelf.path(3).with_suffix(".pfxkeep").write_bytes(b"nobody can read this")
     shelf.flip(0, at=70)
     raw = bytearray(shelf.path(1).read_bytes())
     raw[8:12] = struct.pack("<I", 2)
     raw[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:56])))
     shelf.path(1).write_bytes(raw)
     index("gc")
-    assert shelf.path(0).exists() and shelf.path(1).exists()  # noqa: PT018
-    (done,) = index("gc", "--unusable", "--yes", "--json").lines
-    assert done["removed"] == []
-    assert done["leftovers"] == sorted(f"{e.digest[:2]}/{e.digest}.pfxindex" for e in shelf.entries[:2])
-    assert not shelf.path(0).exists() and not shelf.path(1).exists()  # noqa: PT018
-    assert len(shelf.digests()) == 3
+    assert all(shelf.path(number).exists() for number in range(5))
+    damaged = shelf.entries[0].digest
+    for flag in ("--dry-run", "--yes"):
+        (done,) = index("gc", "--unusable", flag, "--json").lines
+        assert (done["removed"], done["leftovers"]) == ([], [f"{damaged[:2]}/{damaged}.pfxindex"])
+    assert [shelf.path(number).exists() for number in range(5)] == [False, True, True, True, True]
+
+
+class Slow(Terminal):
+    """A person who thinks about it for a while."""
+
+    def __init__(self, meanwhile: Any) -> None:
+        super().__init__("y\n")
+        self._meanwhile = meanwhile
+
+    def readline(self, *_: Any) -> str:
+        self._meanwhile()
+        return super().readline()
+
+
+def test_gc_leaves_what_was_built_again_or_pinned_while_it_asked(
+    shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, again, pinned = time.time() - 3600, sample_payload(shelf.entries[0].identity), shelf.entries[1].digest
+    for number in range(3):
+        os.utime(shelf.path(number), (used, shelf.path(number).stat().st_mtime))
+    shelf.flip(4, at=70)
+
+    def meanwhile() -> None:
+        with FileStore(shelf.folder) as store:
+            store.put(again)
+            store.retain(pinned, Retention(pinned=True))
+            store.put(sample_payload(shelf.entries[4].identity))
+
+    monkeypatch.setattr(sys, "stdin", Slow(meanwhile))
+    said = index("gc", "--unused-for", "30m", "--unusable")
+    assert said.status == 0, said.err
+    assert [shelf.path(number).exists() for number in range(5)] == [True, True, False, True, True]
+    assert said.err.count("stays: it has changed since it was chosen") == 3
 
 
 def test_gc_beside_a_limit_counts_what_leaves_anyway(shelf: Any, index: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,55 @@ def test_a_damaged_record_hides_nothing_else(folder: Path, damage: bytes) -> Non
     assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
 
 
-def test_an_index_leaves_though_nothing_can_be_written_down(folder: Path) -> None:
-    (folder / removals.NAME).mkdir()
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_an_index_leaves_though_nothing_can_be_written_down(folder: Path, kind: str, tmp_path: Path) -> None:
+    record, elsewhere = folder / removals.NAME, tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    if kind == "folder":
+        record.mkdir()
+    elif kind == "link":
+        record.symlink_to(elsewhere)
+    else:
+        os.mkfifo(record)
     with FileStore(folder) as store:
         assert store.delete(IDS[0])
         assert not store.contains(IDS[0])
     assert told(folder) == []
+    assert elsewhere.read_bytes() == b"not ours"
+
+
+def test_of_a_record_of_any_size_only_the_end_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileStore(folder) as store:
+        store.delete(IDS[0])
+        line = (folder / removals.NAME).read_bytes()
+        with (folder / removals.NAME).open("r+b") as file:
+            file.truncate(1 << 40)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n" + line)
+        store.delete(IDS[1])
+    assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
+    assert (folder / removals.NAME).stat().st_size < 3 * removals.MAX_NBYTES
+
+
+def test_what_a_dead_process_left_while_it_shortened_the_record_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removals, "MAX_NBYTES", 0)
+    left = folder / f"{removals.PARTIAL}{os.getpid()}"
+    with FileStore(folder) as store:
+        store.delete(IDS[0])
+        left.write_bytes(b"of another process of this number\n" * 100)
+        store.delete(IDS[1])
+    assert b"of another" not in (folder / removals.NAME).read_bytes()
+    left.write_bytes(b"of one that is dead")
+    young = folder / f"{removals.PARTIAL}1"
+    young.write_bytes(b"of one that may live")
+    os.utime(left, (1e9, 1e9))
+    with FileStore(folder):
+        assert (left.exists(), young.exists()) == (False, True)
+    os.utime(young, (1e9, 1e9))
+    with FileStore(folder, partial_grace_s=1e12) as store:
+        assert young.exists()
+        store._partial_grace_s = 60.0
+        store.collect()
+    assert not young.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from prefix_index import (
     InvalidPayload,
     LazyArray,
     Retention,
+    SharedStore,
     StoreClosed,
 )
 from tests.prefix_index.balance import balanced
@@ -39,7 +41,8 @@ from tests.prefix_index.samples import (
     sample_model,
     sample_payload,
 )
-from tests.prefix_index.small_stores import in_threads
+from tests.prefix_index.small_stores import SOON, in_threads
+from tests.prefix_index.tiers import eventually
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
 
@@ -60,6 +63,23 @@ def test_put_then_get(store: IndexStore) -> None:
     assert read_fill(store) == 0
     assert store.contains(payload.identity)
     assert store.contains(entry.digest)
+
+
+def test_touch_is_a_use_and_an_index_that_is_not_there_has_none(store: IndexStore, tmp_path: Path) -> None:
+    store.put(sample_payload())
+    if isinstance(store, SharedStore):
+        assert store.flush(SOON)
+        store.rescan(full=True)
+    files = [path for path in tmp_path.glob("*/??/*.pfxindex") if path.parts[-3] != "dram"]
+    assert files
+    for path in files:
+        os.utime(path, (1e9, path.stat().st_mtime))
+    store.touch(sample_identity())
+    eventually(lambda: all(path.stat().st_atime > 1.7e9 for path in files))
+    assert store.problems() == ()
+    assert read_fill(store) == 0
+    with pytest.raises(IndexNotFound):
+        store.touch(sample_identity(PROMPT[:64]))
 
 
 def test_put_replaces_and_open_readers_keep_the_old(store: IndexStore) -> None:

@@ -44,6 +44,7 @@ def texts() -> Texts:
         elsewhere=make_document("many_keys", seed=75, num_tokens=1088, num_questions=8),
         large=make_document("many_keys", seed=501, num_tokens=5120, num_questions=24),
         damaged=make_document("many_keys", seed=77, num_tokens=1024, num_questions=2),
+        spoilt=make_document("many_keys", seed=78, num_tokens=1024, num_questions=2),
     )
 
 
@@ -63,6 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -
         {"id": "second-named", "text": texts.second.text, "extra_key": "tenant-b"},
         {"id": "large", "text": texts.large.text},
         {"id": "damaged", "text": texts.damaged.text},
+        {"id": "spoilt", "text": texts.spoilt.text},
         {"id": "negative", "input_ids": [5] * 1087 + [-1]},
         {"id": "outside", "input_ids": [5] * 1087 + [1 << 20]},
         {"id": "too-long", "input_ids": [5] * 12288},
@@ -75,18 +77,21 @@ def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -
 
 @pytest.fixture(scope="session")
 def damaged(built: Prebuilt, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a copy of the main store, in it the index of `damaged`, which has a wrong byte in an array)."""
+    """(a copy of the main store, in it the index of `damaged`, which has a wrong byte in an array). That of `spoilt`
+    has one, too: whoever asks for one first hides it from the server's other tests.
+    """
     store = Path(shutil.copytree(built.store, tmp_path_factory.mktemp("damaged") / "store"))
-    wrong = store / Path(built.line("damaged")["path"]).relative_to(built.store)
-    raw = bytearray(wrong.read_bytes())
-    raw[len(raw) // 2] ^= 0xFF
-    wrong.write_bytes(raw)
+    spoilt, wrong = (store / Path(built.line(name)["path"]).relative_to(built.store) for name in ("spoilt", "damaged"))
+    for path in (spoilt, wrong):
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 0xFF
+        path.write_bytes(raw)
     return store, wrong
 
 
 @pytest.fixture
 def production(serve: Pool, damaged: tuple[Path, Path]) -> Server:
-    """The server of most tests: as people serve, on a store of which an index is damaged."""
+    """The server of most tests: as people serve, on a store of which two indexes are damaged."""
     return serve(damaged[0], PRODUCTION, disable_overlap_schedule=None, admin_api_key=ADMIN_KEY)
 
 

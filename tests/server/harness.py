@@ -417,7 +417,7 @@ class Pool:
 @dataclass(frozen=True)
 class Texts:
     """The documents of this suite, 1 token a word. `long` begins with `first`, and both are indexed, as are `second`
-    and `large`. The index of `damaged` is spoilt; of the others there are none.
+    and `large`. The indexes of `damaged` and `spoilt` have a wrong byte; of the others there are none.
     """
 
     first: Document
@@ -427,6 +427,7 @@ class Texts:
     elsewhere: Document
     large: Document
     damaged: Document
+    spoilt: Document
 
     @property
     def long(self) -> str:

@@ -63,10 +63,10 @@ def test_a_server_says_where_a_prompt_differs(explain: Any, texts: Any, built: A
 
 
 def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, texts: Any) -> None:
-    production.generate(texts.ask(texts.damaged, 0), 4)
-    status, found = explain(texts.damaged.text)
+    production.generate(texts.ask(texts.spoilt, 0), 4)
+    status, found = explain(texts.spoilt.text)
     assert (status, found["index"]) == (1, None)
-    assert any(built.line("damaged")["digest"] in problem for problem in found["problems"]), "as the server found"
+    assert any(built.line("spoilt")["digest"] in problem for problem in found["problems"]), "as the server found"
 
 
 @pytest.mark.parametrize(

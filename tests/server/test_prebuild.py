@@ -16,11 +16,11 @@ from tests.server.harness import EXACT_CONFIG
 @pytest.mark.boot("production")
 def test_a_job_reports_each_prompt_and_says_why_not(built: Any) -> None:
     statuses = {line["id"]: line["status"] for line in built.report}
-    names = ("first", "second", "long", "second-named", "large", "damaged")
+    names = ("first", "second", "long", "second-named", "large", "damaged", "spoilt")
     refused = dict.fromkeys(("negative", "outside", "too-long"), "failed")
     assert statuses == {**dict.fromkeys(names, "built"), **refused, "short": "skipped"}
     assert built.status == 1, "a failed prompt makes the job fail"
-    assert "6 built, 3 failed, 1 skipped" in built.output
+    assert "7 built, 3 failed, 1 skipped" in built.output
     for name, one in (("negative", -1), ("outside", 1 << 20)):
         line = built.line(name)
         assert line["reason"] == "unknown_tokens"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -190,6 +192,24 @@ def test_acquire_does_not_wait_for_the_disk(bench: Any, reside: Any, monkeypatch
     gate.set()
     index.loaded.result(30)
     assert (index.state, index.users) == (State.READY, 0)
+
+
+def last_use(entry: Any) -> float:
+    return Path(entry.path).stat().st_atime
+
+
+def test_the_store_is_told_now_and_then_of_an_index_in_use(bench: Any, reside: Any, monkeypatch: Any) -> None:
+    entry, residency = bench.put(PROMPT), reside(bench)
+    load(residency, entry)
+    for told_s, used in ((3600.0, False), (0.0, True)):
+        monkeypatch.setattr(module, "TELL_S", told_s)
+        os.utime(entry.path, (1e9, Path(entry.path).stat().st_mtime))
+        load(residency, entry)
+        residency._worker.submit(int).result(30)  # behind what was asked of it
+        assert (last_use(entry) > 1e9) is used
+    bench.store.delete(entry.digest)
+    assert load(residency, entry).state is State.READY, "that the store does not find it is no matter"
+    residency._worker.submit(int).result(30)
 
 
 def test_concurrent_acquire_and_release_balance(bench: Any, reside: Any) -> None:

@@ -117,7 +117,7 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "gc": (
         keeping.run_gc,
-        "remove what expired, exceeds limits, is of old models, unused or unusable",
+        "remove what expired, exceeds limits, is of old models, unused or damaged",
         ["--dry-run --max-bytes 50G", "--min-free-bytes 10G", "--dry-run --model 9d2c41aa", "--yes --unused-for 30d"],
         _argument(
             "--model",
@@ -127,7 +127,7 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
             help="also the indexes of these models: digests as `du` prints them, or their first digits",
         ),
         _argument("--unused-for", type=parse_seconds, metavar="TIME", help="also what no server used for so long: 30d"),
-        _flag("--unusable", "also damaged indexes and those of a newer format"),
+        _flag("--unusable", "also damaged indexes; those of a newer format stay"),
         _argument("--max-bytes", type=parse_bytes, metavar="SIZE", help="most bytes of all indexes, for instance 50G"),
         _argument(
             "--min-free-bytes", type=parse_bytes, default=0, metavar="SIZE", help="bytes to leave free on the disk"

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,15 +19,14 @@ from prefix_index import (
     IndexEntry,
     IndexStore,
     IndexStoreError,
-    IndexTooNew,
     Retention,
     canonical_digest,
 )
 from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
-from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, os_errors
+from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, os_errors, shard_fd, shard_of
 from prefix_index.lease import LEASE
-from prefix_index.retention import KEEP_SUFFIX, Candidate, choose_victims
+from prefix_index.retention import KEEP_SUFFIX, Candidate, choose_victims, read_retention
 from prefix_index.store import has_expired
 from sglang_ext.cli.index.targets import (
     HEADER,
@@ -151,7 +151,7 @@ class Plan(NamedTuple):
 
 
 def run_gc(args: argparse.Namespace) -> int:
-    """Removes what was chosen by its model, its last use, or as unusable; then what has expired, what exceeds limits,
+    """Removes what was chosen by its model, its last use, or as damaged; then what has expired, what exceeds limits,
     and what dead writers left. Limits are for folders: a service has its own.
     """
     address = store_address(args)
@@ -172,8 +172,8 @@ def run_gc(args: argparse.Namespace) -> int:
 
 
 def _chosen(folder: Path, args: argparse.Namespace) -> list[Target]:
-    """Indexes of the models that were named, unused for the time that was given (where both are: both), and unusable
-    ones. What is pinned stays.
+    """Indexes of the models that were named, unused for the time that was given (where both are: both), and damaged
+    ones. What is pinned stays, also where nobody can tell; so does what a newer version wrote, which can use it.
 
     Raises:
         UnknownIndex: a word fits several models.
@@ -186,16 +186,21 @@ def _chosen(folder: Path, args: argparse.Namespace) -> list[Target]:
         uses = [(canonical_digest(entry.identity.model), entry, used) for _, entry, used in books.uses()]
         models = {_model(word, {model for model, *_ in uses}) for word in args.model or ()}
         targets = [
-            Target(entry.digest, entry, None, entry.path)
+            Target(entry.digest, entry, None, entry.path, (version, entry.retention))
             for model, entry, used in uses
-            if not entry.retention.pinned
+            if (version := books.signature(entry.digest)) is not None
+            and not entry.retention.pinned
             and (not args.model or model in models)
             and now - used >= (args.unused_for or 0.0)
         ]
     for path, error in sorted(books.problems.items()) if args.unusable else ():
         digest = digest_in(path)
-        if digest is not None and isinstance(error, (IndexCorrupt, IndexTooNew)):
-            targets.append(Target(digest, None, error, path))
+        version = None if digest is None else books.signature(digest)
+        if digest is not None and version is not None and isinstance(error, IndexCorrupt):
+            with suppress(OSError, IndexStoreError), shard_fd(folder, shard_of(digest)) as fd:
+                retention = read_retention(fd, digest)
+                if not retention.pinned:
+                    targets.append(Target(digest, None, error, path, (version, retention)))
     return targets
 
 
@@ -209,14 +214,18 @@ def _model(word: str, known: Collection[str]) -> str | None:
     return fits[0] if fits else None
 
 
-def _remove_chosen(store: IndexStore, targets: Sequence[Target]) -> tuple[list[IndexEntry], list[str], bool]:
-    """(usable indexes that are gone, names of unusable ones, whether some could not be removed, which is said)."""
+def _remove_chosen(store: FileStore, targets: Sequence[Target]) -> tuple[list[IndexEntry], list[str], bool]:
+    """(usable indexes that are gone, names of damaged ones, whether some could not be removed, which is said). What was
+    built again or pinned while a person was asked stays.
+    """
     removed, names, failed = [], [], False
     for target in targets:
         try:
-            if store.delete(target.digest):
+            if store.delete(target.digest, seen=target.seen):
                 removed += [] if target.entry is None else [target.entry]
                 names += [] if target.entry is not None else [_name(target)]
+            elif os.path.lexists(store.path_of(target.digest)):
+                complain("gc", f"{target.digest[:SHORT]} stays: it has changed since it was chosen")
         except IndexStoreError as error:
             failed = True
             complain("gc", f"{target.digest[:SHORT]}: {error}")

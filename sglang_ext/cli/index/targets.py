@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError, canonical_digest
+from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError, Retention, canonical_digest
 from prefix_index.connect import open_store
+from prefix_index.folder import Signature
 from prefix_index.format import is_digest
 from prefix_index.reader import open_in
 from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span, table, width
@@ -22,12 +23,15 @@ class UnknownIndex(Exception):  # noqa: N818 (as in prefix_index: a name says wh
 
 
 class Target(NamedTuple):
-    """An index that was named: usable (`entry`), or damaged (`error`, and what the store calls the place: `path`)."""
+    """An index that was named: usable (`entry`), or damaged (`error`, and what the store calls the place: `path`). One
+    that was chosen by what it is has that with it: `seen`, its file's version and its retention.
+    """
 
     digest: str
     entry: IndexEntry | None
     error: IndexStoreError | None
     path: str | None = None
+    seen: tuple[Signature, Retention] | None = None
 
 
 def store_address(args: argparse.Namespace) -> str:
