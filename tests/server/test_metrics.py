@@ -6,11 +6,13 @@ Requests come one after another where a count depends on their order; steps do n
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 import urllib.request
-from collections import Counter
+import uuid
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,11 +115,13 @@ def paths_of(answer: Answer) -> list[str]:
 def streamed(server: Server, text: str, tokens: int, abort_at: int | None = None) -> tuple[Answer, list[float]]:
     """The answer that a stream's last chunk gives, and when each of them came, in seconds.
 
+    Its id is new each time: two seconds behind a stream SGLang aborts what has that id then.
+
     Args:
         abort_at: abort the request behind so many chunks.
     """
-    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = json.dumps({"text": text, "sampling_params": sampling, "stream": True, "rid": "streamed"}).encode()
+    sampling, rid = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}, uuid.uuid4().hex
+    body = json.dumps({"text": text, "sampling_params": sampling, "stream": True, "rid": rid}).encode()
     request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
     chunks, came = [], []
     with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as lines:
@@ -126,7 +130,7 @@ def streamed(server: Server, text: str, tokens: int, abort_at: int | None = None
                 chunks.append(json.loads(line[6:]))
                 came.append(time.perf_counter())
                 if len(chunks) == abort_at:
-                    server.post("/abort_request", {"rid": "streamed"})
+                    server.post("/abort_request", {"rid": rid})
     *before, last = chunks
     assert all(chunk["meta_info"]["sparse_attn"] == [] for chunk in before), "only the last one says how"
     assert (last["meta_info"]["finish_reason"]["type"] == "abort") == (abort_at is not None)
@@ -297,22 +301,20 @@ def test_without_an_admin_key_no_stored_text_is_told_and_the_command_says_why(lo
 
 
 def test_the_time_of_a_step_is_what_a_client_sees_and_the_log_says_which_way(loaded: Load) -> None:
-    """The nearest of three answers counts: on a busy machine a client may read a token late."""
-    server = loaded.server
-    text = f"{make_document('many_keys', seed=5, num_tokens=1152, num_questions=12).text} a"
-    for path in ("dense", "sparse"):
-        ratios = []
-        for _ in range(3):
-            before, logged = exported(server), server.log.stat().st_size
-            answer, came = streamed(server, text, LONG)
-            assert paths_of(answer) == [path]
-            after = exported(server)
-            seconds, steps = (after[name][path] - before[name][path] for name in ("step_seconds", "timed_steps"))
-            assert steps == LONG - 2
-            ratios.append(seconds / (came[-1] - came[1]))
-        nearest = min(ratios, key=lambda ratio: abs(ratio - 1.0))
-        assert nearest == pytest.approx(1.0, rel=0.3), f"between the ends of the first and last step: {ratios}"
+    """The nearest of three answers on a path counts: on a busy machine a client may read a token late."""
+    server, ratios = loaded.server, defaultdict[str, list[float]](list)
+    for seed, path in itertools.product((5, 6, 7), ("dense", "sparse")):  # the first answer leaves the index
+        text = f"{make_document('many_keys', seed=seed, num_tokens=1152, num_questions=12).text} a"
+        before, logged = exported(server), server.log.stat().st_size
+        answer, came = streamed(server, text, LONG)
+        assert paths_of(answer) == [path]
+        after = exported(server)
+        seconds, steps = (after[name][path] - before[name][path] for name in ("step_seconds", "timed_steps"))
+        assert steps == LONG - 2
+        ratios[path].append(seconds / (came[-1] - came[1]))
         lines = re.findall(r"Decode batch.*sparse rows: (.*), cascade rows: (.*)", server.log.read_text()[logged:])
         assert lines[1:-1] == [("1.00" if path == "sparse" else "0.00", "0.00")] * len(lines[1:-1])
         assert len(lines) >= (LONG - 1) // int(LOG_INTERVAL)
+    for path, found in ratios.items():
+        assert min(abs(ratio - 1.0) for ratio in found) < 0.3, f"{path}, from the first step's end to the last: {found}"
     assert ("0.00", "1.00") in re.findall(r"sparse rows: (.*), cascade rows: (.*)", server.log.read_text())
