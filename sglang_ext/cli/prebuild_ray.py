@@ -97,7 +97,7 @@ class Cluster:
         self._actor = ray.remote(BuilderActor).options(num_cpus=1, num_gpus=gpus, scheduling_strategy="SPREAD")
         self._starting: dict[Any, Any] = {}
         self._idle: list[Any] = []
-        self._failed_starts = 0
+        self._failed_starts, self._any_started = 0, False
         self._failures: Counter[str] = Counter()
         for _ in range(count):
             self._add()
@@ -110,8 +110,8 @@ class Cluster:
         """As they are built.
 
         Raises:
-            EngineStartError: an engine cannot be started.
-            EngineDiedError: engines end while they start.
+            EngineStartError: no engine can be started.
+            EngineDiedError: engines end while they start, or none is left that could.
         """
         tasks = iter(tasks)
         task, busy = next(tasks, None), dict[Any, tuple[Any, Task]]()
@@ -127,7 +127,7 @@ class Cluster:
             done, _ = self._ray.wait([*busy, *self._starting], timeout=1.0)
             for ref in done:
                 if ref in self._starting:
-                    self._started(ref)
+                    self._started(ref, bool(busy))
                     continue
                 actor, given = busy.pop(ref)
                 prompt = given[0]
@@ -147,19 +147,30 @@ class Cluster:
                     self._idle.append(actor)
                 yield prompt, line
 
-    def _started(self, ref: Any) -> None:
+    def _started(self, ref: Any, others: bool) -> None:
+        """`others`: whether actors work. One bad node does not end a job that others can do."""
         actor = self._starting.pop(ref)
         try:
             self._ray.get(ref)
         except EngineStartError as error:  # what Ray raises is of this class, too
-            raise EngineStartError(str(error.args[0] if error.args else error)) from None
+            said = str(error.args[0] if error.args else error)
+            self._ray.kill(actor)
+            if not (others or self._idle or self._starting):
+                raise (EngineDiedError(said) if self._any_started else EngineStartError(said)) from None
+            tqdm.write(f"one engine less: {said}", file=sys.stderr)
         except self._lost as error:
             self._failed_starts += 1
-            if self._failed_starts >= ATTEMPTS:
+            if self._failed_starts < ATTEMPTS:
+                self._replace(actor)
+                return
+            self._ray.kill(actor)
+            if not (others or self._idle or self._starting):
                 raise EngineDiedError(f"expected engines to start on the cluster, got: {error}") from None
-            self._replace(actor)
+            if others or self._idle:  # if one of them is lost, its successor has all its attempts
+                self._failed_starts = 0
+            tqdm.write(f"one engine less: {ATTEMPTS} starts in a row failed, the last with: {error}", file=sys.stderr)
         else:
-            self._failed_starts = 0
+            self._failed_starts, self._any_started = 0, True
             self._idle.append(actor)
 
     def _replace(self, actor: Any) -> None:

@@ -34,7 +34,10 @@ def browser() -> Iterator[Any]:
         program = program or started.chromium.executable_path
         if not Path(program).exists():
             pytest.skip("needs Chromium")
-        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        try:
+            browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        except playwright.Error as error:  # libraries of the system that it lacks, for instance
+            pytest.skip(f"needs a Chromium that starts; {program} does not: {str(error)[:500]}")
         yield browser
         browser.close()
 
