@@ -162,11 +162,9 @@ class DecodePlanner:
             self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks)
         if self.sparse is not None and config.guard_every:
             exact = self.cascade or CascadeDecode(shape, self._tracker, self._room(arena_size), view.device)
-            most = self._tracker.max_batch
-            self.guard = QualityGuard(
-                config, layer_plan, self.sparse, exact, most, view.device, trial=trial, ranks=ranks,
-                publish=counters.set_guard,
-            )  # fmt: skip
+            backends = self.sparse, exact, self._tracker.max_batch, view.device
+            publish = counters.set_guard
+            self.guard = QualityGuard(config, layer_plan, *backends, trial=trial, ranks=ranks, publish=publish)
 
     def _room(self, arena_size: int) -> int:
         """Slots of a step's lists. Without graphs a ready index is always used: each request alone has room."""
@@ -281,11 +279,7 @@ class DecodePlanner:
         if self.paused:
             self.step_elsewhere()
             return None
-        if self.guard is not None and any(ready):
-            admitted = self.guard.admitted(ready, [None if one is None else one.serial for one in attachments])
-            waits = [True if one is not index else None for one, index in zip(ready, admitted, strict=True)]
-            self._count_fallback("quality_guard", attachments, waits)
-            ready = admitted
+        ready = self._admitted(ready, attachments)
         exact = self.cascade.plan(batch) if self.cascade is not None else None
         if self.sparse is not None and any(ready):
             batch = self._with_indexes(batch, attachments, ready)
@@ -328,6 +322,17 @@ class DecodePlanner:
         self._counters.count_groups(path.counted, len(exact.groups), saved)
         _note(CASCADE, range(len(batch.serials)), batch, attachments)
         return PlannedStep(self.cascade, path)
+
+    def _admitted(
+        self, ready: list[ResidentIndex | None], attachments: Sequence[Attachment | None]
+    ) -> list[ResidentIndex | None]:
+        """Ready indexes that rows may use in this step; the guard keeps some on trial away, which is counted."""
+        if self.guard is None or not any(ready):
+            return ready
+        admitted = self.guard.admitted(ready, [None if one is None else one.serial for one in attachments])
+        waits = [True if one is not index else None for one, index in zip(ready, admitted, strict=True)]
+        self._count_fallback("quality_guard", attachments, waits)
+        return admitted
 
     def costs_alone(self, tokens: int, prefix_len: int, budget: int) -> dict[str, float | None]:
         """Microseconds of attention, all layers, of a step of one request alone: exactly, and by an index. None: not

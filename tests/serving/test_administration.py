@@ -327,16 +327,20 @@ def test_what_is_built_by_a_waiting_scheduler_is_not_asked_for(start: Callable[.
 # -- ranks -----------------------------------------------------------------------------------------------------
 
 
+def of_rank(bench: Any, ranks: Any) -> Runtime:
+    """One of two ranks, each with a KV head of its own."""
+    view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
+    view.tp_rank, view.tp_size = ranks.rank, 2
+    return Runtime(Settings(config=bench.config, store=str(bench.store.folder)), view, ranks=ranks)
+
+
 def test_ranks_act_on_the_index_that_rank_0_knows(make_bench: Any) -> None:
     """Rank 1 has not seen the index yet, and its own refusal of a budget is the answer of all."""
     bench = make_bench(keep_ratio=1.0, layer_plan=["anchor"] * LAYERS)
     entry = bench.put(PROMPT)
-    settings = Settings(config=bench.config, store=str(bench.store.folder))
 
     def work(ranks: Any) -> Any:
-        view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
-        view.tp_rank, view.tp_size = ranks.rank, 2
-        runtime = Runtime(settings, view, ranks=ranks)
+        runtime = of_rank(bench, ranks)
         if ranks.rank == 1:
             runtime.directory.known = lambda: ((), False)  # type: ignore[method-assign]
         answers = [answered(runtime, "prefetch", {"index": entry.digest}), answered(runtime, "pin", {"index": "none"})]
@@ -357,12 +361,9 @@ def test_what_fails_on_one_rank_leaves_the_ranks_in_step(make_bench: Any) -> Non
     """Each meets the collectives of a command, whichever of them cannot search."""
     bench = make_bench(keep_ratio=1.0, layer_plan=["anchor"] * LAYERS)
     entry = bench.put(PROMPT)
-    settings = Settings(config=bench.config, store=str(bench.store.folder))
 
     def work(ranks: Any) -> Any:
-        view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
-        view.tp_rank, view.tp_size = ranks.rank, 2
-        runtime = Runtime(settings, view, ranks=ranks)
+        runtime = of_rank(bench, ranks)
         known, answers = runtime.directory.known, []
         for failing in (1, 0):
             runtime.directory.known = known if ranks.rank != failing else lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
