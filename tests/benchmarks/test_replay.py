@@ -31,6 +31,27 @@ def test_the_documented_recall_of_guarded_steps_is_the_rows() -> None:
     assert said.format(off[4096], off[8192]) in prose("quality")
 
 
+def test_the_documented_cost_of_the_guard_is_the_rows() -> None:
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for row in sorted(rows_of(RESULTS / "guard-h100-cost.jsonl"), key=lambda row: row["start"]):
+        rates[row["guard"]].append(row["tokens_per_s"])
+    costs = sorted(100 * (1 - guarded / plain) for guarded, plain in zip(rates[True], rates[False], strict=True))
+    whole = 100 * (1 - sum(rates[True]) / sum(rates[False]))
+    assert f"it costs {whole:.1f}% of the tokens per second ({costs[0]:.1f}% and {costs[1]:.1f}%" in prose("quality")
+
+
+def test_the_documented_faults_that_the_guard_noticed_are_the_rows() -> None:
+    by_fault = {row["fault"]: row for row in rows_of(RESULTS / "guard-h100-faults.jsonl")}
+    assert all(row["good"] for row in by_fault.values())
+    assert {row["sparse_steps"][0] for name, row in by_fault.items() if name != "none"} == {9}
+    for name in ("shuffled positions", "another prompt's index"):
+        assert (by_fault[name]["standing"], by_fault[name]["sparse_steps"][1:]) == ("dense", [0] * 5)
+        assert all(by_fault[name]["alike_dense"][1:])
+    tiny = by_fault["a budget of 0.5%"]
+    assert (tiny["standing"], tiny["factor"]) == ("serving", 4)
+    assert "served 9 tokens of the shipped model behind 16,384, then every answer was dense" in prose("quality")
+
+
 @pytest.fixture
 def replay(load: Any) -> Any:
     return load("replay").replay

@@ -246,6 +246,17 @@ def test_a_store_of_other_settings_and_damage(doctor: Any, built: Prebuilt, tmp_
     assert "methods.token_index.bits: expected 8, found 4" in found["unusable"]["found"]
 
 
+@pytest.mark.parametrize("build", ["off", "shared"])
+def test_without_a_store_nothing_is_missed(
+    doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    status, found = doctor("--sparse-attn-config", json.dumps({**CONFIG, "build": build}))
+    assert (status, found["store"]["verdict"]) == (0, "ok")
+    assert "none named" in found["store"]["found"]
+    assert not list(tmp_path.rglob("store")), "a look makes no folder"
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -27,10 +27,10 @@ from sglang_ext.config import Settings
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.self_test import LEAST_AGREEMENT, run_self_test
 from sglang_ext.methods import method_specs
-from sglang_ext.options import Build, DecodePath, SparseAttnConfig
+from sglang_ext.options import Build, SparseAttnConfig
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefix.mismatch import Specs, differences, misfit
-from sglang_ext.storage import configured_store, default_store
+from sglang_ext.storage import ENV_STORE, configured_store, default_store, holds_indexes
 
 if TYPE_CHECKING:  # imports SGLang, which may not be there
     from sglang_ext.compat.preview import ServerPreview
@@ -169,8 +169,10 @@ def _profile(settings: Settings) -> Finding:
 def _stored(preview: ServerPreview, settings: Settings, args: argparse.Namespace) -> Iterator[Finding]:
     """The store: whether it can be used, and what of it this server could."""
     config, address = settings.config, settings.store
-    if config.decode_path is DecodePath.CASCADE and config.build is Build.OFF and not args.store:
-        todo = 'name one with --store, or set "build": "shared", where indexes are wanted'
+    named = args.store or os.environ.get(ENV_STORE)
+    if not named and not holds_indexes(default_store()):
+        wanted = 'name one with --store, or set "build": "shared", where indexes are wanted'
+        todo = wanted if config.build is Build.OFF else ""
         yield Finding("store", OK, f"none named, and the default one, {default_store()}, has no index", todo)
         return
     try:
