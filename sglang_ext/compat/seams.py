@@ -13,7 +13,7 @@ from types import FunctionType, NoneType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
-from sglang_ext.compat import administration, memory, server_args
+from sglang_ext.compat import administration, memory, response, server_args
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.seam import Seam, declare, here
 
@@ -33,6 +33,13 @@ SEAMS: tuple[Seam, ...] = (
         _AROUND,
         administration.around_decide_request_auth,
         ("method", "path"),
+        process="every",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        _AFTER,
+        response.after_generate_request,
+        ("obj", "request"),
         process="every",
     ),
     Seam(
