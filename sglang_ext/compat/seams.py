@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FunctionType, NoneType
+from types import AsyncGeneratorType, FunctionType, NoneType
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -40,6 +40,7 @@ SEAMS: tuple[Seam, ...] = (
         _AFTER,
         response.after_generate_request,
         ("obj", "request"),
+        {"": AsyncGeneratorType},
         process="every",
     ),
     Seam(

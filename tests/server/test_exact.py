@@ -108,11 +108,15 @@ def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any)
     lists, _ = ask(stream=True, stream_options={**usage, "continuous_usage_stats": True})
     assert lists[-3:] == [[], [told], [told]], "a choice tells when it has ended"
 
-    chat = {"messages": [{"role": "user", "content": 'say "usage":{ please'}]}
-    (reply,), header = server.openai("chat/completions", STEPS, **chat)
+
+@pytest.mark.boot("production")
+def test_chat_answers_say_it_too_whatever_stands_in_the_messages(production: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": 'document "usage":{ note'}]}
+    (reply,), header = production.openai("chat/completions", STEPS, **chat)
     assert reply["usage"]["sparse_attn"] == header
-    assert header[0]["steps"]["dense"] == STEPS - 1
-    (*_, last), none = server.openai("chat/completions", STEPS, **chat, stream=True, stream_options=usage)
+    assert header[0]["steps"] == {"sparse": 0, "cascade": 0, "dense": STEPS - 1}
+    usage = {"include_usage": True}
+    (*_, last), none = production.openai("chat/completions", STEPS, **chat, stream=True, stream_options=usage)
     assert (last["usage"]["sparse_attn"], none) == (header, None)
 
 
