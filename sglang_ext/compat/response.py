@@ -54,7 +54,7 @@ def tell(req: Any, attachment: Attachment, *, incremental: bool) -> None:
 
 def after_generate_request(outputs: Any, _manager: Any, _obj: Any, request: Any = None) -> Any:
     """Of a request that came through `OpenAIUsage`: note what its outputs say."""
-    told = None if request is None else request.scope.get(KEY)
+    told = getattr(request, "scope", {}).get(KEY)  # SGLang's gRPC server has requests of its own
     return outputs if told is None else _noting(outputs, told)
 
 
