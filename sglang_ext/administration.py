@@ -137,7 +137,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     rows["dense"] = counters.dense_rows - counters.cascade_rows
     total = sum(rows.values())
     off = "turned off by an operator"
-    exact = planner.refusal or (off if planner.paused else None if planner.cascade else "not configured: see the log")
+    exact = planner.refusal or (off if planner.paused else None if planner.cascade else "share_prefixes is off")
     selects = planner.refusal or runtime.ready.stale or (off if runtime.ready.off else None)
     selects = selects or (None if planner.uses_indexes else "not configured: see the log")
     return {

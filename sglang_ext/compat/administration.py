@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.compat.response import OpenAIUsage
+
 # What commands are made of is imported where it is used: every process of SGLang imports this module.
 if TYPE_CHECKING:
     from sglang_ext.administration import Answer
@@ -73,7 +75,7 @@ async def ask(tokenizer_manager: Any, command: str, body: dict[str, Any]) -> Ans
 
 
 def serve(settings: Settings) -> None:
-    """In the launcher: add the routes to SGLang's app, once; nothing where no HTTP server is launched."""
+    """In the launcher: add routes and `OpenAIUsage` to SGLang's app, once; nothing where no HTTP server is launched."""
     server = sys.modules.get(_HTTP_SERVER)
     if server is None or getattr(server.app.state, "has_sparse_attn", False):
         return
@@ -86,6 +88,7 @@ def serve(settings: Settings) -> None:
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(_endpoint(server, settings, name))
         server.app.add_api_route(f"{PATH}/{name}", endpoint, methods=["GET" if command.asks else "POST"])
     server.app.add_api_route(PATH, _page(), methods=["GET"])
+    server.app.add_middleware(OpenAIUsage)
 
 
 def _page() -> Callable[..., Any]:

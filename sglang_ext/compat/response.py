@@ -1,14 +1,24 @@
-"""What a request's response says of its decode steps: `meta_info["sparse_attn"]`."""
+"""What a request's response says of its decode steps.
+
+In a scheduler process it becomes `meta_info["sparse_attn"]` (`tell`). SGLang's OpenAI responses have no room for that:
+in the launcher `after_generate_request` keeps it beside the HTTP request, and `OpenAIUsage` writes it into the answer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang_ext.prefix.requests import Attachment
 
 KEY = "sparse_attn"
+HEADER = b"sglang-sparse-attn"
+_PATHS = ("/v1/completions", "/v1/chat/completions")
+_USAGE = b'"usage":{'
 
 
 class Told:
@@ -40,3 +50,65 @@ def tell(req: Any, attachment: Attachment, *, incremental: bool) -> None:
     if req.customized_info is None:
         req.customized_info = {}
     req.customized_info.setdefault(KEY, Told(req, attachment, incremental))
+
+
+def after_generate_request(outputs: Any, _manager: Any, _obj: Any, request: Any = None) -> Any:
+    """Of a request that came through `OpenAIUsage`: note what its outputs say."""
+    told = getattr(request, "scope", {}).get(KEY)  # SGLang's gRPC server has requests of its own
+    return outputs if told is None else _noting(outputs, told)
+
+
+async def _noting(outputs: Any, told: dict[int, list[Any]]) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            for index, one in enumerate(output) if isinstance(output, list) else [(output.get("index", 0), output)]:
+                told[index] = one["meta_info"].get(KEY, [])[-1:]
+            yield output
+
+
+class OpenAIUsage:
+    """An ASGI application around SGLang's: `usage.sparse_attn` of OpenAI answers, and their header `HEADER`.
+
+    The field is a list: of each choice that has ended, in their order, what `meta_info["sparse_attn"]` says of it. It
+    is written into the bytes, at the one place of `"usage":{`; inside a JSON string those quotes are escaped. A whole
+    answer with one choice has the list as a header too. A stream has no header: it leaves before the first step.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+        if scope["type"] != "http" or not scope["path"].endswith(_PATHS):
+            await self._app(scope, receive, send)
+            return
+        told: dict[int, list[Any]] = {}
+        scope[KEY] = told
+        start: dict[str, Any] | None = None
+
+        async def write(message: dict[str, Any]) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message  # waits for the body, whose length it holds
+                return
+            if _USAGE in message.get("body", b""):
+                choices = [one for index in sorted(told) for one in told[index] if one is not None]
+                text = json.dumps(choices, separators=(",", ":")).encode()
+                field = b'"%s":%s,' % (KEY.encode(), text)
+                message = {**message, "body": message["body"].replace(_USAGE, _USAGE + field, 1)}
+                if start is not None:
+                    start = {**start, "headers": _grown(start["headers"], len(field), text if len(told) == 1 else None)}
+            if start is not None:
+                await send(start)
+                start = None
+            await send(message)
+
+        await self._app(scope, receive, write)
+
+
+def _grown(headers: Any, added: int, text: bytes | None) -> list[tuple[bytes, bytes]]:
+    """Headers of a body that grew by so many bytes; with `text` as ours, if they are of a whole one."""
+    length = b"content-length"
+    if length not in dict(headers):
+        return list(headers)
+    grown = [(name, b"%d" % (int(value) + added) if name == length else value) for name, value in headers]
+    return grown if text is None else [*grown, (HEADER, text)]

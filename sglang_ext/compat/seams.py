@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FunctionType, NoneType
+from types import AsyncGeneratorType, FunctionType, NoneType
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
-from sglang_ext.compat import administration, memory, server_args
+from sglang_ext.compat import administration, memory, response, server_args
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.seam import Seam, declare, here
 
@@ -33,6 +33,14 @@ SEAMS: tuple[Seam, ...] = (
         _AROUND,
         administration.around_decide_request_auth,
         ("method", "path"),
+        process="every",
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        _AFTER,
+        response.after_generate_request,
+        ("obj", "request"),
+        {"": AsyncGeneratorType},
         process="every",
     ),
     Seam(

@@ -64,6 +64,7 @@ def slots(function: Callable[..., Any]) -> list[Any]:
 #: By the last word of a path: real results, of a function without its hook.
 RESULTS: dict[str, Callable[[Any], list[Any]]] = {
     "get_internal_state": lambda _: [io_struct.GetInternalStateReqOutput(internal_state={})],
+    "generate_request": lambda function: [function(None, None)],
     "forward": outputs,
     "can_run_graph": lambda function: [function(None, SimpleNamespace(replace_embeds=[]))],
     "_resolve_lora_variant": labels,

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_ext.compat.response import after_generate_request
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
@@ -125,3 +126,11 @@ def test_routes_want_the_admin_key_and_only_the_page_none() -> None:
     assert found["no admin key"] == [False, True]
     assert found["page"] == [True, False]
     assert found["beside it"] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "request_", [None, object(), SimpleNamespace(scope={"type": "http"})], ids=["none", "grpc", "http"]
+)
+def test_outputs_of_what_is_no_openai_request_stay_as_they_are(request_: Any) -> None:
+    outputs = object()
+    assert after_generate_request(outputs, None, None, request_) is outputs

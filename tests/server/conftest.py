@@ -91,8 +91,11 @@ def damaged(built: Prebuilt, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @pytest.fixture
 def production(serve: Pool, damaged: tuple[Path, Path]) -> Server:
-    """The server of most tests: as people serve, on a store of which two indexes are damaged."""
-    return serve(damaged[0], PRODUCTION, disable_overlap_schedule=None, admin_api_key=ADMIN_KEY)
+    """The server of most tests: as people serve, on a store of which two indexes are damaged. The model has no chat
+    template of its own.
+    """
+    flags = {"disable_overlap_schedule": None, "admin_api_key": ADMIN_KEY, "chat_template": "chatml"}
+    return serve(damaged[0], PRODUCTION, **flags)
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def test_a_chat_request_of_the_openai_client_finds_the_index(chatted: Any) -> No
     assert delta.fallbacks == {}
     (told,) = reply.choices[0].meta_info["sparse_attn"]
     assert (told["index"], told["steps"]["sparse"], told["reasons"]) == ("travel", 5, [])
+    assert reply.usage.sparse_attn == [told]
     other, delta = server.during(lambda: ask(client, [WEATHER]))
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"no_index": 1}), "other tools"
     assert other.choices[0].meta_info["sparse_attn"][0]["reasons"] == ["no_index"]

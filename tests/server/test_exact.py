@@ -84,6 +84,42 @@ def test_several_answers_to_one_prompt_are_so_many_hits_and_share_its_index(serv
     assert delta.sparse_rows >= 4 * (STEPS - 1)
 
 
+def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any) -> None:
+    """In `usage` and, of one whole choice, in a header; by `meta_info`, which `test_metrics` holds against counts."""
+    prompt, usage = texts.ask(texts.first, 4), {"include_usage": True}
+    (told,) = server.generate(prompt, STEPS).meta["sparse_attn"]
+    assert told["steps"]["sparse"] == STEPS - 1
+
+    def ask(**fields: Any) -> tuple[list[Any], Any]:
+        """The list in the usage of each chunk, and in the header; which steps the guard takes is its own affair."""
+        chunks, header = server.openai("completions", STEPS, prompt=prompt, **fields)
+        lists = [(chunk.get("usage") or {}).get("sparse_attn") for chunk in chunks]
+        for one in [one for choices in (*lists, header) if choices for one in choices]:
+            one["guarded_steps"] = told["guarded_steps"]
+        return lists, header
+
+    assert ask() == ([[told]], [told])
+    assert ask(n=2) == ([[told, told]], None)
+    for n in (1, 2):
+        (*before, last), header = ask(n=n, stream=True, stream_options=usage)
+        assert (last, header, set(map(str, before))) == ([told] * n, None, {"None"})
+    lists, header = ask(stream=True)
+    assert (header, set(map(str, lists))) == (None, {"None"})
+    lists, _ = ask(stream=True, stream_options={**usage, "continuous_usage_stats": True})
+    assert lists[-3:] == [[], [told], [told]], "a choice tells when it has ended"
+
+
+@pytest.mark.boot("production")
+def test_chat_answers_say_it_too_whatever_stands_in_the_messages(production: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": 'document "usage":{ note'}]}
+    (reply,), header = production.openai("chat/completions", STEPS, **chat)
+    assert reply["usage"]["sparse_attn"] == header
+    assert header[0]["steps"] == {"sparse": 0, "cascade": 0, "dense": STEPS - 1}
+    usage = {"include_usage": True}
+    (*_, last), none = production.openai("chat/completions", STEPS, **chat, stream=True, stream_options=usage)
+    assert (last["usage"]["sparse_attn"], none) == (header, None)
+
+
 def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_asking_alone(
     server: Any, texts: Any
 ) -> None:

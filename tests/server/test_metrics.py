@@ -137,6 +137,14 @@ def streamed(server: Server, text: str, tokens: int, abort_at: int | None = None
     return Answer(last["text"], tuple(last["output_ids"]), last["meta_info"]), came
 
 
+def completed(server: Server, text: str, **fields: Any) -> Answer:
+    """The answer that an OpenAI completion's `usage` gives, which of a stream is in the last chunk."""
+    (*before, last), header = server.openai("completions", TOKENS, prompt=text, **fields)
+    assert header == (None if before else last["usage"]["sparse_attn"])
+    assert not any(chunk.get("usage") for chunk in before)
+    return Answer("", (), last["usage"])
+
+
 @pytest.fixture(scope="module")
 def load(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Load:
     folder = tmp_path_factory.mktemp("metrics")
@@ -171,6 +179,9 @@ def loaded(load: Load) -> Load:
     expect(load.ask(next(ones)), "dense", "no_index")
     expect(load.ask(next(ones)), "sparse", None, 1152)  # from disk
     expect(load.took(streamed(server, next(ones), TOKENS)[0]), "sparse", None, 1152)
+    expect(load.took(completed(server, next(ones))), "sparse", None, 1152)
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    expect(load.took(completed(server, next(ones), **streaming)), "sparse", None, 1152)
     expect(load.ask(next(ones), sparse=False), "dense", "by_request")
     expect(load.ask(second), "dense", "no_index")
     expect(load.ask(next(twos)), "sparse", None, 1088)  # from disk; the first one's leaves the device
@@ -235,10 +246,13 @@ def test_each_metric_is_what_was_counted_without_the_server(loaded: Load, found:
         dense[one["reasons"][-1] if one["reasons"] else "none"] += one["steps"]["dense"]
     hits = sum(one["index"] is not None for one in told)
     built = [line for line in lines if line["status"] == "built"]
+    names = {line["digest"][:12]: line["num_tokens"] for line in built}
+    assert all(names.get(one["index"], 0) == one["prefix_tokens"] for one in told)
     loads = [index_bytes(tokens) for tokens in (1152, 1088, 1152, 1152)]
     seconds = found.pop("build_seconds")[""]
     assert seconds == pytest.approx(sum(line["build_seconds"] for line in built))
     assert seconds > 0
+    assert set(told[0]) == {"steps", "index", "prefix_tokens", "selected_tokens", "guarded_steps", "reasons"}
     expected: dict[str, Any] = {
         "requests": Counter(best),
         "decode_tokens": rows,

@@ -110,5 +110,7 @@ def test_what_a_request_attends_is_drawn(server: Any, texts: Any, tmp_path: Path
         str(picture),
     ]
     assert main(words) == 0
-    assert "served by first" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "served by first" in said
+    assert str(picture) in said.replace("\n" + " " * 17, "")
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -211,7 +211,11 @@ def _indexes(store: IndexStore, model: ModelFingerprint, settings: Settings) -> 
     usable = kinds.pop(None, 0)
     told = f"{usable} of {len(entries)} usable, {size(sum(entry.nbytes for entry in entries))}"
     verdict = WARN if entries and not usable else OK
-    todo = "build indexes with these settings (sglang-ext prebuild), or correct the settings" if verdict == WARN else ""
+    todo = (
+        "give the server's --sparse-attn-config, and its flags behind --, or build such indexes (sglang-ext prebuild)"
+        if verdict == WARN
+        else ""
+    )
     yield Finding("indexes", verdict, told, todo)
     specs = {name: spec.to_dict() for name, spec in method_specs(settings.config).items()}
     for kind, count in kinds.most_common():

@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         emit(found)
     else:
         print("\n".join(_told(found, args.limit)))
+        if args.picture:
+            print(_line("picture", f"{args.picture}: what a request of the prompt attended in its steps"))
     return 0 if found.get("index", found["compared"]["index"]) is not None else 1
 
 
@@ -118,7 +120,7 @@ def _of_server(found: Mapping[str, Any]) -> Iterator[str]:
         yield _line("server", about[0] if about else f"finds {found['index'] or 'none'}: {found['detail'] or 'as yet'}")
     if found["index"] is not None:
         yield _line("device", found["resident"] or "not loaded; the first request that finds it loads it")
-    budget = f", selecting layers attend {found['budget']} tokens of the prefix" if found["path"] == "sparse" else ""
+    budget = f"; selecting layers attend {found['budget']} tokens of the prefix" if found["path"] == "sparse" else ""
     yield _line("a step", f"{found['path']}: {found['why']}{budget}")
     for path, us in found["costs_us"].items():
         cost = "not measured (no decode graphs, or no index)" if us is None else f"{us:.0f} us of attention, all layers"
