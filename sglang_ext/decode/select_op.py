@@ -136,7 +136,7 @@ class AheadOp(SelectOp):
     def run_behind(
         self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
     ) -> None:
-        """As `run`, among the candidates that the last `look_ahead` of this plan named; without a layer the first one's."""
+        """As `run`, among the candidates that the last `look_ahead` of this plan named; without a layer the first's."""
 
 
 class ScoringOp(SelectOp):

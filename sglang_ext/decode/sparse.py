@@ -452,7 +452,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         def select() -> None:
             self.op.run(kernels.size, q, 1.0, slots, None, self._lists.of(0))
 
-        attending, selecting = Lines(), Lines()
+        parts: list[Callable[[], None]] = [attend, select]
+        op = self._ahead
+        if op is not None:
+            asked = [q] * len(self._layer_plan.anchor_layers)
+            parts.append(lambda: op.look_ahead(kernels.size, asked, 1.0))
+            parts.append(lambda: op.run_behind(kernels.size, q, 1.0, slots, None, self._lists.of(0)))
+        measured = [Lines() for _ in parts]
         for number, most in tokens.items():
             rows = [tuple(range(n, size, number)) for n in range(number)]
             points = []  # all ranks measure, at the same capture: a collective is in order
@@ -462,13 +468,16 @@ class SparseDecode(DecodeBackend[SparsePlan]):
                 # Of short prefixes a half, so that each is searched; and no more than lists have room for.
                 budget = min(config.group_budget(each, len(rows[0])), max(1, each // 2), listed // number // 4 * 4)
                 self.op.plan_probe(kernels.size, rows, self._packed([(each, budget, begin) for begin in begins]))
-                times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
+                times = self._ranks.most([measure_us(run, self._device) for run in parts])
                 points.append([(number * each, us) for us in times])
-            attending[number], selecting[number] = (Line.through(*of) for of in zip(*points, strict=True))
+            for lines, of in zip(measured, zip(*points, strict=True), strict=True):
+                lines[number] = Line.through(*of)
         self._clear(kernels)
         modes = [role.mode for role in self._layer_plan.layers]
         dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
-        costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse)
+        attending, selecting, *later = measured
+        named = dict(zip(("ahead", "behind"), later, strict=False))
+        costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse, **named)
         return costs
 
     @property

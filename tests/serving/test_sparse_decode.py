@@ -24,6 +24,7 @@ from tests.sparse_server import (
     join_many,
     searches,
     until_search,
+    walk_ahead,
     walk_groups,
     walk_own_tokens,
     walk_surplus,
@@ -61,6 +62,11 @@ def test_a_selection_serves_its_steps_until_a_group_changes() -> None:
     assert searches(server, [1], 2) == [True, False], "one has left"
     server.sparse.skip()
     assert searches(server, [1], 2) == [True, False], "a step was attended otherwise"
+
+
+def test_candidates_are_those_of_the_step_before_until_a_group_changes() -> None:
+    """Of every anchor layer, by that step's queries; this step's own rank them."""
+    walk_ahead(Server(CPU, kernels=False, spec=parse_spec({"method": "two_level"}), select_ahead=True))
 
 
 @pytest.mark.parametrize("period", [1, 3])
