@@ -439,7 +439,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             return None
         far, listed = min(_FAR, kv.k_cache.shape[0]), self._lists.entries // shape.num_kv_heads
         tokens = {n: min(far, n * self._max_prefix_len, self._room - n * PAGE_TOKENS) for n in numbers_of_groups(size)}
-        tokens = {number: most for number, most in tokens.items() if most >= _NEAR * number}
+        tokens = {n: most for n, most in tokens.items() if most >= _NEAR * n and self.op.fits(*[[most // n] * n] * 2)}
         if not tokens:
             return None
         q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=shape.dtype, device=self._device)
