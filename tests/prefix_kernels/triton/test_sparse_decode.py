@@ -358,6 +358,30 @@ def test_queries_that_stay_select_the_same_a_step_later(spec: IndexSpec, device:
     assert found(op.run_behind) != own, "candidates of other queries"
 
 
+def test_costs_of_steps_that_name_candidates_ahead(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of as many groups as all layers have room for; others attend all."""
+    monkeypatch.setattr("sglang_ext.methods.score_pack.GROUP_BYTES", 60_000)
+    server = Server(device, 5, spec=AHEAD["blocks"], select_ahead=True)
+    ran: list[float] = []
+
+    def note(run: Any, device: torch.device) -> float:
+        run()
+        ran.append(1.0 + len(ran) % 4)
+        return ran[-1]
+
+    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", note)
+    costs = server.sparse.measure(5, server.caches[0])
+    assert costs is not None
+    assert len(ran) == 4 * 2 * len(costs.attend)
+    assert list(costs.attend) == [1]
+    assert [of[1].base for of in (costs.attend, costs.select, costs.ahead, costs.behind)] == [1.0, 2.0, 3.0, 4.0]
+    lists = server.sparse._lists.of(0)
+    assert int(lists.counts[0, 0]) > 0
+    for serial in (1, 2):
+        server.join(serial, *server.prefix(130 + serial), 5)
+    assert [one.prefix_len for one in server.step([1, 2])] == [132]
+
+
 @pytest.mark.full
 def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) -> None:
     """Also when an index of suffix tokens has grown: the groups are others then."""
