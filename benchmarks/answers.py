@@ -64,7 +64,13 @@ SELECTING: Row = {
     "share_prefixes": True,
     "min_shared_tokens": 1024,
 }
-CONFIGS: dict[str, Row] = {DENSE: {}, "cascade": {"build": "off", "decode_path": "cascade"}, "default": {}}
+USUAL: dict[str, Row] = {DENSE: {}, "cascade": {"build": "off", "decode_path": "cascade"}, "default": {}}
+"""Configurations that are measured where none is named."""
+CONFIGS: dict[str, Row] = {
+    **USUAL,
+    "two_level, in line": {"method": "two_level"},
+    "two_level, ahead": {"method": "two_level", "select_ahead": True},
+}
 """Configurations that have a name; `--config NAME=JSON` gives others."""
 
 
@@ -426,7 +432,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from transformers import AutoTokenizer
 
-    configs = args.config or [(name, {}) for name in CONFIGS]
+    configs = args.config or [(name, {}) for name in USUAL]
     configs.sort(key=lambda one: one[0] != DENSE)
     chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
     plan = Plan(args, chat)

@@ -232,7 +232,7 @@ def selection(args: argparse.Namespace, run: Run) -> None:
 
                 def row(name: str = name, batch: int = batch, groups: int = groups, context: int = context) -> Row:
                     one = SELECTION[name](shape, batch, groups, context, device_of(args), args.keep)
-                    return gated(one, one.run, one.check, timer, one.nbytes, 1)
+                    return gated(one, one.run, one.check, timer, one.nbytes, one.layers)
 
                 run.add({**key, **attempt(timer, row)})
                 gc.collect()

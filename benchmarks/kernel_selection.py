@@ -151,6 +151,7 @@ class Torch:
     """The reference."""
 
     eager_too = True
+    layers = 1
 
     def __init__(self, prefixes: Prefixes) -> None:
         self._prefixes, self.nbytes, self.config = prefixes, prefixes.nbytes, prefixes.told
@@ -178,14 +179,17 @@ class Ours:
 
     eager_too = False
 
+    layers = 1
+
     def __init__(self, prefixes: Prefixes) -> None:
         self._prefixes, self.nbytes, self.config = prefixes, prefixes.nbytes, prefixes.told
         device, heads, length = prefixes.q.device, prefixes.shape.num_kv_heads, prefixes.prefix_len
         count = len(prefixes.rows)
         entries, room = count * heads * list_stride(prefixes.budget), count * (length + 4)
-        sizes = ListSizes(count, entries, prefixes.batch, length, room, 1)
-        self._op = graph_op(prefixes.shape, prefixes.config, prefixes.spec, 1, sizes, device)
-        indexes: list[Any] = [_Index(arrays, length) for arrays in prefixes.arrays]
+        ahead = tuple(range(self.layers)) if self.layers > 1 else ()
+        sizes = ListSizes(count, entries, prefixes.batch, length, room, 1, ahead)
+        self._op: Any = graph_op(prefixes.shape, prefixes.config, prefixes.spec, self.layers, sizes, device)
+        indexes: list[Any] = [_Index(arrays, length, self.layers) for arrays in prefixes.arrays]
         for index in indexes:
             self._op.number_of(index)
         group = SelectionGroup(length, prefixes.budget, num_sink=NUM_SINK, num_recent=NUM_RECENT)
@@ -218,13 +222,50 @@ class Ours:
         return gate if same or not gate.green else Gate(math.inf, gate.figures)
 
 
+_ON_GPU = torch.cuda.is_available()
+
+
+class Ahead(Ours):
+    """What names the candidates of the next step, for as many layers as select in an 8B model; the time of one."""
+
+    layers = 31 if _ON_GPU else 3
+
+    def run(self) -> None:
+        own = self._prefixes
+        self._op.look_ahead(own.batch, [own.q] * self.layers, own.args.sm_scale)
+
+    def check(self) -> Gate:
+        """What the last layer selects among them."""
+        self._select(self.layers - 1)
+        return super().check()
+
+    def _select(self, layer: int) -> None:
+        own = self._prefixes
+        self._op.run_behind(own.batch, own.q, own.args.sm_scale, self._slots, layer, self._lists)
+
+
+class Behind(Ahead):
+    """What selects among candidates that the step before named, at some layers one after the other; the time of one."""
+
+    layers = 8 if _ON_GPU else 2
+
+    def __init__(self, prefixes: Prefixes) -> None:
+        super().__init__(prefixes)
+        super().run()
+
+    def run(self) -> None:
+        for layer in range(self.layers):
+            self._select(layer)
+
+
 class _Index(SimpleNamespace):
-    """One layer's arrays, as an index has them."""
+    """The arrays of an index; each layer has its own, with the values of the first."""
 
     __hash__ = object.__hash__
 
-    def __init__(self, arrays: dict[str, Tensor], prefix_len: int) -> None:
-        super().__init__(layers=[arrays], prefix_len=prefix_len)
+    def __init__(self, arrays: dict[str, Tensor], prefix_len: int, layers: int) -> None:
+        copies = [{name: array.clone() for name, array in arrays.items()} for _ in range(1, layers)]
+        super().__init__(layers=[arrays, *copies], prefix_len=prefix_len)
 
 
 def _made(form: Callable[[Prefixes], Any], spec: IndexSpec, *of: Any) -> Any:
@@ -232,9 +273,11 @@ def _made(form: Callable[[Prefixes], Any], spec: IndexSpec, *of: Any) -> Any:
 
 
 #: name -> builder from the arguments of `Prefixes` but the first one. Its object has `run()` (what is timed), `check()`
-#: (of what the last run wrote), `poison()` (before a run), `nbytes` (of the index), `config` (for the row) and
-#: `eager_too` (timed without a CUDA graph where none can hold it).
+#: (of what the last run wrote), `poison()` (before a run), `nbytes` (of the index), `config` (for the row), `layers`
+#: (that a run selects at) and `eager_too` (timed without a CUDA graph where none can hold it).
 SELECTION: dict[str, Callable[[AttentionShape, int, int, int, torch.device, float], Any]] = {
     **{name: functools.partial(_made, Ours, spec) for name, spec in SPECS.items()},
+    "two_level_behind": functools.partial(_made, Behind, SPECS["two_level"]),
+    "two_level_ahead": functools.partial(_made, Ahead, SPECS["two_level"]),
     **{f"{name}_torch": functools.partial(_made, Torch, spec) for name, spec in SPECS.items()},
 }

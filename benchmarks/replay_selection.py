@@ -51,9 +51,9 @@ class Reselection:
         self._device, self._heads = device, heads
 
     @property
-    def search_period(self) -> int:
-        """Steps of the server that used one selection."""
-        return self._config.search_period
+    def alone(self) -> bool:
+        """Whether each step of the server selected by its own queries alone."""
+        return self._config.search_period == 1 and not self._config.select_ahead
 
     def compare(self, step: Selected, queries: Mapping[int, Tensor]) -> Counter[str] | None:
         """Verdicts on (anchor layer, KV head) of one step: "equal" position by position, "equal scores": but for
@@ -125,13 +125,13 @@ class SelectionCheck:
         reselection: selects again. Owned; closed with the result.
 
     Raises:
-        ValueError: a search period above 1: a step then has another one's selection.
+        ValueError: a search period above 1, or `select_ahead`: a step then has another one's selection, or candidates.
     """
 
     def __init__(self, reselection: Reselection) -> None:
-        if reselection.search_period != 1:
+        if not reselection.alone:
             reselection.close()
-            raise ValueError(f"expected search_period 1 to compare selections, got {reselection.search_period}")
+            raise ValueError("expected search_period 1 and select_ahead false to compare selections; leave --store out")
         self._reselection = reselection
         self._rows: dict[int, tuple[Selected, dict[str, dict[int, Tensor]]]] = {}
 

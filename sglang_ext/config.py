@@ -148,6 +148,17 @@ def _check_suffix_part(config: SparseAttnConfig) -> None:
         raise _fail("suffix_dense_tokens null with a trace_folder", config.suffix_dense_tokens, todo)
 
 
+def _check_ahead(config: SparseAttnConfig) -> None:
+    """What a step names for the next one are candidates, and each step needs its own."""
+    if not config.select_ahead:
+        return
+    if config.method != "two_level":
+        todo = f"Remove it, or name two_level; the method is {config.method!r}."
+        raise _fail("select_ahead false with a method other than two_level", True, todo)
+    if config.search_period > 1:
+        raise _fail("search_period 1 with select_ahead", config.search_period, "Remove one of them.")
+
+
 def _check_access(config: SparseAttnConfig) -> None:
     try:
         Access.of(config.store_mode, config.store_group)
@@ -197,6 +208,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     check_ranges(config)
     _check_methods(config)
     _check_suffix_part(config)
+    _check_ahead(config)
     _check_access(config)
     _check_remote(config)
     return config

@@ -63,6 +63,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `cascade`, `sparse`).
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
             change searches anew.
+        select_ahead: whether a step's anchor layers select among candidates that the step before named, by its queries,
+            for all layers at once. Of `two_level` only, with `search_period` 1. A step whose groups changed names its
+            own.
         suffix_dense_tokens: of a request's suffix behind an indexed prefix the last so many, or half of them, are
             attended in full; the others are selected from, by the rules of a prefix. null: all in full. Of
             `token_index` only.
@@ -125,6 +128,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_shared_tokens: int = 8192
     decode_path: DecodePath = DecodePath.AUTO
     search_period: int = 1
+    select_ahead: bool = False
     suffix_dense_tokens: int | None = None
     suffix_index_bytes: int = 1 << 30
     max_keep_ratio: float = 1.0

@@ -18,13 +18,16 @@ from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 
 @dataclass(eq=False)
 class OracleGroup:
-    """Requests on the slots of one index; `kept` holds, by anchor layer, what is attended in place of a selection."""
+    """Requests on the slots of one index; `kept` holds, by anchor layer, what is attended in place of a selection, and
+    `before` the queries that name its candidates in place of its own."""
 
     index: Any
     slots: torch.Tensor
     rows: list[int]
     kept: dict[int, Selection] = field(default_factory=dict)
+    before: dict[int, torch.Tensor] = field(default_factory=dict)
     selections: dict[int, Selection] = field(default_factory=dict)
+    asked: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def prefix_len(self) -> int:
@@ -55,9 +58,12 @@ class Oracle:
             num_recent=min(config.num_recent_pages * PAGE_TOKENS, budget - sink), sm_scale=sm_scale,
             pooling=Pooling(config.pooling),
         )  # fmt: skip
-        found = group.kept.get(layer) or self.selector.select(group.index.layers[layer], q, args)
-        group.selections[layer] = found
-        return found
+        found, arrays = group.kept.get(layer), group.index.layers[layer]
+        if found is None and layer in group.before:
+            named = self.selector.candidates(arrays, group.before[layer], args)
+            found = self.selector.select_among(arrays, q, args, named)
+        group.selections[layer], group.asked[layer] = found or self.selector.select(arrays, q, args), q
+        return group.selections[layer]
 
     def run(
         self, q: torch.Tensor, kv: PagedKV, groups: Sequence[OracleGroup], own: Sequence[torch.Tensor], layer: int,

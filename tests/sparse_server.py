@@ -122,7 +122,7 @@ class Server:
         def make_op(sizes: ListSizes) -> SelectOp:
             pooling = Pooling(self.config.pooling)
             if not kernels:
-                return ReferenceOp(selector, pooling)
+                return ReferenceOp(selector, pooling, sizes.ahead)
             return op_maker(self.shape, self.config, spec, LAYERS, device, captured=True)(sizes)
 
         self.sparse = SparseDecode(
@@ -189,7 +189,7 @@ class Server:
 
     def kept(self, number: int) -> dict[int, Selection]:
         """What the last search of a group found, by the oracle."""
-        if self.path is StepPath.SPARSE or self.dtype is not torch.float32:
+        if self.path is StepPath.SPARSE or self.dtype is not torch.float32 or self.config.select_ahead:
             return {}
         return dict(self.before[number].selections)
 
@@ -212,7 +212,7 @@ class Server:
         """
         for number, group in enumerate(self.groups):
             found = self.listed(number, group.slots, layer)
-            if self.path is StepPath.SPARSE:
+            if self.path is StepPath.SPARSE or self.config.select_ahead:
                 wanted = self.oracle.select(q[group.rows], group, KV_HEADS, layer, sm_scale)
                 assert found.counts.tolist() == wanted.counts.tolist()
                 for mine, theirs, count in zip(found.positions, wanted.positions, found.counts.tolist(), strict=True):
@@ -248,7 +248,9 @@ class Server:
         for number, (prefix, index) in enumerate(zip(plan.selects.prefixes, plan.indexes, strict=True)):
             begin, end = prefix.begin, prefix.begin + prefix.length
             own = self.table[batch.req_pool_indices[prefix.rows[0]], begin:end].long()
-            self.groups.append(OracleGroup(index, own, list(prefix.rows), kept=self.kept(number)))
+            ahead = self.config.select_ahead and self.path is StepPath.KEPT
+            before = dict(self.before[number].asked) if ahead else {}
+            self.groups.append(OracleGroup(index, own, list(prefix.rows), kept=self.kept(number), before=before))
             for row in prefix.rows:
                 starts[row] = max(starts[row], end)
         pairs = zip(batch.req_pool_indices, starts, lens, strict=True)
@@ -303,6 +305,22 @@ def walk_groups(server: Server) -> None:
     assert server.step([4, 2, 6, 3], padded=2) == [GroupRead(1, 210, 42), GroupRead(2, 300, 85), GroupRead(1, 210, 42)]
     server.step([4, 2, 6, 3])
     assert server.step([4, 2, 6, 3]) == [GroupRead(2, 210, 60), GroupRead(2, 300, 85)]
+
+
+def walk_ahead(server: Server) -> None:
+    """Steps that name candidates for the next one: a group and a request alone, with and without an index."""
+    first, second = server.prefix(300), server.prefix(210)
+    for serial in (1, 2):
+        server.join(serial, *first, 5 + serial)
+    server.join(3, *second, 9)
+    server.join(4, server.slots(77), None, 3)
+    found = searches(server, [1, 2, 3, 4], 7)
+    assert found == sorted(found, reverse=True), "once its slots stay, no step names its own"
+    assert found.count(False) >= 3
+    server.leave(1)
+    assert searches(server, [3, 2, 4], 3) == [True, False, False], "others are in the group now"
+    server.sparse.skip()
+    assert searches(server, [3, 2, 4], 2) == [True, False], "a step was attended otherwise"
 
 
 def join_many(server: Server, members: Sequence[int]) -> list[int]:

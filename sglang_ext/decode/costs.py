@@ -8,7 +8,7 @@ of a whole batch, and many lists more than one to begin with: each number of gro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -57,6 +57,10 @@ def numbers_of_groups(size: int) -> list[int]:
     return [*(4**n for n in range(size.bit_length()) if 4**n < size), size]
 
 
+def _nothing() -> Lines:
+    return Lines({1: Line(0.0, 0.0)})
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """Of one size of batch.
@@ -64,6 +68,8 @@ class StepCosts:
     Attributes:
         attend: a layer's attention, by the tokens of all its lists and the number of lists that are not suffixes.
         select: a selection, by the tokens and the number of all prefixes.
+        behind: one among candidates that the step before named; nothing where it attends what that one selected.
+        ahead: naming the candidates of the next step, for all layers; nothing where no step does.
         num_dense, num_anchors, num_reuse: layers of each role.
     """
 
@@ -72,6 +78,8 @@ class StepCosts:
     num_dense: int
     num_anchors: int
     num_reuse: int
+    behind: Lines = field(default_factory=_nothing)
+    ahead: Lines = field(default_factory=_nothing)
 
     def exact_us(self, tokens: int, lists: int) -> float:
         """A step that attends so many tokens of so many groups and single requests in each layer, each read once."""
@@ -80,7 +88,7 @@ class StepCosts:
     def sparse_us(
         self, prefixes: Sequence[int], budgets: Sequence[int], suffix: int, others: int = 0, steps: int = 1
     ) -> float:
-        """A step that selects: as the layers' roles say; of a selection each of its steps has its part.
+        """A step that selects: as the layers' roles say; of what only the first of its steps does each has its part.
 
         Args:
             prefixes: tokens of each.
@@ -91,7 +99,8 @@ class StepCosts:
         """
         lists = len(prefixes) + others
         dense = self.num_dense * self.attend(sum(prefixes) + suffix, lists)
-        selecting = self.num_anchors * self.select(sum(prefixes), len(prefixes)) / steps
+        select, behind, ahead = (of(sum(prefixes), len(prefixes)) for of in (self.select, self.behind, self.ahead))
+        selecting = self.num_anchors * (behind + (select - behind) / steps) + ahead
         return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + suffix, lists)
 
 

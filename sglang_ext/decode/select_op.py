@@ -6,7 +6,7 @@ import itertools
 import pkgutil
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from prefix_kernels.types import SelectedLists, Selection
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.types import Index
 from sglang_ext.methods import METHODS, make_selector
-from sglang_ext.methods.base import IndexSpec, SelectArgs, Selector
+from sglang_ext.methods.base import IndexSpec, LeveledSelector, SelectArgs, Selector
 from sglang_ext.options import SparseAttnConfig
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class ListSizes:
         max_prefix_len: tokens of a prefix, at most.
         room: tokens of all prefixes of a batch, at most.
         groups_of_a_row: that a request may stand in, each with other tokens.
+        ahead: anchor layers, ascending, whose candidates a step names for the next one; none: each names its own.
     """
 
     max_groups: int
@@ -46,6 +47,7 @@ class ListSizes:
     max_prefix_len: int
     room: int
     groups_of_a_row: int
+    ahead: tuple[int, ...] = ()
 
     def hold(self, lengths: Sequence[int]) -> bool:
         """Whether groups of so many tokens can be scored in one step."""
@@ -67,8 +69,8 @@ class SelectOp(ABC):
         """
 
     @abstractmethod
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether groups of so many tokens can be selected from in one step."""
+    def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
+        """Whether so much can be selected in one step of groups of so many tokens."""
 
     @abstractmethod
     def tile(self, size: int) -> Hashable:
@@ -117,6 +119,26 @@ class SelectOp(ABC):
         """Device memory of the buffers of fixed place."""
 
 
+class AheadOp(SelectOp):
+    """One that names candidates first, and may name those of the next step with the queries of this one."""
+
+    @abstractmethod
+    def look_ahead(self, size: int, queries: Sequence[Tensor], sm_scale: float) -> None:
+        """Name the candidates of the next step, for all anchor layers at once.
+
+        Args:
+            size: of the batch, as captured.
+            queries: of each anchor layer (`ListSizes.ahead`) in this step, as of `run`.
+            sm_scale: attention scale of all.
+        """
+
+    @abstractmethod
+    def run_behind(
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
+    ) -> None:
+        """As `run`, among the candidates that the last `look_ahead` of this plan named; without a layer the first's."""
+
+
 class ScoringOp(SelectOp):
     """One that can also score alone, for methods made of others."""
 
@@ -129,18 +151,20 @@ class ScoringOp(SelectOp):
         """Score as planned; arguments as of `run`."""
 
 
-class ReferenceOp(SelectOp):
+class ReferenceOp(AheadOp):
     """Any method's selector, in torch, group by group. It waits and allocates as it likes: not for decode graphs.
 
     Args:
         selector: of the method.
         pooling: over the rows and query heads of a group.
+        ahead: see `ListSizes`; of a `LeveledSelector` only.
     """
 
     nbytes = 0
 
-    def __init__(self, selector: Selector[Any], pooling: Pooling) -> None:
-        self._selector, self._pooling = selector, pooling
+    def __init__(self, selector: Selector[Any], pooling: Pooling, ahead: tuple[int, ...] = ()) -> None:
+        self._selector, self._pooling, self._layers = selector, pooling, ahead
+        self._candidates: dict[tuple[int, int], Tensor] = {}
         self._numbers = itertools.count()
         self._known: weakref.WeakKeyDictionary[Index, int] = weakref.WeakKeyDictionary()
         self._planned: list[tuple[tuple[int, ...], SelectionGroup, weakref.ref[Index]]] = []
@@ -148,7 +172,7 @@ class ReferenceOp(SelectOp):
     def number_of(self, index: Index) -> int:
         return self._known.setdefault(index, next(self._numbers))
 
-    def fits(self, lengths: Sequence[int]) -> bool:
+    def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
         """See the base: whatever there are lists for."""
         return True
 
@@ -162,19 +186,58 @@ class ReferenceOp(SelectOp):
         groups: Sequence[SelectionGroup],
         indexes: Sequence[Index],
     ) -> None:
+        self._candidates = {}
         # Whoever decodes holds its index. Held here, too, an evicted one would keep its memory until the next step.
         self._planned = list(zip(rows, groups, map(weakref.ref, indexes), strict=True))
 
     def run(
         self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
     ) -> None:
+        self._run(q, sm_scale, slot_table, layer, lists, {})
+
+    def run_behind(
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
+    ) -> None:
+        self._run(q, sm_scale, slot_table, layer, lists, self._candidates)
+
+    def look_ahead(self, size: int, queries: Sequence[Tensor], sm_scale: float) -> None:
+        self._candidates = {
+            (layer, number): self._leveled.candidates(index.layers[layer], q[rows], self._args(group, sm_scale))
+            for layer, q in zip(self._layers, queries, strict=True)
+            for number, (rows, group, index) in enumerate(self._groups())
+            if group.budget < group.prefix_len
+        }
+
+    @property
+    def _leveled(self) -> LeveledSelector[Any]:
+        assert isinstance(self._selector, LeveledSelector)
+        return self._selector
+
+    def _groups(self) -> Iterator[tuple[list[int], SelectionGroup, Index]]:
+        for rows, group, held in self._planned:
+            index = held()
+            assert index is not None, "an index that this step uses was let go"
+            yield list(rows), group, index
+
+    def _run(
+        self,
+        q: Tensor,
+        sm_scale: float,
+        slot_table: Tensor | None,
+        layer: int | None,
+        lists: SelectedLists,
+        candidates: Mapping[tuple[int, int], Tensor],
+    ) -> None:
         assert layer is not None
         assert lists.slots is not None
         assert slot_table is not None
-        for number, (rows, group, held) in enumerate(self._planned):
-            index = held()
-            assert index is not None, "an index that this step uses was let go"
-            found = self.select(q[list(rows)], group, index, layer, sm_scale, lists.counts.shape[1])
+        for number, (rows, group, index) in enumerate(self._groups()):
+            named = candidates.get((layer, number))
+            if named is None:
+                found = self.select(q[rows], group, index, layer, sm_scale, lists.counts.shape[1])
+            else:
+                args = self._args(group, sm_scale)
+                found = self._leveled.select_among(index.layers[layer], q[rows], args, named)
             table = slot_table[group.slot_start : group.slot_start + group.prefix_len]
             lists.counts[number] = found.counts
             slots = table[found.positions.clamp(min=0).long()]
@@ -187,7 +250,10 @@ class ReferenceOp(SelectOp):
         """The positions of one group at one layer; all where the budget covers them."""
         if group.budget >= group.prefix_len:
             return Selection.all(group.prefix_len, num_kv_heads, q.device)
-        args = SelectArgs(
+        return self._selector.select(index.layers[layer], q, self._args(group, sm_scale))
+
+    def _args(self, group: SelectionGroup, sm_scale: float) -> SelectArgs:
+        return SelectArgs(
             prefix_len=group.prefix_len,
             budget=group.budget,
             num_sink=group.num_sink,
@@ -195,7 +261,6 @@ class ReferenceOp(SelectOp):
             sm_scale=sm_scale,
             pooling=self._pooling,
         )
-        return self._selector.select(index.layers[layer], q, args)
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         """See the base.
@@ -273,6 +338,6 @@ def op_maker(
     def make(sizes: ListSizes) -> SelectOp:
         if captured and graph_refusal(spec.method) is None:
             return graph_op(shape, config, spec, num_layers, sizes, device)
-        return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling))
+        return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling), sizes.ahead)
 
     return make

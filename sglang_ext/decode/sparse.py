@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from sglang_ext.decode.buffers import (
 )
 from sglang_ext.decode.costs import Line, Lines, StepCosts, measure_us, numbers_of_groups
 from sglang_ext.decode.grouping import SlotTracker, StepGroups
-from sglang_ext.decode.select_op import ListSizes, SelectOp, selection_group
+from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, selection_group
 from sglang_ext.decode.trace import SelectionCopies
 from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, StepPath
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
@@ -172,7 +173,11 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         most = max(_ROOM, max_prefix_len + PAGE_TOKENS) if captured else arena_size
         self._room = min(arena_size, most, max_groups * (max_prefix_len + PAGE_TOKENS))
         self._max_prefix_len = max_prefix_len
-        self.op = make_op(ListSizes(max_groups, entries, batch, max_prefix_len, self._room, self._num_passes - 1))
+        ahead = layer_plan.anchor_layers if config.select_ahead else ()
+        sizes = ListSizes(max_groups, entries, batch, max_prefix_len, self._room, self._num_passes - 1, ahead)
+        self.op = make_op(sizes)
+        self._ahead = self.op if ahead and isinstance(self.op, AheadOp) else None
+        self._asked: dict[int, tuple[Tensor, float]] = {}
         self._groups = StepGroups(tracker.prefixes, self.op.number_of)
         self.lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
         passes = self._num_passes
@@ -184,7 +189,9 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._costs = {} if costs is None else costs
         self._active: _Kernels | None = None
         self._planned: _Tables | None = None
-        self._turns = SearchTurns(config.search_period if layer_plan.anchor_layers else 1)
+        # Behind one that named its own, any number of steps may have their candidates of the one before.
+        period = config.search_period if self._ahead is None else sys.maxsize
+        self._turns = SearchTurns(period if layer_plan.anchor_layers else 1)
         self.plans = 0
 
     @property
@@ -266,13 +273,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         """The groups that a step selects for beside those that stand before: all, or, where there is no room, first
         those that save most.
         """
-        lengths = [prefix.length for prefix, _ in before]
-        taken = sum(self._entries_of(*one) for one in before)
+        taken: list[tuple[PrefixGroup, Index]] = list(before)
 
         def fits(some: Sequence[tuple[PrefixGroup, Index]]) -> bool:
-            entries, of_some = taken + sum(self._entries_of(*one) for one in some), [one.length for one, _ in some]
-            short = max(of_some, default=0) <= self._max_prefix_len
-            return short and entries <= self._lists.entries and (not some or self.op.fits([*lengths, *of_some]))
+            every = [*taken, *some]
+            entries, lengths = sum(self._entries_of(*one) for one in every), [prefix.length for prefix, _ in every]
+            short = max(lengths, default=0) <= self._max_prefix_len and entries <= self._lists.entries
+            return short and (not some or self.op.fits(lengths, [self._budget(*one) for one in every]))
 
         if fits(groups):
             return list(groups)
@@ -281,8 +288,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         for one in sorted(saved, key=lambda one: (-saved[one], one[0].rows)):
             if fits([one]):
                 kept.add(one)
-                lengths.append(one[0].length)
-                taken += self._entries_of(*one)
+                taken.append(one)
         return [one for one in groups if one in kept]
 
     def _entries_of(self, prefix: PrefixGroup, index: Index) -> int:
@@ -362,13 +368,26 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if mode is LayerMode.DENSE:
             kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
             return out
-        if mode is LayerMode.ANCHOR and self._turns.searches:
-            self.op.run(kernels.size, q, sm_scale, arena, layer, lists)
+        if mode is LayerMode.ANCHOR and (self._turns.searches or self._ahead is not None):
+            select = self.op.run if self._turns.searches or self._ahead is None else self._ahead.run_behind
+            select(kernels.size, q, sm_scale, arena, layer, lists)
             if self.copies is not None:
                 self.copies.copy(layer, q)
         slots = lists.slots
         kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=head_map, head_slots=slots)
+        if self._ahead is not None and mode is LayerMode.ANCHOR:
+            self._look_ahead(kernels.size, q, layer, sm_scale)
         return out
+
+    def _look_ahead(self, size: int, q: Tensor, layer: int, sm_scale: float) -> None:
+        """Behind the last anchor layer the step's queries, held until then, name the candidates of the next one."""
+        self._asked[layer] = q, sm_scale
+        layers = self._layer_plan.anchor_layers
+        if layer != layers[-1]:
+            return
+        asked = [self._asked.pop(one) for one in layers]
+        assert self._ahead is not None
+        self._ahead.look_ahead(size, [q if of == sm_scale else q * (of / sm_scale) for q, of in asked], sm_scale)
 
     def attended(self, plan: SparsePlan) -> list[int]:
         """Tokens of prefixes that each layer of a step attends, a token once for each request."""
@@ -420,7 +439,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             return None
         far, listed = min(_FAR, kv.k_cache.shape[0]), self._lists.entries // shape.num_kv_heads
         tokens = {n: min(far, n * self._max_prefix_len, self._room - n * PAGE_TOKENS) for n in numbers_of_groups(size)}
-        tokens = {number: most for number, most in tokens.items() if most >= _NEAR * number}
+        tokens = {n: most for n, most in tokens.items() if most >= _NEAR * n and self.op.fits(*[[most // n] * n] * 2)}
         if not tokens:
             return None
         q = torch.zeros(size, shape.num_qo_heads, kv.head_dim, dtype=shape.dtype, device=self._device)
@@ -433,7 +452,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         def select() -> None:
             self.op.run(kernels.size, q, 1.0, slots, None, self._lists.of(0))
 
-        attending, selecting = Lines(), Lines()
+        parts: list[Callable[[], None]] = [attend, select]
+        op = self._ahead
+        if op is not None:
+            asked = [q] * len(self._layer_plan.anchor_layers)
+            parts.append(lambda: op.look_ahead(kernels.size, asked, 1.0))
+            parts.append(lambda: op.run_behind(kernels.size, q, 1.0, slots, None, self._lists.of(0)))
+        measured = [Lines() for _ in parts]
         for number, most in tokens.items():
             rows = [tuple(range(n, size, number)) for n in range(number)]
             points = []  # all ranks measure, at the same capture: a collective is in order
@@ -443,13 +468,16 @@ class SparseDecode(DecodeBackend[SparsePlan]):
                 # Of short prefixes a half, so that each is searched; and no more than lists have room for.
                 budget = min(config.group_budget(each, len(rows[0])), max(1, each // 2), listed // number // 4 * 4)
                 self.op.plan_probe(kernels.size, rows, self._packed([(each, budget, begin) for begin in begins]))
-                times = self._ranks.most([measure_us(run, self._device) for run in (attend, select)])
+                times = self._ranks.most([measure_us(run, self._device) for run in parts])
                 points.append([(number * each, us) for us in times])
-            attending[number], selecting[number] = (Line.through(*of) for of in zip(*points, strict=True))
+            for lines, of in zip(measured, zip(*points, strict=True), strict=True):
+                lines[number] = Line.through(*of)
         self._clear(kernels)
         modes = [role.mode for role in self._layer_plan.layers]
         dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
-        costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse)
+        attending, selecting, *later = measured
+        named = dict(zip(("ahead", "behind"), later, strict=False))
+        costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse, **named)
         return costs
 
     @property

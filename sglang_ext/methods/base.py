@@ -302,6 +302,22 @@ class Selector(ABC, Generic[S]):
 
 
 @dataclass(frozen=True)
+class LeveledSelector(Selector[S]):
+    """One that first names candidates, and then selects among them."""
+
+    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
+        return self.select_among(arrays, q, args, self.candidates(arrays, q, args))
+
+    @abstractmethod
+    def candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
+        """bool [num_kv_heads, prefix_len], windows included; arguments as of `select`."""
+
+    @abstractmethod
+    def select_among(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Selection:
+        """As `select`, among candidates that these or other queries named."""
+
+
+@dataclass(frozen=True)
 class Method(Generic[S]):
     """A method's entry in the registry.
 

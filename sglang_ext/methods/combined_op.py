@@ -65,8 +65,8 @@ class CombinedOp(SelectOp):
         found = [op.number_of(part) for op, part in zip(self._both, self.parts(index), strict=True)]
         return found[-1]
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        return all(op.fits(lengths) for op in self._both)
+    def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
+        return all(op.fits(lengths, budgets) for op in self._both)
 
     def tile(self, size: int) -> Hashable:
         return tuple(op.tile(size) for op in self._both)

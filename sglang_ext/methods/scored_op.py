@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.runner import ScoredTokens
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import (
@@ -50,8 +50,15 @@ class LayerRows(NamedTuple):
     block_sizes: tuple[int, ...] = ()
 
 
-class _Known(NamedTuple):
-    """What is known of an index: its number, layer 0, and of all layers the tables that kernels read."""
+class KnownIndex(NamedTuple):
+    """What is known of an index, on the host.
+
+    Attributes:
+        number: its own.
+        first: of layer 0.
+        addresses: int64 [num_layers, ARRAYS], of each layer's arrays.
+        heads: int64 [num_layers, num_kv_heads, HEAD_FIELDS], or of layer 0 alone where all are alike.
+    """
 
     number: int
     first: LayerRows
@@ -101,7 +108,7 @@ class ScoredOp(ScoringOp):
         self._raw: dict[int, Tensor] = {}
         self._probed: list[LayerArrays] = []
         self._found: dict[int, AnchorSelection] = {}
-        self._known: WeakKeyDictionary[Index, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
 
     @abstractmethod
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
@@ -121,25 +128,32 @@ class ScoredOp(ScoringOp):
             length = index.prefix_len
             heads = [ScoredGroup((0,), length, one.first_rows, none, (), one.block_sizes).heads for one in rows]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
-            self._known[index] = _Known(next(_numbers), rows[0], *found)
+            self._known[index] = KnownIndex(next(_numbers), rows[0], *found)
         return self._known[index].number
 
-    def fits(self, lengths: Sequence[int]) -> bool:
+    def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
         return self._sizes.hold(lengths)
 
     def tile(self, size: int) -> Hashable:
         """See the base: one for each height of the tile."""
         return self._of(size)
 
-    def _of(self, size: int) -> AnchorSelection:
-        on_gpu = self._device.type == "cuda"
+    def tile_of(self, size: int, *, specialized: bool) -> tuple[AnchorConfig, int]:
+        """What serves batches of that size, and the requests of its batches, at most."""
+        on_gpu, most = self._device.type == "cuda", self._sizes.max_batch
         capability = torch.cuda.get_device_capability(self._device) if on_gpu else (9, 0)
-        config = default_config(self.shape, size, capability, specialized=self._specialized)
+        config, highest = (default_config(self.shape, n, capability, specialized=specialized) for n in (size, most))
+        # A lower tile than the highest holds all rows of its batches.
+        return config, most if config.block_m == highest.block_m else config.block_m // self.shape.gqa
+
+    def tables_of(self, index: Index) -> KnownIndex:
+        """Of an index that `number_of` was asked for."""
+        return self._known[index]
+
+    def _of(self, size: int) -> AnchorSelection:
+        config, requests = self.tile_of(size, specialized=self._specialized)
         if config.block_m not in self._found:
-            sizes = self._sizes
-            highest = default_config(self.shape, sizes.max_batch, capability, specialized=self._specialized).block_m
-            # A lower tile than the highest holds all rows of its batches.
-            requests = sizes.max_batch if config.block_m == highest else config.block_m // self.shape.gqa
+            sizes, on_gpu = self._sizes, self._device.type == "cuda"
             self._found[config.block_m] = AnchorSelection(
                 self.shape,
                 requests * sizes.groups_of_a_row,
@@ -202,12 +216,12 @@ class ScoredOp(ScoringOp):
             listed, lengths: of listed candidates, where each group's lists are, and tokens of its prefix.
         """
         lengths = lengths or [group.prefix_len for group in groups]
-        self._probed = [self._made_up(length) for length in lengths]
+        self._probed = [self.made_up(length) for length in lengths]
         arrays = [self.arrays(layer) for layer in self._probed]
         places = [self.rows([layer], length)[0] for layer, length in zip(self._probed, lengths, strict=True)]
         self._of(size).plan(self._scored(rows, groups, arrays, places, listed), groups)
 
-    def _made_up(self, prefix_len: int) -> LayerArrays:
+    def made_up(self, prefix_len: int) -> LayerArrays:
         """Arrays of any values; heads that may have blocks of their own sizes have the smallest, which cost most."""
         heads, rows = self.shape.num_kv_heads, -(-prefix_len // LEAST_BLOCK)
         found = {ROW_INDPTR: rows * torch.arange(heads + 1, dtype=torch.int32, device=self._device)}

@@ -22,7 +22,9 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, Lines, StepCosts
 from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.types import StepPath
+from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.methods.two_level import TwoLevelSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import RequestTable
 from tests.serving.planning import planner
@@ -97,9 +99,9 @@ def test_other_captures_are_left_as_they_are(case: str, hooked: Any) -> None:
 COSTS = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(0.0, 1.0)}), num_dense=1, num_anchors=1, num_reuse=0)
 
 
-def _steps(**changes: Any) -> DecodePlanner:
+def _steps(layers: int = 2, spec: IndexSpec | None = None, **changes: Any) -> DecodePlanner:
     config = config_from_dict({"share_prefixes": True, **changes})
-    return planner(config, RequestTable(), Counters(2), LayerPlan.default(2, 2), 4)
+    return planner(config, RequestTable(), Counters(layers), LayerPlan.default(layers, 2), 4, spec=spec)
 
 
 def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
@@ -132,6 +134,22 @@ def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_select
             step.backend.run(torch.zeros(2, 4, 64), kv, 1, 1.0)
         searches = path is StepPath.SPARSE
         assert bool(launched.launches) == searches, "the reference attends; only selections are launched"
+
+
+def test_candidates_are_named_ahead_once_a_step_in_either_graph() -> None:
+    """A selection is three launches on a CPU: each of two layers selects at one level or both; then all look ahead."""
+    pytest.importorskip("triton")
+    steps = _steps(3, TwoLevelSpec(), method="two_level", select_ahead=True)
+    assert steps.sparse is not None
+    kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
+    steps.sparse._costs[block_of(2)] = COSTS
+    found = {}
+    for path in (StepPath.SPARSE, StepPath.KEPT):
+        with steps.capturing(2, path) as step, recording() as launched:
+            for layer in range(3):
+                step.backend.run(torch.zeros(2, 4, 64), kv, layer, 1.0)
+        found[path] = len(launched.launches)
+    assert found == {StepPath.SPARSE: 2 * 6 + 3, StepPath.KEPT: 2 * 3 + 3}
 
 
 def test_a_step_replays_the_graph_of_its_path(hooked: Any) -> None:

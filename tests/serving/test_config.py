@@ -47,6 +47,11 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
         ('{"top_k": 0}', ["top_k", "1 or more tokens, or null"]),
         ('{"top_k": 1.5}', ["top_k", "int"]),
         ('{"min_top_k": -1}', ["min_top_k", "0 or more tokens"]),
+        ('{"select_ahead": true}', ["select_ahead false with a method other than two_level", "'token_index'"]),
+        (
+            '{"method": "two_level", "select_ahead": true, "search_period": 2}',
+            ["search_period 1 with select_ahead", "2"],
+        ),
         ('{"search_period": 0}', ["search_period", "1 or more decode steps"]),
         ('{"sum_every": 0}', ["sum_every", "1 to 64 tokens"]),
         ('{"sum_every": 65}', ["sum_every", "1 to 64 tokens"]),

@@ -129,7 +129,9 @@ def test_where_nothing_was_compared_no_share_is_said(make: Callable[..., Case]) 
     assert "by the server's queries" not in found
 
 
-def test_a_period_is_refused_where_queries_are_computed_again(make: Callable[..., Case]) -> None:
-    case = make(search_period=2)
-    with pytest.raises(ValueError, match="expected search_period 1"):
+@pytest.mark.parametrize("other", [{"search_period": 2}, {"select_ahead": True}], ids=str)
+def test_what_another_step_selected_is_refused(make: Callable[..., Case], other: dict[str, Any]) -> None:
+    case = make()
+    case.reselection._config = msgspec.structs.replace(case.reselection._config, **other)
+    with pytest.raises(ValueError, match="expected search_period 1 and select_ahead false"):
         case.module.SelectionCheck(case.reselection)

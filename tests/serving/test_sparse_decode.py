@@ -24,6 +24,7 @@ from tests.sparse_server import (
     join_many,
     searches,
     until_search,
+    walk_ahead,
     walk_groups,
     walk_own_tokens,
     walk_surplus,
@@ -61,6 +62,11 @@ def test_a_selection_serves_its_steps_until_a_group_changes() -> None:
     assert searches(server, [1], 2) == [True, False], "one has left"
     server.sparse.skip()
     assert searches(server, [1], 2) == [True, False], "a step was attended otherwise"
+
+
+def test_candidates_are_those_of_the_step_before_until_a_group_changes() -> None:
+    """Of every anchor layer, by that step's queries; this step's own rank them."""
+    walk_ahead(Server(CPU, kernels=False, spec=parse_spec({"method": "two_level"}), select_ahead=True))
 
 
 @pytest.mark.parametrize("period", [1, 3])
@@ -155,14 +161,14 @@ def test_where_lists_are_full_the_surplus_attends_all(period: int) -> None:
 
 def test_where_the_operation_is_full_the_surplus_attends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(CPU, kernels=False)
-    monkeypatch.setattr(server.sparse.op, "fits", lambda lengths: sum(lengths) <= 250)
+    monkeypatch.setattr(server.sparse.op, "fits", lambda lengths, budgets: sum(lengths) <= 250)
     for serial, length in enumerate((200, 300, 100, 30), 1):
         server.join(serial, *server.prefix(length), 5)
     # Of the last one all would be attended.
     assert server.step([1, 2, 3, 4]) == [GroupRead(1, 200, 40), GroupRead(1, 30, 30)]
     server.leave(1)
     assert server.step([2, 3, 4]) == [GroupRead(1, 100, 32), GroupRead(1, 30, 30)]
-    monkeypatch.setattr(server.sparse.op, "fits", lambda lengths: False)
+    monkeypatch.setattr(server.sparse.op, "fits", lambda lengths, budgets: False)
     assert server.sparse.plan(server.batch([2], [server.lens[2]])) is None
 
 

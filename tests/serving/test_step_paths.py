@@ -5,6 +5,7 @@ Which steps search: also `test_a_selection_serves_its_steps_until_a_group_change
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,6 +164,9 @@ def test_each_layer_costs_as_its_role_says_and_a_search_is_shared_out() -> None:
     whole, selected, search = 2 * (5.0 + 20.2), 6 * (5.0 + 2.2), 4 * (10.0 + 10.0)
     assert EIGHT_LAYERS.sparse_us([10_000], [1_000], suffix) == pytest.approx(whole + selected + search)
     assert EIGHT_LAYERS.sparse_us([10_000], [1_000], suffix, steps=4) == pytest.approx(whole + selected + search / 4)
+    ahead = {"behind": Lines({1: Line(4.0, 0.0)}), "ahead": Lines({1: Line(30.0, 0.0)})}
+    both = replace(EIGHT_LAYERS, **ahead).sparse_us([10_000], [1_000], suffix, steps=8)
+    assert both == pytest.approx(whole + selected + 4 * (4.0 + 16.0 / 8) + 30.0), "once a step, for all layers"
     assert EIGHT_LAYERS.sparse_us([6_000, 4_000], [600, 400], suffix) == pytest.approx(whole + selected + search), (
         "lists add up"
     )

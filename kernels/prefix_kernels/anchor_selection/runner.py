@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from prefix_kernels.launching import (
     send,
     shared_registers,
 )
-from prefix_kernels.pooled_scores.tables import ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
+from prefix_kernels.pooled_scores.tables import Layers, ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_lists
@@ -279,14 +279,15 @@ class AnchorSelection:
 
     Args:
         shape: of heads and index.
-        max_batch: requests of a batch, at most.
-        max_groups: groups of a batch, at most.
+        max_batch: requests of a batch, at most; of all layers of `plan`, where it has several.
+        max_groups: groups of a batch, at most; likewise.
         max_prefix_len: tokens of a prefix, at most.
-        list_entries: of the lists of all groups and KV heads together, at most.
+        list_entries: of the lists of all groups and KV heads together, at most; likewise.
         config: tile and schedule.
         device: where the buffers are made.
         form: scores in one launch, or in one for each phase.
         num_programs: of a launch, shared by the KV heads and then by the groups; None: as many as run at a time.
+        max_group: requests of a group, at most; None: all of a batch.
 
     Raises:
         ValueError: sizes below 1, a prefix of 2^30 tokens or more, heads or bits as `ScoreTables` says.
@@ -304,6 +305,7 @@ class AnchorSelection:
         *,
         form: Form = Form.FUSED,
         num_programs: int | None = None,
+        max_group: int | None = None,
     ) -> None:
         sizes = (max_batch, max_groups, max_prefix_len, list_entries)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
@@ -315,7 +317,7 @@ class AnchorSelection:
             _check_fits(shape, device)
         self.shape, self.config, self.form, self.device = shape, config, form, device
         self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
-        self._tables = ScoreTables(shape, max_batch, max_groups, device)
+        self._tables = ScoreTables(shape, max_batch, max_groups, device, max_group)
         heads = shape.num_kv_heads
         self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
         if not config.specialized or config.block_m > _FEW_ROWS:
@@ -338,12 +340,15 @@ class AnchorSelection:
         counts = (self.max_groups, self.shape.num_kv_heads)
         return new_lists(self.list_entries, counts, self._items.device, with_slots=with_slots)
 
-    def plan(self, scored: Sequence[ScoredGroup], selected: Sequence[SelectionGroup]) -> None:
+    def plan(
+        self, scored: Sequence[ScoredGroup], selected: Sequence[SelectionGroup], layers: Layers | None = None
+    ) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
 
         Args:
             scored: the groups, and where their codes and scores lie. Scores begin at multiples of 4.
             selected: their lengths, windows and budgets, in the same order.
+            layers: all this once more for each of some layers, whose queries follow each other; None: for one.
 
         Raises:
             ValueError: as `ScoreTables.plan` says; another number of groups in one than in the other; prefixes or
@@ -356,11 +361,19 @@ class AnchorSelection:
             )
         for of, group in zip(scored, selected, strict=True):
             self._check_group(of, group)
+        count, apart = (1, 0) if layers is None else (layers.number, layers.lists)
+        lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
+        if (count - 1) * apart + lists_end > self.list_entries or (layers is not None and layers.scores % ALIGNED):
+            raise ValueError(
+                f"expected at most {self.list_entries} entries of lists, and scores at multiples of {ALIGNED}, got "
+                f"{layers} of lists up to {lists_end}; raise the limit"
+            )
         if self.config.specialized:
             _check_rows(self.config, scored)
-        self._tables.plan(scored)
+        self._tables.plan(scored, layers)
         table = torch.zeros(self._items.shape, dtype=torch.int64)
-        items = make_items(selected, self.programs_of_a_head)
+        every = [replace(group, list_begin=group.list_begin + n * apart) for n in range(count) for group in selected]
+        items = make_items(every, self.programs_of_a_head)
         self.stretches = stretches_of(items)
         table[:, -1] = len(items)
         if items:
@@ -368,8 +381,9 @@ class AnchorSelection:
         send(table, self._items)
         # Scores are read four at a time.
         self._scores_end = max((of.scores_end for of in scored), default=0)
+        self._scores_end += 0 if layers is None else (count - 1) * layers.scores
         self._scores_end += -self._scores_end % ALIGNED
-        self._lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
+        self._lists_end = (count - 1) * apart + lists_end
         self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
 
     def run(

@@ -7,10 +7,20 @@ from prefix_kernels.pooled_scores.tables import (
     ARRAYS,
     HEAD_FIELDS,
     LEAST_BLOCK,
+    Layers,
     ScoredGroup,
     ScoreInputs,
     ScoreShape,
     array_addresses,
 )
 
-__all__ = ["ARRAYS", "HEAD_FIELDS", "LEAST_BLOCK", "ScoreInputs", "ScoreShape", "ScoredGroup", "array_addresses"]
+__all__ = [
+    "ARRAYS",
+    "HEAD_FIELDS",
+    "LEAST_BLOCK",
+    "Layers",
+    "ScoreInputs",
+    "ScoreShape",
+    "ScoredGroup",
+    "array_addresses",
+]

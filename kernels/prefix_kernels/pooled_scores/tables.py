@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -125,20 +125,46 @@ class ScoreInputs:
     candidates: Tensor | None = None
 
 
+class Layers(NamedTuple):
+    """The groups of a plan once more for each of some layers, one layer behind the other.
+
+    Attributes:
+        arrays: int64 [num_layers, num_groups, ARRAYS], `array_addresses` of each layer.
+        heads: int64 [num_layers, num_groups, num_kv_heads, HEAD_FIELDS], `ScoredGroup.heads` of each layer but
+            for where scores begin.
+        rows, scores, lists: by how many queries, scores and entries of lists a layer's are behind those of the layer
+            before.
+    """
+
+    arrays: Tensor
+    heads: Tensor
+    rows: int
+    scores: int
+    lists: int
+
+    @property
+    def number(self) -> int:
+        """How many layers these are."""
+        return self.arrays.shape[0]
+
+
 class ScoreTables:
     """The tables of a plan in fixed device buffers.
 
     Args:
         shape: of heads and index.
-        max_batch: requests of a batch, at most.
-        max_groups: groups of a batch, at most.
+        max_batch: requests of a batch, at most; of all layers of `plan`, where it has several.
+        max_groups: groups of a batch, at most; likewise.
         device: where the buffers are made.
+        max_group: requests of a group, at most; None: all of a batch.
 
     Raises:
         ValueError: query heads that do not divide, bits that are no code's, or sums of nothing.
     """
 
-    def __init__(self, shape: ScoreShape, max_batch: int, max_groups: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: ScoreShape, max_batch: int, max_groups: int, device: torch.device, max_group: int | None = None
+    ) -> None:
         quarters = shape.bits < 8 and shape.channels % 4
         if shape.num_qo_heads % shape.num_kv_heads or shape.bits not in (2, 4, 8, 16) or quarters:
             raise ValueError(
@@ -149,7 +175,7 @@ class ScoreTables:
             raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {shape.sum_every}; 1 sums all candidates")
         self.shape = shape
         self.max_batch, self.max_groups = max_batch, max_groups
-        self.max_rows = max_batch * shape.gqa
+        self.max_rows = (max_group or max_batch) * shape.gqa
         heads = (max_groups, shape.num_kv_heads)
         self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
@@ -159,19 +185,26 @@ class ScoreTables:
         self._most_rows = self._scores_end = 0
         self._raw_shape = (0, 0, 0, 0)
 
-    def plan(self, groups: Sequence[ScoredGroup]) -> None:
+    def plan(self, groups: Sequence[ScoredGroup], layers: Layers | None = None) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
+
+        Args:
+            groups: of the batch; with `layers` those of the first layer.
+            layers: that are scored together; None: one, of the groups' own arrays.
 
         Raises:
             ValueError: more groups or rows than the buffers hold, a row out of range, a group without rows or of
                 another number of KV heads, or arrays that the kernel cannot read. The plan before stays in force.
         """
         rows = [row for group in groups for row in group.rows]
-        in_range = all(0 <= row < self.max_batch for row in rows)
-        if len(groups) > self.max_groups or len(rows) > self.max_batch or not in_range:
+        count, apart = (1, 0) if layers is None else (layers.number, layers.rows)
+        in_range = all(0 <= row < self.max_batch - (count - 1) * apart for row in rows)
+        most = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
+        many = count * len(groups) > self.max_groups or count * len(rows) > self.max_batch or most > self.max_rows
+        if many or not in_range:
             raise ValueError(
-                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, got {len(groups)} of "
-                f"rows {rows}"
+                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, and "
+                f"{self.max_rows // self.shape.gqa} each, got {count} times {len(groups)} of rows {rows}"
             )
         if not all(group.rows for group in groups):
             raise ValueError(f"expected a row or more in each group, got {groups}; leave a group without rows out")
@@ -189,18 +222,26 @@ class ScoreTables:
             heads[number] = torch.tensor(group.heads)
             arrays[number] = torch.tensor(addresses, dtype=torch.int64)
             first += len(group.rows)
+        of_rows = torch.tensor(rows, dtype=torch.int32)
+        if layers is not None and groups:
+            of_layer, number = torch.arange(count), len(groups)
+            places = heads[:number, :, -1] + layers.scores * of_layer[:, None, None]
+            heads[: count * number] = torch.cat([layers.heads[..., :-1], places[..., None]], dim=-1).flatten(0, 1)
+            arrays[: count * number] = layers.arrays.flatten(0, 1)
+            tables[: count * number] = tables[:number].repeat(count, 1)
+            tables[: count * number, 0] += (len(rows) * of_layer).repeat_interleave(number)
+            of_rows = (of_rows + apart * of_layer[:, None]).flatten().int()
         for source, buffer in (
-            (torch.tensor(rows, dtype=torch.int32), self._rows),
+            (of_rows, self._rows),
             (tables, self._groups),
             (heads, self._heads),
             (arrays, self._arrays),
         ):
             send(source, buffer)
-        self._most_rows = max(rows, default=-1) + 1
+        self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
         self._scores_end = max((group.scores_end for group in groups), default=0)
-        most_rows = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
-        most = max((group.count for group in groups), default=0)
-        self._raw_shape = (len(groups), num_heads, most_rows, most)
+        self._scores_end += 0 if layers is None else (count - 1) * layers.scores
+        self._raw_shape = (count * len(groups), num_heads, most, max((group.count for group in groups), default=0))
 
     def arguments(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
         """What kernels are told of the plan, the queries and the index, by parameter name.

@@ -91,7 +91,7 @@ class CSAttentionOp(ScoringOp):
             self._known[index] = (next(_numbers), torch.tensor(found, dtype=torch.int64))
         return self._known[index][0]
 
-    def fits(self, lengths: Sequence[int]) -> bool:
+    def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
         return self._sizes.hold(lengths)
 
     def tile(self, size: int) -> Hashable:

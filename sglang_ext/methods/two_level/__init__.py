@@ -16,7 +16,7 @@ from torch import Tensor
 from prefix_kernels.top_k_selection import rank_by_keys
 from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.base import Arrays, IndexSpec, SelectArgs, Selector, check_share, make_selector
+from sglang_ext.methods.base import Arrays, IndexSpec, LeveledSelector, SelectArgs, check_share, make_selector
 from sglang_ext.methods.combined import CombinedSpec, part_arrays
 from sglang_ext.methods.token_index import TokenIndexSpec
 
@@ -62,21 +62,23 @@ class TwoLevelSpec(CombinedSpec):
         return min(prefix_len, max(1, math.ceil(round(wanted, 6))))
 
 
-class TwoLevelSelector(Selector[TwoLevelSpec]):
+class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
     """The first method's best positions, ranked by the second one's scores among them."""
 
-    def select(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Selection:
-        """See the base. Sink and recent window are candidates."""
-        first = replace(args, budget=self.spec.num_candidates(args.prefix_len, args.budget))
-        return args.top_k(rank_by_keys(self._ranked(arrays, q, args, self._candidates(arrays, q, first))))
+    def candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
+        """See the base. Sink and recent window are among them."""
+        return self._named(arrays, q, replace(args, budget=self.spec.num_candidates(args.prefix_len, args.budget)))
+
+    def select_among(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Selection:
+        return args.top_k(rank_by_keys(self._ranked(arrays, q, args, candidates)))
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base: the second method's scores, -inf outside the first one's candidates."""
         first = replace(args, budget=self.spec.num_candidates(args.prefix_len), num_sink=0, num_recent=0)
-        chosen = self._candidates(arrays, q, first)
+        chosen = self._named(arrays, q, first)
         return self._ranked(arrays, q, args, chosen if candidates is None else chosen & candidates)
 
-    def _candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
+    def _named(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
         """bool [num_kv_heads, prefix_len]: what the first method selects."""
         chosen = make_selector(self.spec.first).select(part_arrays(arrays, "first"), q, args)
         mask = torch.zeros(chosen.num_kv_heads, args.prefix_len + 1, dtype=torch.bool, device=q.device)

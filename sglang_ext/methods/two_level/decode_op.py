@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, pack_lists
+from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_stride, pack_lists
 from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
-from sglang_ext.decode.select_op import ListSizes, graph_op
+from sglang_ext.decode.select_op import AheadOp, ListSizes, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp
+from sglang_ext.methods.score_pack import ScorePack
+from sglang_ext.methods.scored_op import ScoredOp
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.token_index.decode_op import TokenIndexOp
 from sglang_ext.methods.two_level import TwoLevelSpec
 from sglang_ext.options import SparseAttnConfig
 
+CANDIDATE_BYTES = 224 << 20
+"""Of the candidates of all layers that are named a step ahead, at most."""
 
-class TwoLevelOp(CombinedOp):
+
+class TwoLevelOp(CombinedOp, AheadOp):
     """Selects candidates as the first method does, then among them by a token index.
+
+    Candidates of each layer that are named a step ahead lie in lists of its own (`ListSizes.ahead`).
 
     Args:
         shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
 
     Raises:
-        ValueError: the second method is another one, or the first has no operation for decode graphs.
+        ValueError: the second method is another one, the first has no operation for decode graphs, or none that names
+            candidates ahead; or there is no room for these.
     """
 
     def __init__(
@@ -46,11 +54,26 @@ class TwoLevelOp(CombinedOp):
         self._spec, self._heads = spec, shape.num_kv_heads
         # Of each prefix no more candidates than tokens.
         entries = self._heads * (sizes.room + sizes.max_groups * list_stride(1))
+        if sizes.ahead:
+            longest = spec.num_candidates(sizes.max_prefix_len, config.budget(sizes.max_prefix_len))
+            entries = _entries_of_a_layer(entries, len(sizes.ahead), self._heads * list_stride(longest))
         of_first = replace(sizes, list_entries=entries)
         self._first = graph_op(shape, config, spec.first, num_layers, of_first, device)
         self._second = TokenIndexOp(shape, config, spec.second, num_layers, sizes, device, CandidateForm.LISTED)
-        self._lists = new_lists(entries, (sizes.max_groups, self._heads), device, with_slots=False)
-        self._second.candidates = self._lists.positions
+        self._entries, count = entries, max(1, len(sizes.ahead))
+        self._pack: ScorePack | None = None
+        self._lists = new_lists(count * entries, (count * sizes.max_groups, self._heads), device, with_slots=False)
+        parts = zip(*(of.view(count, -1) for of in (self._lists.positions, self._lists.counts)), strict=True)
+        of_layers = [SelectedLists(positions, counts.view(-1, self._heads), None) for positions, counts in parts]
+        self._of_layer: dict[int | None, SelectedLists] = dict(zip(sizes.ahead, of_layers, strict=False))
+        self._of_all = of_layers[0]
+        if sizes.ahead:
+            if not isinstance(self._first, ScoredOp):
+                raise ValueError(
+                    "expected two_level.first in decode graphs with select_ahead as ab_sparse or token_index, got "
+                    f"{spec.first.method}; name one of these, or set select_ahead to false"
+                )
+            self._pack = ScorePack(self._first, shape, sizes, entries, device)
         super().__init__(self._first, self._second)
 
     def plan(
@@ -60,15 +83,19 @@ class TwoLevelOp(CombinedOp):
         parts = [self.parts(index) for index in indexes]
         self._first.plan(size, rows, first, [one for one, _ in parts])
         self._second.plan(size, rows, second, [one for _, one in parts], listed=first)
+        if self._pack is not None:
+            self._pack.plan(size, rows, first, [one for one, _ in parts])
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         first, second = self._levels(groups)
         self._first.plan_probe(size, rows, first)
         self._second.plan_probe(size, rows, second, listed=first, lengths=[group.prefix_len for group in groups])
+        if self._pack is not None:
+            self._pack.plan_probe(size, rows, first)
 
     def _levels(self, groups: Sequence[SelectionGroup]) -> tuple[list[SelectionGroup], list[SelectionGroup]]:
         """What each level selects. Windows are candidates, and so as many at either end of their list."""
-        counts = [self._spec.num_candidates(group.prefix_len, group.budget) for group in groups]
+        counts = self._counts([group.prefix_len for group in groups], [group.budget for group in groups])
         first = [replace(group, budget=count) for group, count in zip(groups, counts, strict=True)]
         second = [replace(group, prefix_len=count) for group, count in zip(groups, counts, strict=True)]
         return pack_lists(first, self._heads), second
@@ -82,10 +109,56 @@ class TwoLevelOp(CombinedOp):
         layer: int | None,
         lists: SelectedLists,
     ) -> None:
-        self._first.run(size, q, sm_scale, None, layer, self._lists)
+        self._first.run(size, q, sm_scale, None, layer, self._of_layer.get(layer, self._of_all))
+        self.run_behind(size, q, sm_scale, slot_table, layer, lists)
+
+    def run_behind(
+        self,
+        size: int,
+        q: Tensor,
+        sm_scale: float,
+        slot_table: Tensor | None,
+        layer: int | None,
+        lists: SelectedLists,
+    ) -> None:
+        self._second.candidates = self._of_layer.get(layer, self._of_all).positions
         self._second.run(size, q, sm_scale, slot_table, layer, lists)
+
+    def look_ahead(self, size: int, queries: Sequence[Tensor], sm_scale: float) -> None:
+        assert self._pack is not None
+        self._pack.run(size, queries, sm_scale, self._lists)
+
+    def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
+        entries = self._heads * sum(map(list_stride, self._counts(lengths, budgets)))
+        ahead = self._pack is None or (entries <= self._entries and self._pack.fits(lengths))
+        return ahead and super().fits(lengths, budgets)
+
+    def tile(self, size: int) -> Hashable:
+        """See the base; queries of several layers lie as many apart as a batch has."""
+        return super().tile(size) if self._pack is None else (super().tile(size), size)
+
+    def _counts(self, lengths: Sequence[int], budgets: Sequence[int]) -> list[int]:
+        """Candidates of each prefix."""
+        return [self._spec.num_candidates(*of) for of in zip(lengths, budgets, strict=True)]
 
     @property
     def nbytes(self) -> int:
         own = self._lists.positions.nbytes + self._lists.counts.nbytes
-        return self._first.nbytes + self._second.nbytes + own
+        pack = 0 if self._pack is None else self._pack.nbytes
+        return self._first.nbytes + self._second.nbytes + pack + own
+
+
+def _entries_of_a_layer(wanted: int, num_layers: int, least: int) -> int:
+    """Entries of a layer's lists: as many as wanted, or what `CANDIDATE_BYTES` hold.
+
+    Raises:
+        ValueError: fewer than the longest prefix takes.
+    """
+    entries = min(wanted, CANDIDATE_BYTES // (4 * num_layers) // ALIGNED * ALIGNED)
+    if entries < least:
+        raise ValueError(
+            f"expected candidates of one prefix and {num_layers} layers in {CANDIDATE_BYTES} bytes, got "
+            f"{4 * num_layers * least}; set select_ahead to false, or lower two_level.candidate_ratio, "
+            "--context-length or the number of anchor layers"
+        )
+    return entries

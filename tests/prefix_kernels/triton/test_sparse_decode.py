@@ -21,11 +21,13 @@ from tests.sparse_server import (
     GQA,
     KV_HEADS,
     LAST,
+    LAYERS,
     SPEC,
     Server,
     join_many,
     searches,
     until_search,
+    walk_ahead,
     walk_groups,
     walk_own_tokens,
 )
@@ -301,6 +303,83 @@ def test_a_selection_serves_its_steps_until_a_group_changes(kind: Any, device: t
     assert searches(server, [3, 1, 2], 2) == [True, False], "rows have moved"
     server.join(5, *first, 4)
     assert searches(server, [3, 1, 2, 5], 1) == [True]
+
+
+AHEAD: dict[str, IndexSpec] = {
+    "blocks of sizes of heads": _two_levels(ABSparseSpec(sizes="profile")),
+    "blocks": _two_levels(ABSparseSpec()),
+    "tokens": _two_levels(SPEC),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [next(iter(AHEAD)), *(pytest.param(name, marks=pytest.mark.full) for name in list(AHEAD)[1:])]
+)
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_candidates_are_those_of_the_step_before_until_a_group_changes(
+    kind: Any, name: str, device: torch.device
+) -> None:
+    walk_ahead(Server(device, 6, *kind, spec=AHEAD[name], select_ahead=True))
+
+
+@pytest.mark.parametrize("spec", AHEAD.values(), ids=AHEAD)
+def test_queries_that_stay_select_the_same_a_step_later(spec: IndexSpec, device: torch.device) -> None:
+    """What all layers' launch names is what each layer's own named, and what is selected among it is, too."""
+    server = Server(device, 6, spec=spec, select_ahead=True, layer_plan=["anchor"] * LAYERS)
+    op, lists, arena = server.sparse.op, server.sparse._lists.of(0), server.sparse._buffers.arena
+    assert isinstance(op, TwoLevelOp)
+    prefixes = [server.prefix(length)[1] for length in (500, 300, 40)]
+    budgets, rows = (64, 50, 40), [(4, 0), (1,), (3, 2)]
+    groups = [
+        SelectionGroup(one.prefix_len, n, num_sink=4, num_recent=16) for one, n in zip(prefixes, budgets, strict=True)
+    ]
+    groups = pack_lists(groups, KV_HEADS)
+    for index in prefixes:
+        op.number_of(index)
+    op.plan(6, rows, groups, prefixes)
+    queries = [
+        torch.randn(6, 2 * KV_HEADS * GQA, server.dim, generator=server.gen).to(device)[:, ::2] for _ in range(LAYERS)
+    ]
+
+    def found(select: Any) -> list[list[list[list[int]]]]:
+        both = []
+        for layer, q in enumerate(queries):
+            lists.positions.fill_(-1)
+            select(6, q, 0.1, arena, layer, lists)
+            both.append([group.lists_in(lists.positions, KV_HEADS).tolist() for group in groups])
+        return both
+
+    own, named = found(op.run), op._lists.positions.clone()
+    op._lists.positions.fill_(-1)
+    op.look_ahead(6, queries, 0.1)
+    assert torch.equal(op._lists.positions, named)
+    assert found(op.run_behind) == own
+    op.look_ahead(6, queries[::-1], 0.1)
+    assert found(op.run_behind) != own, "candidates of other queries"
+
+
+def test_costs_of_steps_that_name_candidates_ahead(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of as many groups as all layers have room for; others attend all."""
+    monkeypatch.setattr("sglang_ext.methods.score_pack.GROUP_BYTES", 60_000)
+    server = Server(device, 5, spec=AHEAD["blocks"], select_ahead=True)
+    ran: list[float] = []
+
+    def note(run: Any, device: torch.device) -> float:
+        run()
+        ran.append(1.0 + len(ran) % 4)
+        return ran[-1]
+
+    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", note)
+    costs = server.sparse.measure(5, server.caches[0])
+    assert costs is not None
+    assert len(ran) == 4 * 2 * len(costs.attend)
+    assert list(costs.attend) == [1]
+    assert [of[1].base for of in (costs.attend, costs.select, costs.ahead, costs.behind)] == [1.0, 2.0, 3.0, 4.0]
+    lists = server.sparse._lists.of(0)
+    assert int(lists.counts[0, 0]) > 0
+    for serial in (1, 2):
+        server.join(serial, *server.prefix(130 + serial), 5)
+    assert [one.prefix_len for one in server.step([1, 2])] == [132]
 
 
 @pytest.mark.full

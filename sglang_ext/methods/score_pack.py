@@ -1,0 +1,165 @@
+"""All anchor layers' selections of a `ScoredOp` as one: the queries of a whole step, one chain of launches.
+
+A layer's group is a group of its own, with its own queries, arrays, scores and list. So the waits of a selection are
+paid once a step, and the programs of all layers fill the GPU, however small one layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.anchor_selection import AnchorSelection, Form
+from prefix_kernels.grouped_attention import AttentionShape
+from prefix_kernels.kernels import COARSE, NUM_BINS
+from prefix_kernels.pooled_scores import LEAST_BLOCK, Layers, ScoredGroup, ScoreInputs, array_addresses
+from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_stride, place_scores
+from prefix_kernels.types import SelectedLists
+from sglang_ext.decode.select_op import ListSizes
+from sglang_ext.decode.types import Index
+from sglang_ext.methods.scored_op import LayerRows, ScoredOp
+from sglang_ext.prefix.residency import LayerArrays
+
+SCORE_BYTES = 96 << 20
+"""Of the scores of all layers, at most."""
+GROUP_BYTES = 96 << 20
+"""Of what kernels of one height of a tile keep of each layer's groups, at most: sums of rows, and counts of keys."""
+_COLD_BYTES = 128 << 20
+"""Of made-up arrays: more than any L2 cache holds, as those of all layers are."""
+
+
+class ScorePack:
+    """What `ScoredOp.run` selects at each of some layers, in one run.
+
+    Args:
+        op: whose arrays are scored. Tokens are scored by Triton's kernel for all GPUs.
+        shape: of a layer.
+        sizes: of the operation; `ahead` has the layers.
+        list_entries: from the lists of one layer to those of the next.
+        device: of the KV pool.
+    """
+
+    def __init__(
+        self, op: ScoredOp, shape: AttentionShape, sizes: ListSizes, list_entries: int, device: torch.device
+    ) -> None:
+        self._op, self._sizes, self._list_entries, self._device = op, sizes, list_entries, device
+        self._layers, self._heads = list(sizes.ahead), shape.num_kv_heads
+        count = len(self._layers)
+        self._tokens = LEAST_BLOCK if op.shape.form.is_block else 1
+        wanted = self._heads * (-(-sizes.room // self._tokens) + ALIGNED * sizes.max_groups)
+        self._stride = min(wanted, SCORE_BYTES // (4 * count)) // ALIGNED * ALIGNED
+        self._scores = torch.zeros(count * self._stride, dtype=torch.float32, device=device)
+        queries = (count * sizes.max_batch, shape.num_qo_heads, shape.head_dim)
+        self._queries = torch.zeros(queries, dtype=shape.dtype, device=device)
+        self._most_groups = self._groups_of(sizes.max_batch)
+        self._found: dict[int, AnchorSelection] = {}
+        self._probed: list[list[LayerArrays]] = []
+
+    def _groups_of(self, requests: int) -> int:
+        """Groups of a batch, that a kernel for so many requests has room for; one at least."""
+        bytes_of_one = 4 * self._heads * (COARSE.value + NUM_BINS.value + 2 * requests * self._op.shape.gqa)
+        room = GROUP_BYTES // bytes_of_one // len(self._layers)
+        return int(max(1, min(requests, self._sizes.max_groups, room)))
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Whether groups of so many tokens can be scored at all layers at once."""
+        entries = self._heads * sum(list_stride(-(-length // self._tokens)) for length in lengths)
+        return len(lengths) <= self._most_groups and entries <= self._stride
+
+    def _of(self, size: int) -> AnchorSelection:
+        config, requests = self._op.tile_of(size, specialized=False)
+        if config.block_m not in self._found:
+            on_gpu, count = self._device.type == "cuda", len(self._layers)
+            self._found[config.block_m] = AnchorSelection(
+                self._op.shape,
+                count * requests,
+                count * self._groups_of(requests),
+                self._sizes.max_prefix_len,
+                count * self._list_entries,
+                config,
+                self._device,
+                form=Form.FUSED if on_gpu else Form.UNFUSED,
+                num_programs=None if on_gpu else 2 * self._heads,
+                max_group=requests,
+            )
+        return self._found[config.block_m]
+
+    def plan(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        indexes: Sequence[Index],
+    ) -> None:
+        """Write the tables of the next runs, without a wait; arguments as of `SelectOp.plan`, lists of the first layer.
+
+        Groups and sizes: as many as `fits` says.
+        """
+        self._probed = []
+        known = [self._op.tables_of(index) for index in indexes]
+        arrays = [self._op.arrays(index.layers[0]) for index in indexes]
+        addresses = [one.addresses[self._layers] for one in known]
+        heads = [one.heads[self._layers if len(one.heads) > 1 else [0] * len(self._layers)] for one in known]
+        self._plan(size, rows, groups, arrays, [one.first for one in known], addresses, heads)
+
+    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+        """As `plan`, on made-up arrays: others for each layer, up to `_COLD_BYTES`."""
+        self._probed, layers = [], range(len(self._layers))
+        arrays, firsts, addresses, heads = [], [], [], []
+        for group in groups:
+            made = [self._op.made_up(group.prefix_len)]
+            bytes_of_one = len(groups) * sum(array.nbytes for array in made[0].values())
+            distinct = min(len(layers), -(-_COLD_BYTES // bytes_of_one))
+            made += [{name: array.clone() for name, array in made[0].items()} for _ in range(1, distinct)]
+            own = torch.tensor([array_addresses(self._op.shape, self._op.arrays(one)) for one in made])
+            first = self._op.rows(made[:1], group.prefix_len)[0]
+            nowhere = (0,) * self._heads
+            of_heads = ScoredGroup((0,), group.prefix_len, first.first_rows, nowhere, (), first.block_sizes).heads
+            arrays.append(self._op.arrays(made[0]))
+            firsts.append(first)
+            addresses.append(own[[layer % distinct for layer in layers]])
+            heads.append(torch.tensor([of_heads] * len(layers)))
+            self._probed.append(made)
+        self._plan(size, rows, groups, arrays, firsts, addresses, heads)
+
+    def _plan(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        arrays: Sequence[tuple[Tensor | None, ...]],
+        firsts: Sequence[LayerRows],
+        addresses: Sequence[Tensor],
+        heads: Sequence[Tensor],
+    ) -> None:
+        selection = self._of(size)
+        if not groups:
+            selection.plan((), ())
+            return
+        begins = place_scores([-(-group.prefix_len // self._tokens) for group in groups], self._heads)
+        scored = [
+            ScoredGroup(own, group.prefix_len, first.first_rows, begin, of, first.block_sizes)
+            for own, group, first, begin, of in zip(rows, groups, firsts, begins, arrays, strict=True)
+        ]
+        tables = torch.stack(list(addresses), dim=1), torch.stack(list(heads), dim=1)
+        selection.plan(scored, groups, Layers(*tables, size, self._stride, self._list_entries))
+
+    def run(self, size: int, queries: Sequence[Tensor], sm_scale: float, lists: SelectedLists) -> None:
+        """Select as planned, by the queries [size or more, num_qo_heads, head_dim] of each layer.
+
+        Args:
+            size, queries, sm_scale: as of `AheadOp.look_ahead`.
+            lists: of all layers, written at `list_entries` times the layer's place; their counts are in the order of
+                the launch: groups of one layer, then of the next.
+        """
+        packed = self._queries[: len(self._layers) * size]
+        # One launch, whatever the strides: queries lie beside keys and values.
+        torch.stack([q[:size] for q in queries], out=packed.view(len(self._layers), size, *packed.shape[1:]))
+        self._of(size).run(ScoreInputs(packed, sm_scale), self._scores, lists)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the buffers of fixed place; scratch of the kernels apart."""
+        return self._scores.nbytes + self._queries.nbytes
