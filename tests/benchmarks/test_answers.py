@@ -320,6 +320,15 @@ def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: SimpleNa
     assert f"Without that fault its KL is {kl:.4f}" in prose("selection")
 
 
+def test_the_figures_of_candidates_ahead_are_the_rows(bench: SimpleNamespace) -> None:
+    rows = bench.answers.read([RESULTS / "answers-h100-ahead.jsonl.xz"])
+    ahead, in_line = "two_level, ahead", "two_level, in line"
+    ((one, _),) = bench.answers_table.differences(rows, in_line).values()
+    kl = {key[0]: full["kl"] for key, (_, (full,)) in bench.answers_table.forced(rows).items()}
+    points = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * move for move in (one.difference, one.low, one.high)))
+    assert f"{points} points against naming in line, KL {kl[ahead]:.4f} for {kl[in_line]:.4f}" in prose("selection")
+
+
 def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> None:
     rows = bench.answers.read([RESULTS / "answers-h100-methods.jsonl.xz"])
     differences = bench.answers_table.differences

@@ -72,6 +72,19 @@ def test_the_documented_times_of_the_methods() -> None:
     assert f"by {min(slower):.0f} to {max(slower):.0f} times" in document("kernels")
 
 
+def test_the_documented_times_of_candidates_ahead() -> None:
+    rows = rows_of(RESULTS / "kernels-h100-ahead.jsonl")
+    assert all(row["green"] for row in rows)
+    us = {(row["case"], row["batch"]): row["us"] for row in rows}
+
+    def said(*cases: str) -> str:
+        return "{:.1f}, {:.1f} and {:.1f}".format(*(sum(us[case, batch] for case in cases) for batch in (1, 8, 32)))
+
+    ahead, behind, text = "two_level_ahead", "two_level_behind", prose("kernels")
+    assert f"takes {said(ahead, behind)} us at batch 1, 8 and 32, and {said('two_level')} in line" in text
+    assert f"at once {said(ahead)}, ranking a quarter of the prefix {said(behind)}" in text
+
+
 def test_the_documented_search_of_launch_parameters() -> None:
     rows = rows_of(RESULTS / "kernels-h100-launch.jsonl")
     us: dict[tuple[int, ...], dict[str, float]] = {}
