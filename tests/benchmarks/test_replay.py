@@ -145,21 +145,6 @@ def test_other_selections_show(replay: Any, replayer: Any, prompt: Any, served: 
 
 
 @pytest.mark.full
-def test_prompts_that_begin_alike_share_what_was_computed(
-    replay: Any, replayer: Any, model: Needle, prompt: Any, served: Any
-) -> None:
-    other = [*prompt[:100], 7, 8, 9, *prompt[100:140]]
-    answer = replay.Answer("trace-1", True, other, *serve(model, other, []))
-    for judge in (
-        lambda: judged(replay, replayer, prompt, served, served[2]),
-        lambda: replay.judge(replayer, answer, [replay.Epoch(0, len(other))]),
-    ) * 2:
-        one = judge()
-        assert one.verdict(TIE) == "equal"
-        assert max(one.off) < 1e-3
-
-
-@pytest.mark.full
 def test_a_retraction_divides_a_request_and_what_nobody_knows_is_not_judged(
     replay: Any, replayer: Any, model: Needle, prompt: Any, served: Any
 ) -> None:
@@ -196,16 +181,6 @@ def test_a_damaged_selection_is_refused() -> None:
     group.counts[1][0] += 1
     with pytest.raises(ValueError, match="different positions of layer 1"):
         group.mask(1)
-
-
-def test_the_sample_has_retracted_requests_and_is_sorted_by_prompt(replay: Any) -> None:
-    answers = [replay.Answer(f"trace-{i}", False, [9 - i % 3, i], [1]) for i in range(20)]
-    traced = {one.rid: [None] * (1 + (i == 17)) for i, one in enumerate(answers) if i != 3}
-    chosen = replay.sample(answers, traced, 8)
-    assert len(chosen) == len({one.rid for one in chosen}) == 8
-    assert "trace-17" in [one.rid for one in chosen]
-    assert [one.prompt for one in chosen] == sorted(one.prompt for one in chosen)
-    assert len(replay.sample(answers, traced, 100)) == 19
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,3 @@ def test_without_fio_the_reference_is_named(tmp_path: Path) -> None:
     assert {row["reference"].partition(":")[0] for row in rows_of(out)} == {
         "own plain reader (O_DIRECT, 1 MiB, 8 threads) and writer (1 MiB, fsync)"
     }
-
-
-def test_help() -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    for word in ("--only", "--quick", "--repeats", "cold reads and durable writes"):
-        assert word in done.stdout
