@@ -46,22 +46,6 @@ def test_a_server_says_which_index_serves_and_that_it_is_loaded(
     assert longer["name"] == "long"
 
 
-def test_a_server_says_where_a_prompt_differs(explain: Any, texts: Any, built: Any) -> None:
-    words = texts.first.text.split()
-    words[700] = words[701]
-    status, found = explain(" ".join(words))
-    first = next(one for one in found["compared"]["candidates"] if one["name"] == "first")
-    assert (status, found["reason"], found["path"]) == (1, "no_index", "stock")
-    assert (first["common"], first["at"]) == (700, 700)
-    assert (first["prompt"]["token_text"], first["index"]["token_text"]) == (words[701], texts.first.text.split()[700])
-    status, found = explain(texts.second.text, "--extra-key", "tenant-b")
-    assert (status, found["name"]) == (0, "second-named")
-    status, found = explain(texts.second.text, "--extra-key", "tenant-c")
-    assert (status, found["reason"]) == (1, "no_index")
-    fields = [field for one in found["compared"]["candidates"][:2] for field in one["differs"]]
-    assert all(field.startswith("extra_key or cache_salt: expected extra_key 'tenant-c'") for field in fields)
-
-
 def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, texts: Any) -> None:
     production.generate(texts.ask(texts.spoilt, 0), 4)
     status, found = explain(texts.spoilt.text)
