@@ -125,20 +125,6 @@ def test_a_broken_kernel_is_red_has_no_time_and_is_measured_again(how, words, tm
 # -- in this process -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected attention, selection or --table"),
-        (["attention", "--groups", "8"], "expected GROUPSxREQUESTS such as 8x4, got '8'"),
-        (["attention", "--layers", "0"], "expected --layers of 1 or more, got 0"),
-    ],
-)
-def test_wrong_arguments_say_what_is_right(bench, arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        bench.bench.parse(arguments)
-    assert message in capsys.readouterr().err
-
-
 def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups: int = 1, **more: Any) -> dict:
     row = {"bench": "attention", "case": case, "context": context, "batch": batch, "groups": groups, "suffix": 64}
     row |= {"page": 16, "keep": 0.05, "shape": [32, 8, 128], "dtype": "bfloat16"}

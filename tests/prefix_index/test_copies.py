@@ -121,18 +121,6 @@ def test_what_does_not_fit_is_stored_and_served_and_not_read_again_at_each_get(f
         assert store.counters.promotion_failures == failures + 1
 
 
-def test_least_recently_used_copies_make_room(folder: Path) -> None:
-    ids = [sample_identity(range(n, n + 32)) for n in range(4)]
-    with opened(folder, max_bytes=100 << 10) as store:
-        for identity in ids:
-            store.put(sample_payload(identity))
-            assert copied(store, identity)
-            assert len(copies(folder)) <= 2
-            time.sleep(0.01)
-        assert ids[-1].digest in copies(folder)
-        assert len(store.list()) == 4
-
-
 def test_a_replacement_by_another_process_is_served_though_size_and_times_are_equal(folder: Path) -> None:
     with opened(folder) as store:
         store.put(sample_payload(fill=1))

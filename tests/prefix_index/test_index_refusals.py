@@ -377,18 +377,6 @@ def stuck_listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 # ---- reading, not mapping ----
 
 
-def test_what_is_carried_to_another_store_is_read_and_not_mapped(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0], fill=3))
-        with store.get(IDS[0]) as index:
-            payload = index.payload()
-            arrays = {key: array.load() for key, array in payload.arrays.items()}  # type: ignore[union-attr]
-            assert str(folder) not in Path("/proc/self/maps").read_text()
-            assert {key: array.tobytes() for key, array in arrays.items()} == {
-                key: index.array(*key).tobytes() for key in index.keys
-            }
-
-
 def test_a_file_that_is_cut_while_it_is_carried_is_an_error_and_no_signal(folder: Path) -> None:
     def work() -> None:
         with opened(folder) as store, pytest.MonkeyPatch.context() as patch:
