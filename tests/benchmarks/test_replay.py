@@ -43,7 +43,7 @@ def selected(masks: Masks, position: int, rid: str = "trace-0") -> Selected:
 
 
 def test_a_retraction_divides_a_request(replay: Any) -> None:
-    """After five tokens it lost its slots, and all of them were prefilled again; once more, of which no step is known."""
+    """After five tokens it lost its slots, and all were prefilled again; once more, of which no step is known."""
     groups = [selected(masks(i), PROMPT + i) for i in range(4)]  # one step ran ahead of the retraction
     records = [
         Start(PLAN.to_dict(), 2, []),
