@@ -59,25 +59,17 @@ def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, text
         (["--admin-key", "wrong"], "expected the server's admin key, got another one"),
         (["--picture", "x.png"], "expected a server that traces"),
         (["--messages", "no-such.json"], "expected a file that can be read"),
+        (["--messages", "two.json"], "expected exactly one of text, input_ids"),
         (["--model-path", "m"], "expected --url, or --model-path and --store; got both"),
+        (["--url", "http://127.0.0.1:9"], "--url"),
     ],
 )
 def test_what_cannot_be_explained(
-    production: Any, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    production: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], said: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.json").write_text(json.dumps({"input_ids": [1], "text": "two"}))
     asked = [] if "--messages" in words else ["--prompt", "document note"]
     assert main(["explain", "--url", production.url, "--admin-key", ADMIN_KEY, *asked, *words]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_prompt_that_the_server_refuses_and_a_server_that_is_not_there(
-    production: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "asked.json"
-    file.write_text(json.dumps({"input_ids": [1], "text": "two"}))
-    for url, said in ((production.url, "expected exactly one of text, input_ids"), ("http://127.0.0.1:9", "--url")):
-        if url != production.url:
-            file.write_text(json.dumps({"input_ids": [1]}))
-        assert main(["explain", "--url", url, "--admin-key", ADMIN_KEY, "--messages", str(file)]) == 2
-        assert said in capsys.readouterr().err
     assert production.generate("document note", 2).decode_steps == 1, "the server lives on"
