@@ -180,6 +180,7 @@ def test_ls_shows_names_and_takes_them(named: Any, index: Any, monkeypatch: pyte
     (line,) = index("ls", "--json", "a long name of a shared prompt").lines
     assert (line["digest"], line["name"]) == (named.entries[2].digest, "a long name of a shared prompt")
     assert index("ls", "tool").status == 1
+    assert f"\nname      {line['name']}\n" in index("show", line["name"]).out
 
 
 def test_a_name_that_several_have_removes_none(named: Any, index: Any) -> None:

@@ -111,6 +111,16 @@ def test_candidates_grow_with_the_budget(budget, expected):
     assert parse_spec({"method": "two_level"}).num_candidates(300, budget) == expected
 
 
+def test_combinations_nest():
+    inner = {"method": "union", "first": PARTS[0], "second": PARTS[1]}
+    data = {"method": "two_level", "first": inner, "second": PARTS[4], "candidate_ratio": 0.3, "candidate_factor": 2}
+    candidates = choose(inner, budget=90)
+    for got, allowed in zip(choose(data), candidates, strict=True):
+        assert got <= allowed
+    outer = {"method": "union", "first": data, "second": PARTS[3]}
+    assert all(len(got) == 40 for got in choose(outer))
+
+
 def test_who_needs_queries():
     def needs(first, second):
         return make_builder(parse_spec({"method": "two_level", "first": first, "second": second})).needs_queries

@@ -79,6 +79,18 @@ def test_a_request_that_waits_is_not_recorded_and_takes_no_lease(start: Any, bui
         assert [line["status"] for line in report(other)] == ["built"]
 
 
+def test_a_retraction_builds_what_is_whole_and_gives_the_lease_back(start: Any) -> None:
+    runtime = start(build="prefill")
+    request = runtime.came("a")
+    prefill(runtime, "a", 65)
+    runtime.slot_freed(request, 0, finished=False)
+    assert [line["status"] for line in report(runtime)] == ["built"]
+    runtime.slot_taken(request)
+    prefill(runtime, "a", 1, first=64)
+    runtime.slot_freed(request, 0, finished=True)
+    assert len(report(runtime)) == 1, "a prompt is reported once"
+
+
 def test_a_request_with_a_slot_that_vanishes_gives_all_back(start: Any) -> None:
     """The net: of a streaming session's slot SGLang does not say that it is given back."""
     runtime = start([OTHER], build="prefill")
