@@ -141,6 +141,23 @@ def test_a_command_that_fails_is_an_answer(start: Callable[..., Runtime], monkey
 # -- indexes -------------------------------------------------------------------------------------------------
 
 
+def test_prefetch_loads_and_evict_lets_go_of_what_nobody_uses(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    assert told(runtime, "prefetch", index=entry.digest[:8])["digest"] == entry.digest
+    assert loaded(runtime, entry.digest)
+    assert (row(runtime)["users"], runtime.counters.hits) == (0, 0)
+    request = runtime.came("a")
+    assert "in use by 1 requests" in refused(runtime, CONFLICT, "evict", index=entry.digest)
+    assert ours(runtime, ["a"], [66])
+    runtime.slot_freed(request, 0, finished=True)
+    assert told(runtime, "evict", index=entry.digest) == {"digest": entry.digest, "device": "done", "store": "kept"}
+    assert (row(runtime)["tiers"], row(runtime)["device_bytes"]) == (["store"], 0)
+    runtime.came("b")
+    assert ours(runtime, ["b"], [66]), "the store still has it"
+    runtime.residency.check_integrity()
+
+
 def test_evict_with_store_removes_it_there_too(start: Callable[..., Runtime]) -> None:
     runtime = start([PROMPT])
     [entry] = runtime.store.list()
@@ -240,6 +257,27 @@ def test_a_budget_larger_than_the_lists_is_refused_with_the_largest_that_fits(st
 
 
 # -- off and on ------------------------------------------------------------------------------------------------
+
+
+def test_off_leaves_running_requests_dense_from_the_next_step_on_until_it_is_on_again(
+    start: Callable[..., Runtime],
+) -> None:
+    """`ours` compares every attended step with dense attention."""
+    runtime = start([PROMPT])
+    runtime.came("a")
+    assert ours(runtime, ["a"], [66])
+    assert told(runtime, "off") == {"indexes": False, "shared_prefixes": True}
+    assert told(runtime, "status")["indexes"] == {"on": False, "why_not": "turned off by an operator"}
+    assert not ours(runtime, ["a"], [67])
+    runtime.came("b")
+    assert not ours(runtime, ["a", "b"], [68, 66])
+    assert (runtime.counters.hits, runtime.counters.fallbacks) == (1, {"by_operator": 2})
+    told(runtime, "on")
+    runtime.came("c")
+    with runtime.step(decode_batch(runtime, ["a", "b", "c"], [69, 67, 66])):
+        assert runtime.planned
+    assert runtime.counters.snapshot()["dense_rows"] == 1 + 2 + 1, "b came meanwhile and has no index"
+    assert runtime.counters.hits == 2
 
 
 def test_off_with_shared_prefixes_leaves_all_steps_to_sglang(start: Callable[..., Runtime]) -> None:
