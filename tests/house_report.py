@@ -3,26 +3,29 @@
     TRITON_INTERPRET=1 python -m tests.house_report
 
 Lines are those of Python files, empty ones and comments among them. Words are those of README.md and docs/, without the
-page that a script writes. An import circle is a set of modules each of which imports all others, over any number of
-steps; imports within functions and for type checkers count. Files are entered when one of their functions runs: of a
-decode step from the runtime to the kernels (on a CPU in Triton's interpreter, and the reference attends), and of a
-prefix key from a request's admission to the index on the device.
+page that a script writes. An import circle is a way from a module over its imports back to it; imports within functions
+and for type checkers count. Files are entered when one of their functions runs: of a decode step from the runtime to
+the kernels (on a CPU in Triton's interpreter, and the reference attends), and of a prefix key from a request's
+admission to the index on the device.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import FrameType
 
+import grimp
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"sglang_ext": ROOT, "prefix_kernels": ROOT / "kernels", "prefix_index": ROOT / "index_store"}
+sys.path[:0] = map(str, SOURCES.values())  # this checkout, whichever one is installed
 
 
 def lines(*folders: str) -> int:
@@ -34,56 +37,19 @@ def words() -> int:
     return sum(len(page.split()) for page in pages if "Written by `python scripts/" not in page)
 
 
-def modules() -> dict[str, Path]:
-    found = {}
-    for package, root in SOURCES.items():
-        for path in (root / package).rglob("*.py"):
-            found[".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = path
-    return found
+def imports() -> dict[str, set[str]]:
+    """Of each module of ours, those that it imports anywhere. What a package hands on counts as an import of it."""
+    graph = grimp.build_graph(*SOURCES, cache_dir=None)
+    return {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of ours that a module imports anywhere. What a package hands on counts as an import of the package."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
-            for _ in range(max(0, node.level - 1)):
-                parent = parent.rpartition(".")[0]
-            base = f"{parent}.{node.module or ''}".rstrip(".") if node.level else str(node.module)
-            submodules = {f"{base}.{alias.name}" for alias in node.names} & known.keys()
-            found |= submodules or {base}
-    return (found & known.keys()) - {name}
-
-
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected sets of two modules or more (Tarjan)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in sorted(graph[name]):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[name] = min(low[name], low[other])
-        if low[name] == index[name]:
-            at = stack.index(name)
-            if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    sys.setrecursionlimit(10_000)
-    for name in sorted(graph):
-        if name not in index:
-            visit(name)
-    return found
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next one, and the last one is the first; empty where there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 @contextmanager
@@ -173,18 +139,15 @@ def one_request() -> Iterator[tuple[Callable[[], None], Callable[[int], None]]]:
 
 
 def main() -> None:
-    known = modules()
-    graph = {name: imports(name, path, known) for name, path in known.items()}
-    found = circles(graph)
+    graph = imports()
+    found = circle(graph)
     step, key = walk_decode_step(), walk_prefix_key()
     print(f"lines shipped             {lines('sglang_ext', 'kernels', 'index_store'):,}")
     print(f"lines of tests            {lines('tests'):,}")
     print(f"lines of benchmarks       {lines('benchmarks'):,}")
     print(f"words of docs             {words():,}")
-    print(f"modules shipped           {len(known)}")
-    print(f"import circles            {len(found)}")
-    for circle in found:
-        print(f"    {', '.join(circle)}")
+    print(f"modules shipped           {len(graph)}")
+    print(f"import circle             {' -> '.join(found) or 'none'}")
     for what, files in (("one sparse decode step", step), ("one prefix key", key)):
         print(f"files entered by {what}: {len(files)}")
         for name in sorted(files):

@@ -186,7 +186,6 @@ def test_every_method_and_fallback_reason_is_documented() -> None:
     ways = first_cells(table_with(text_of("docs/operating.md"), '"auto"'))
     assert sorted(ways) == sorted(f'"{way.value}"' for way in DecodePath)
     assert all(f"`{name}`" in text_of("docs/selection.md") for name in METHODS)
-    assert all(f"`{name}`" in text_of("docs/architecture.md") for name in (*METHODS, *REASONS))
 
 
 def test_every_counter_and_figure_of_the_store_is_documented(tmp_path: Path) -> None:

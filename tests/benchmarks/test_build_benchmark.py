@@ -1,16 +1,12 @@
-"""`benchmarks/build.py`: what it sends, counts and refuses, with an engine of our own; and once with SGLang's."""
+"""`benchmarks/build.py`: its rows and tables, the limits that its results meet, and once SGLang's engine."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,99 +16,9 @@ from tests.benchmarks.results import BENCHMARKS, rows_of
 ORIGIN = {"shape": "tiny", "device": "CPU", "sglang": "0", "commit": "a", "date": "2026-11-21"}
 
 
-class Fake:
-    """An engine that streams as SGLang's: a first token after `first` seconds, the second one after `build` more."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.now = folder, 0.0
-        self.asked: list[dict[str, Any]] = []
-        self.first, self.build, self.recording = 0.02, 0.05, 0.0
-        self.counts = [1, 2]
-        self.built = "built"
-        self.loop = asyncio.new_event_loop()
-
-    async def async_generate(self, **request: Any) -> AsyncIterator[dict[str, Any]]:
-        self.asked.append(request)
-        return self.answer(request["rid"], "custom_params" not in request["sampling_params"])
-
-    async def answer(self, rid: str, recorded: bool) -> AsyncIterator[dict[str, Any]]:
-        self.now += self.first + self.recording * recorded
-        for count in self.counts:
-            if count == 2:
-                self.now += self.build * recorded
-                self.report(rid, recorded)
-            yield {"output_ids": [3] * count, "meta_info": {"completion_tokens": count, "cached_tokens": 0}}
-
-    def report(self, rid: str, recorded: bool) -> None:
-        event: dict[str, Any] = {"rid": rid, "status": "skipped"}
-        if recorded:
-            path = self.folder / rid
-            path.write_text("an index")
-            event = {"rid": rid, "status": self.built, "path": str(path), "index_bytes": 10, "kv_bytes": 100}
-            event |= {"build_seconds": 0.5, "kmeans_seconds": 0.25}
-        with (self.folder / "events").open("a") as file:
-            file.write(json.dumps(event) + "\n")
-
-
 @pytest.fixture
-def fake(tmp_path: Path) -> Iterator[Fake]:
-    engine = Fake(tmp_path)
-    yield engine
-    engine.loop.close()
-
-
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> Any:
-    """The module; requests are timed by the engine's clock, which stands still but for what the engine adds."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(importlib.import_module("engines"), "time", SimpleNamespace(perf_counter=lambda: fake.now))
-    return importlib.import_module("build")
-
-
-@pytest.fixture
-def prompts(build: Any, fake: Fake, tmp_path: Path) -> Any:
-    return build.Prompts(fake, 64, 3, tmp_path / "events")
-
-
-def test_a_prefill_is_timed_to_its_first_token_and_every_prompt_is_new(prompts: Any, fake: Fake) -> None:
-    fake.first, fake.build = 0.1, 0.3
-    timing = prompts.prefill(50, recorded=True)
-    assert (timing.first, timing.end) == pytest.approx((0.1, 0.4))
-    prompts.prefill(50, recorded=None)
-    first, second = (request["input_ids"] for request in fake.asked)
-    assert first != second
-    assert len(first) == len(second) == 50
-    assert all(16 <= token < 64 for token in first)
-    assert all(request["sampling_params"]["max_new_tokens"] == 2 and request["stream"] for request in fake.asked)
-
-
-def test_pairs_alternate_and_only_the_recorded_prompt_is_built(
-    build: Any, prompts: Any, fake: Fake, tmp_path: Path
-) -> None:
-    fake.recording = 0.06
-    row = build.recording_row(prompts, 40, 3)
-    opted_out = ["custom_params" in request["sampling_params"] for request in fake.asked]
-    assert opted_out == [True, False, False, True, True, False]
-    assert row["ratio"]["values"] == pytest.approx([4.0] * 3)
-    assert row["plain"]["values"] == pytest.approx([0.02] * 3)
-    assert row["recorded"]["values"] == pytest.approx([0.08] * 3)
-    assert row["build"] == {"median": 0.5, "min": 0.5, "max": 0.5, "values": [0.5] * 3}
-    assert row["other_seconds"] == {"kmeans_seconds": [0.25] * 3}
-    assert row["held"]["values"] == pytest.approx([0.05] * 3), "of the recorded ones alone"
-    assert not list(tmp_path.glob("build-*")), "indexes of two gigabytes each would fill the disk"
-
-
-def test_a_prompt_whose_index_is_not_built_is_an_error(build: Any, prompts: Any, fake: Fake) -> None:
-    fake.built = "failed"
-    with pytest.raises(RuntimeError, match=r"expected build-2 to be built, got .*failed"):
-        build.recording_row(prompts, 40, 1)
-
-
-def test_a_first_token_that_comes_with_the_second_is_no_timing(build: Any, prompts: Any, fake: Fake) -> None:
-    fake.counts = [2]
-    with pytest.raises(RuntimeError, match=r"expected the first token before the second one, got \[\(2, "):
-        prompts.prefill(40, recorded=True)
-    assert len(fake.asked) == 20
+def build(load: Any) -> Any:
+    return load("build").build
 
 
 def timed(*seconds: float) -> dict[str, Any]:

@@ -180,13 +180,6 @@ def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: Simple
             bench.decode_plot.plot(wrong, out)
 
 
-def test_what_is_printed_can_be_drawn(bench: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "decode.png"
-    assert bench.decode.main(["--table", str(AFTER), "--plot", str(out)]) == 0
-    assert "| 131072 | 32 | 10.54 (" in capsys.readouterr().out
-    assert out.exists()
-
-
 def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
     def flags(engine: str, *argv: str, cpu: bool = False) -> dict[str, Any]:
         args = bench.decode.parse([*argv, "--contexts", "512", "1024", "--batches", "1", "8", "--tokens", "40"])

@@ -1,4 +1,4 @@
-"""The kernels' benchmark, small: rows, gates that can turn red, resuming, tuning and tables; the timer on a fake.
+"""The kernels' benchmark, small: rows, gates that can turn red, resuming and tables.
 
 What runs kernels does so in processes of its own: Triton's interpreter must be chosen before Triton is imported.
 """
@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from prefix_kernels.grouped_attention import AttentionShape
 from tests.benchmarks.results import BENCHMARKS, rows_of
 
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
-NARROW = ["--contexts", "192", "--groups", "--plain-contexts"]
 
 
 def command(*arguments: str | Path, code: str | None = None, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -36,7 +34,7 @@ def command(*arguments: str | Path, code: str | None = None, status: int = 0) ->
 @pytest.fixture(scope="module")
 def bench(load):
     """The modules that run no kernel."""
-    names = ("bench", "tables", "timing", "problem")
+    names = ("bench", "tables", "problem")
     found = load(*(f"kernel_{name}" for name in names))
     return SimpleNamespace(**{name: getattr(found, f"kernel_{name}") for name in names})
 
@@ -75,33 +73,15 @@ def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
     assert "these times mean nothing" in command("--table", out).stdout
 
 
-@pytest.mark.full
-def test_layers_of_one_graph_are_rows_of_their_own(bench, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    few = [*NARROW, "--batches", "2", "--only", "exact", "--out", out]
-    for layers in ("1", "3"):
-        command("attention", "--smoke", *few, "--layers", layers)
-    one, three = rows_of(out)
-    assert (one["layers"], three["layers"]) == (1, 3)
-    assert (one["green"], three["green"], three["bytes"]) == (True, True, one["bytes"])
-    assert "3 layers a graph, times of one" in bench.tables.tables(bench.tables.read([out]))
-    times = bench.timing.Times(40.0, 30.0, 50.0, 20.0, 9)
-    assert times.over(4) == bench.timing.Times(10.0, 7.5, 12.5, 5.0, 9)
-
-
 BREAK = """
 import sys
 sys.path.insert(0, "")
 import kernel_bench, kernel_selection
 from prefix_kernels.grouped_attention import GroupedAttention
-run = GroupedAttention.run
+sound, select = kernel_selection.Torch.run, kernel_selection.Ours.run
 
 def unwritten(self, *arguments, **options):
     pass
-
-def lse_to_base_2(self, q, kv, slots, sm_scale, out, lse, **options):
-    run(self, q, kv, slots, sm_scale, out, lse, **options)
-    lse.mul_(1.4427)
 
 def raising(self, *arguments, **options):
     raise RuntimeError("no such instruction")
@@ -110,86 +90,40 @@ def unsorted(self):
     sound(self)
     self.positions[:] = self.positions.flip(2)
 
-def others(self):
-    sound(self)
-    head = self.positions[0, 1]
-    for at, other in zip(range(16, 20), set(range(16, 128)) - set(head.tolist())):
-        head[at] = other
-    head[:] = head.sort().values
-
 def lists_moved(self):
     select(self)
     self._lists.positions[:8] += 8
 
-out, how = sys.argv[1:3]
-arguments = sys.argv[3:]
-if how in ("unsorted", "others"):
-    sound = kernel_selection.Torch.run
-    kernel_selection.Torch.run = globals()[how]
-elif how == "lists_moved":
-    select = kernel_selection.Ours.run
-    kernel_selection.Ours.run = lists_moved
-else:
-    GroupedAttention.run = globals()[how]
-sys.exit(kernel_bench.main([*arguments, "--smoke", "--out", out]))
+broken = {"unsorted": kernel_selection.Torch, "lists_moved": kernel_selection.Ours}.get(sys.argv[2], GroupedAttention)
+broken.run = globals()[sys.argv[2]]
+sys.exit(kernel_bench.main([*sys.argv[3:], "--smoke", "--out", sys.argv[1]]))
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["unwritten", "lse_to_base_2", "raising"])
-def test_a_broken_kernel_is_red_and_has_no_time(how, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    narrow = ["attention", *NARROW, "--batches", "2", "--only", "exact", "sparse"]
-    ran = command(out, how, *narrow, code=BREAK, status=1)
-    assert ran.stdout.count("FAILED") == 2
-    assert "2 rows FAILED" in ran.stderr
-    for row in rows_of(out):
-        assert not row["green"]
-        assert not {"us", "share", "bytes_per_s", "ratio"} & row.keys()
-        assert ("error" in row) == (how == "raising")
-    if how == "unwritten":
-        command(*narrow, "--smoke", "--out", out)
-        assert [row["green"] for row in rows_of(out)] == [False, False, True, True], "a red row is measured again"
-        assert "FAILED" not in command("--table", out).stdout
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("how", "case"),
-    [("unsorted", "token_index_torch"), ("others", "token_index_torch"), ("lists_moved", "token_index")],
+    ("how", "words"),
+    [
+        ("unwritten", ["attention", "--contexts", "192", "--plain-contexts", "--batches", "2", "--only", "exact"]),
+        ("raising", ["attention", "--contexts", "192", "--plain-contexts", "--batches", "2", "--only", "sparse"]),
+        ("unsorted", ["selection", "--batches", "1", "--only", "token_index_torch"]),
+        ("lists_moved", ["selection", "--batches", "1", "--only", "token_index"]),
+    ],
 )
-def test_a_broken_selection_is_red(how, case, tmp_path):
+def test_a_broken_kernel_is_red_has_no_time_and_is_measured_again(how, words, tmp_path):
     out = tmp_path / "rows.jsonl"
-    command(out, how, "selection", "--groups", "--batches", "1", "--only", case, code=BREAK, status=1)
+    ran = command(out, how, *words, "--groups", code=BREAK, status=1)
+    assert ran.stdout.count("FAILED") == 1
     (row,) = rows_of(out)
-    assert row["gate_share"] > 1
-    assert "us" not in row
-
-
-@pytest.mark.full
-def test_what_cannot_be_measured_says_how_to_go_on(tmp_path):
-    said = command("attention", "--smoke", "--only", "exactly", "--out", tmp_path / "rows", status=1).stderr
-    assert "expected --only among flashinfer, flashinfer_cascade, exact" in said
-    if not torch.cuda.is_available():
-        said = command("attention", "--out", tmp_path / "rows", status=1).stderr
-        assert "expected a CUDA device, got none; run on a GPU, or try --smoke" in said
+    assert not row["green"]
+    assert not {"us", "share", "bytes_per_s", "ratio"} & row.keys()
+    assert ("error" in row) == (how == "raising")
+    command(*words, "--groups", "--smoke", "--out", out)
+    assert [row["green"] for row in rows_of(out)] == [False, True]
+    assert "FAILED" not in command("--table", out).stdout
 
 
 # -- in this process -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected attention, selection or --table"),
-        (["attention", "--groups", "8"], "expected GROUPSxREQUESTS such as 8x4, got '8'"),
-        (["attention", "--layers", "0"], "expected --layers of 1 or more, got 0"),
-    ],
-)
-def test_wrong_arguments_say_what_is_right(bench, arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        bench.bench.parse(arguments)
-    assert message in capsys.readouterr().err
 
 
 def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups: int = 1, **more: Any) -> dict:
@@ -239,19 +173,3 @@ def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
     assert bool(torch.isnan(problem.kv.k_cache).any())
     with pytest.raises(ValueError, match="expected a batch that is a multiple of the groups"):
         bench.problem.Sizes(4096, 3, 2, 16, 16)
-
-
-def test_only_the_work_stands_between_the_events(bench, monkeypatch):
-    cuda = MagicMock()
-    cuda.Event.return_value.elapsed_time.return_value = 2e-3
-    monkeypatch.setattr(bench.timing, "torch", SimpleNamespace(cuda=cuda, zeros=torch.zeros, float32=torch.float32))
-    monkeypatch.setattr(bench.timing, "_FLUSH_BYTES", 64)
-    timer = bench.timing.GpuTimer(torch.device("cpu"), repeats=(3, 3))
-    timer.flush = cuda.flush
-    replay = timer.prepare(cuda.work)
-    assert cuda.work.call_count == 3  # twice to warm up, once captured
-    cuda.reset_mock()
-    times = timer.time(replay)
-    assert (times.repeats, times.us) == (3, 2.0)
-    once = ["flush", "Event().record", "CUDAGraph().replay", "Event().record"]
-    assert [name for name, *_ in cuda.mock_calls if name in once] == once * (2 + 3)

@@ -128,35 +128,8 @@ def test_every_kernel_is_looked_at_and_none_that_is_not_there(sanitize: Any) -> 
         assert all(word in text for word in re.findall(r"[a-z_]{4,}", case.tests)), case
 
 
-def test_launches_are_counted(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sanitize_launches
-    from triton.runtime.jit import JITFunction
-
-    (attend,) = launches("specialized attention of 64 rows")
-    kernel = compiled(attend, 90)
-    monkeypatch.setattr(JITFunction, "run", lambda *_args, **_kwargs: kernel)
-    monkeypatch.setattr(sanitize_launches, "_launched", type(sanitize_launches._launched)())
-    monkeypatch.setattr(sanitize_launches, "_variants", type(sanitize_launches._variants)(dict))
-    sanitize_launches.pytest_configure()
-    assert sanitize.planted_race_kernel[(3,)](5, BLOCK=2) is kernel
-    attend.kernel[(3,)](5)
-    attend.kernel[(3,)](6)
-    assert sanitize_launches._launched == {"planted_race_kernel": 1, "attend_items_sm90_kernel": 2}
-    lines: list[str] = []
-    reporter = argparse.Namespace(write_line=lines.append)
-    sanitize_launches.pytest_terminal_summary(reporter)
-    assert lines[-1] == "dispatch of attend_items_sm90_kernel, 1 variants: apart"
-    assert lines[:2] == ["launched attend_items_sm90_kernel 2 times", "launched planted_race_kernel 1 times"]
-    kernel.asm["ptx"] = kernel.asm["ptx"].replace("barrier.sync", "bar.warp.sync")
-    sanitize_launches._variants[attend.kernel.fn][0] = kernel.asm["ptx"]
-    sanitize_launches.pytest_terminal_summary(reporter)
-    assert lines[-1].startswith("dispatch of attend_items_sm90_kernel, 2 variants: not apart: [{")
-
-
 # -- races ----------------------------------------------------------------------------------------------------------
 
-KERNEL = "attend_items_sm90_kernel"
-SOURCE = ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / "sm90_kernels.py"
 CASES = [
     "specialized attention of 64 rows",
     "specialized attention of 64 rows, one program",
@@ -194,29 +167,3 @@ def test_a_barrier_that_is_missing_is_found(sanitize_races: Any) -> None:
     assert found.count(True) >= 2 * sanitize_races.START_TO_END, found
     # Nothing is read behind the last one, and a warp group without work does not come by.
     assert found.count(False) <= sanitize_races.START_TO_END, found
-
-
-def test_a_barrier_of_some_threads_is_none(sanitize_races: Any) -> None:
-    (attend,) = launches(CASES[0])
-    ptx = re.sub(r"barrier\.sync\s+1;", "barrier.sync 1, 128;", compiled(attend, 90).asm["ptx"], count=1)
-    with pytest.raises(ValueError, match=r"all threads, got barrier\.sync 1, 128"):
-        phases(sanitize_races, attend, ptx)
-    with pytest.raises(ValueError, match="once, got it 0 times"):
-        sanitize_races.phases(ptx, Path("other.py"), {1})
-
-
-def test_only_reports_of_the_start_are_its_own(sanitize_races: Any) -> None:
-    start, *_, dispatch = sorted(sanitize_races.parts(SOURCE.read_text(), KERNEL))
-    assert dispatch - start > 50
-    assert not sanitize_races.parts(SOURCE.read_text(), "_fetch")
-
-    def entry(*lines: int, kernel: str = KERNEL) -> str:
-        accesses = [f"Write access at {kernel}+0x20 in {SOURCE.name}:{line}" for line in lines]
-        return "========= Error: Race reported between " + "\n=========     and ".join(accesses) + "\n========= \n"
-
-    told = (
-        entry(start, dispatch, start) + "." + entry(start, start + 20) + entry(start) + entry(start, start, kernel="a")
-    )
-    told += f"noise in {SOURCE.name}:{start + 1}: Write access at {KERNEL}+0x2 in {SOURCE.name}:{start + 20}\n"
-    found = list(sanitize_races.races(told, KERNEL, ROOT / "kernels"))
-    assert [(race.accesses, race.dispatch) for race in found] == [(3, True), (2, False), (1, False), (2, False)]

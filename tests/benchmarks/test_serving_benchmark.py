@@ -27,19 +27,6 @@ def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[st
     return {**origin, "engine": engine, "run": "groups", "sizes": {"groups": 2}, **figures, **more}
 
 
-def test_the_tokenizer_gives_back_what_it_was_made_of(bench: SimpleNamespace, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    count = 5000
-    bench.runs.write_tokenizer(tmp_path, count)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = list(range(count))
-    assert tokenizer.encode(tokenizer.decode(ids)) == ids
-    assert tokenizer.encode(f"{tokenizer.decode(ids[:7])}\n\n{tokenizer.decode(ids[7:])}") == ids
-    messages = [{"role": "system", "content": "0 1"}, {"role": "user", "content": "2"}]
-    assert tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False)) == [0, 1, 2]
-    assert len(set(bench.runs.words(128256))) == 128256
-
-
 def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     args = bench.serving.parse(["--runs", "groups", "long", "--set", "groups.prefix=4096", "groups.zipf=1.5"])
     groups, long = ({**bench.runs.RUNS[name]} for name in ("groups", "long"))
@@ -73,42 +60,6 @@ def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
         if engine != "building":
             assert (config.get("decode_path"), config.get("build")) == wanted
         assert listed[-2:] == ["--x", "1"]
-
-
-def test_bench_serving_is_told_the_same_prefixes_twice(bench: SimpleNamespace, tmp_path: Path) -> None:
-    for run, backend in (("groups", "sglang"), ("agent", "sglang-oai-chat")):
-        made = bench.runs.commands(run, bench.runs.sizes_of(run, []), 7, Path("m"), tmp_path, 1234, 1024)
-        rehearsal, warm_up, timed = (dict(zip(words, [*words[1:], ""], strict=True)) for words in made)
-        for name in ("--seed", "--gsp-num-groups", "--gsp-system-prompt-len"):
-            assert warm_up[name] == timed[name] != rehearsal[name]
-        assert warm_up["--backend"] == timed["--backend"] == backend
-        assert (warm_up["--gsp-prompts-per-group"], warm_up["--max-concurrency"]) == ("1", "1")
-        assert ("--flush-cache" in warm_up, "--flush-cache" in timed) == (True, False)
-        assert int(timed["--gsp-prompts-per-group"]) * int(timed["--gsp-num-groups"]) in (32, 128)
-        assert {one["--warmup-requests"] for one in (rehearsal, warm_up, timed)} == {"0"}
-        assert timed["--gsp-zipf-alpha" if run == "groups" else "--gsp-num-turns"] in ("1.0", "8")
-
-
-def test_conversations_branch_behind_one_prefix(bench: SimpleNamespace) -> None:
-    def made(sizes: dict[str, Any], warm_up: bool) -> list[Any]:
-        found: list[Any] = bench.runs.conversations(sizes, 0, 1024, warm_up=warm_up)["conversations"]
-        return found
-
-    small = {"prefix": 64, "branch": 8, "question": 4, "conversations": 8, "turns": 3}
-    sizes = {**bench.runs.RUNS["branches"], **small}
-    found = made(sizes, False)
-    assert found == made(sizes, False)
-    assert [len(one) for one in found] == [3] * 8
-    systems = [one[0]["messages"][0]["content"] for one in found]
-    assert systems[:4] == systems[4:]
-    assert len(set(systems)) == 4
-    assert len({" ".join(system.split()[:64]) for system in systems}) == 1
-    assert found[0][0]["prompt_tokens"] == 64 + 8 + 4
-    assert [message["role"] for message in found[0][1]["messages"]] == ["user"]
-    prefix, *branches = (one[0]["messages"][0]["content"] for one in made(sizes, True))
-    assert branches == systems[:4]
-    assert all(system.startswith(f"{prefix} ") for system in systems)
-    assert len(made({**bench.runs.RUNS["long"], "prefix": 64, "question": 4}, True)) == 1
 
 
 def result(**more: Any) -> dict[str, Any]:

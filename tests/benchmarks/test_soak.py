@@ -78,30 +78,6 @@ def test_aborted_answers_are_none_and_halves_that_did_not_run_have_no_row(tmp_pa
     assert [(one[3], one[8], one[-1]) for one in cells] == [("18", "not told", "no |"), ("213", "0.000", "no |")]
 
 
-def test_replays_are_added_up(tmp_path: Path) -> None:
-    def judged(equal: int, wrong: int, nats: float) -> dict[str, Any]:
-        return {"equal": equal, "wrong": wrong, "tokens of sparse steps": 1000, "max_nats": nats}
-
-    one, two = (
-        written(tmp_path, name, {"good": True, "commit": name, "sparse": judged(9, 1, nats), "dense": judged(5, 0, 0)})
-        for name, nats in (("a", 0.2), ("b", 0.4))
-    )
-    assert len(printed(one).stdout.splitlines()) == 4
-    assert printed(one, two).stdout.splitlines()[-2:] == [
-        "| all 2 |  | sparse | 2,000 | 20 | 18 | 0 | 2 (10.00%) | 13 | 0.400 |  |",
-        "| all 2 |  | dense | 2,000 | 10 | 10 | 0 | 0 (0.00%) |  | 0.000 |  |",
-    ]
-
-
-@pytest.mark.parametrize("text", ["[]", "no JSON", '{"found": 3}'])
-def test_a_file_that_is_neither_is_named(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    done = printed(path)
-    assert done.returncode == 2
-    assert f"{path}: expected a row of soak.py or replay.py" in done.stderr
-
-
 def test_the_documentation_shows_what_the_files_hold() -> None:
     shown = documented_table("benchmarks", "| wrong answers |")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,22 +52,3 @@ def test_every_row_has_its_figures_and_its_origin(tmp_path: Path) -> None:
             assert row["ours_GB_s"]["spread"][0] <= ours <= row["ours_GB_s"]["spread"][1]
     assert {row["store"] for row in rows if row["bench"] == "get_latency"} >= {"embedded file"}
     assert [row["arrays"] for row in rows if row["bench"] == "open_header"] == [1536, 50_016]
-
-
-@pytest.mark.full
-def test_without_fio_the_reference_is_named(tmp_path: Path) -> None:
-    out, tools = tmp_path / "rows.jsonl", tmp_path / "bin"
-    tools.mkdir()
-    (tools / "git").symlink_to(shutil.which("git") or "git")
-    done = run("--quick", "--only", "read", "write", "--out", out, "--dir", tmp_path, PATH=str(tools))
-    assert done.returncode == 0, done.stderr
-    assert {row["reference"].partition(":")[0] for row in rows_of(out)} == {
-        "own plain reader (O_DIRECT, 1 MiB, 8 threads) and writer (1 MiB, fsync)"
-    }
-
-
-def test_help() -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    for word in ("--only", "--quick", "--repeats", "cold reads and durable writes"):
-        assert word in done.stdout

@@ -180,16 +180,7 @@ def test_ls_shows_names_and_takes_them(named: Any, index: Any, monkeypatch: pyte
     (line,) = index("ls", "--json", "a long name of a shared prompt").lines
     assert (line["digest"], line["name"]) == (named.entries[2].digest, "a long name of a shared prompt")
     assert index("ls", "tool").status == 1
-
-
-def test_show_and_rm_take_a_name_that_one_index_has(named: Any, index: Any) -> None:
-    name = "a long name of a shared prompt"
-    said = index("show", name)
-    assert f"index     {named.entries[2].digest}\nname      {name}\n" in said.out
-    assert index("pin", name).status == 0
-    assert [line["pinned"] for line in index("show", "--json", name).lines] == [True]
-    assert index("rm", "--yes", name).status == 0
-    assert named.entries[2].digest not in named.digests()
+    assert f"\nname      {line['name']}\n" in index("show", line["name"]).out
 
 
 def test_a_name_that_several_have_removes_none(named: Any, index: Any) -> None:
@@ -199,19 +190,6 @@ def test_a_name_that_several_have_removes_none(named: Any, index: Any) -> None:
         assert "found 2 of them" in " ".join(said.err.split())
         assert len(named.digests()) == 5
     assert named.entries[0].digest[:12] in index("show", "tools").err
-
-
-def test_a_beginning_of_several_indexes_is_refused_with_their_names(tmp_path: Path, index: Any) -> None:
-    from tests.cli.conftest import fill
-
-    entries = fill(tmp_path, 2, values=16)
-    shared = tmp_path / entries[0].digest[:2] / (entries[0].digest[:6] + "0" * 58 + ".pfxindex")
-    shared.write_bytes(b"not ours")
-    said = index("rm", "--yes", "--store", tmp_path, entries[0].digest[:6])
-    assert said.status == 1
-    assert "found 2 of them" in " ".join(said.err.split())
-    assert entries[0].digest[:12] in said.err
-    assert shared.exists()
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------

@@ -145,27 +145,22 @@ def test_another_extra_key(explain: Any, words: Any, expected: str) -> None:
     assert explain(OTHER, "--extra-key", "tenant-b")["index"] == first["digest"]
 
 
-def test_another_dtype(explain: Any) -> None:
-    found = explain(TEXT, flags=[*CPU, "--kv-cache-dtype", "bfloat16"])
-    assert found["reason"] == "index_mismatch"
-    assert found["candidates"][0]["differs"] == ["model.kv_dtype: expected bfloat16, found float32"]
-    assert "model.kv_dtype" in found["summary"]
-
-
 @pytest.mark.parametrize(
-    ("config", "differs"),
+    ("flags", "config", "differs"),
     [
-        ({"methods": {"token_index": {"bits": 8}}}, "methods.token_index.bits: expected 8, found 4"),
-        pytest.param({"method": "ab_sparse"}, "methods: expected ab_sparse, found token_index", marks=FULL),
-        pytest.param({"query_samples": 64}, "profile_digest: expected", marks=FULL),
+        (["--kv-cache-dtype", "bfloat16"], {}, "model.kv_dtype: expected bfloat16, found float32"),
+        ([], {"methods": {"token_index": {"bits": 8}}}, "methods.token_index.bits: expected 8, found 4"),
+        pytest.param([], {"method": "ab_sparse"}, "methods: expected ab_sparse, found token_index", marks=FULL),
+        pytest.param([], {"query_samples": 64}, "profile_digest: expected", marks=FULL),
     ],
-    ids=["parameter", "method", "sample"],
+    ids=["dtype", "parameter", "method", "sample"],
 )
-def test_other_parameters_of_methods(explain: Any, config: dict[str, Any], differs: str) -> None:
-    found = explain(TEXT, config={**CONFIG, **config})
+def test_another_dtype_and_other_parameters_of_methods(explain: Any, flags: Any, config: Any, differs: str) -> None:
+    found = explain(TEXT, flags=[*CPU, *flags], config={**CONFIG, **config})
     assert found["reason"] == "index_mismatch"
     (field,) = found["candidates"][0]["differs"]
     assert field.startswith(differs)
+    assert field.split(":")[0] in found["summary"]
 
 
 def test_a_prompt_that_is_too_short(explain: Any) -> None:

@@ -6,12 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels.csa_scores import CompactLists, decode_lists
-from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.methods import make_builder
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.csattention.lists import centroid_lists, top_lists
 from tests.examples import examples
-from tests.methods.common import randn, recall, scores, select
+from tests.methods.common import randn, scores, select
 from tests.prefix_kernels.test_compact_lists import by_loop
 
 
@@ -131,20 +130,6 @@ def test_the_default_is_small():
     keys = randn(4096, 1, 64)
     arrays = make_builder(CSAttentionSpec()).build_layer(keys, randn(1, 40, 64, seed=1))
     assert sum(array.nbytes for array in arrays.values()) <= 0.13 * 2 * keys.half().nbytes
-
-
-@pytest.mark.parametrize("rope_base", [0.0, 1e6], ids=["shift", "rope"])
-@pytest.mark.parametrize(
-    "parameters",
-    [{}, {"num_subspaces": 8, "list_ratio": 0.2}, {"num_subspaces": 8, "num_centroids": 64, "list_ratio": 0.035}],
-    ids=["default", "long-lists", "many-centroids"],
-)
-def test_four_bits_recall_what_eight_do(parameters, rope_base):
-    """Of which a score is off by 0.2% of its list's span at most."""
-    planted = planted_prefix(PlantedConfig(prefix_len=4096, num_topics=16, rope_base=rope_base))
-    four, eight = (recall(CSAttentionSpec(score_bits=bits, **parameters), planted, 204) for bits in (4, 8))
-    assert eight > 0.7
-    assert abs(four - eight) <= 0.01
 
 
 def by_sort(values, list_len):

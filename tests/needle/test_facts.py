@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.needle import vocabulary as vocab
-from scripts.needle.facts import KINDS, FactMaker, Pool, ask, filler, lay_out, lines_length
+from scripts.needle.facts import KINDS, FactMaker, ask, lay_out, lines_length
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from needle_data import CODES, batch, sequence
@@ -17,19 +16,6 @@ from needle_data import CODES, batch, sequence
 
 def generator(seed: int = 0) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed))
-
-
-def test_pool_repeats_only_when_used_up() -> None:
-    pool = Pool(generator(), range(10, 20))
-    assert sorted(pool.take(4) + pool.take(6)) == list(range(10, 20))
-    assert len(pool.take(25)) == 25
-
-
-def test_filler_breaks_only_between_sentences() -> None:
-    ids, offsets = filler(generator(), 500)
-    assert len(ids) == 500
-    assert offsets[0] == 0
-    assert all(ids[end - 1] == vocab.STOP for end in offsets[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

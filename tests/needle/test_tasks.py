@@ -84,13 +84,6 @@ def test_length_is_exact_and_every_word_is_known(task: str, num_tokens: int) -> 
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_first_answer_word_stands_in_the_question(task: str) -> None:
-    for question in make_document(task, 2, 4096, 16).questions:
-        assert question.answer[0] in question.text.split()
-        assert question.max_new_tokens == len(question.answer) + 1
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_questions_of_a_document_differ(task: str) -> None:
     questions = make_document(task, 3, 8192, 32).questions
     assert len({q.text for q in questions}) == 32
@@ -117,12 +110,6 @@ def test_equal_seeds_give_equal_documents_in_every_process() -> None:
     assert len(runs) == 1
     first, second = make_document("many_keys", 1, 2048, 4), make_document("many_keys", 2, 2048, 4)
     assert first.text != second.text
-
-
-def test_tasks_need_neither_torch_nor_sglang() -> None:
-    program = "import sys, scripts.needle.tasks; print({'torch', 'sglang'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 ORDERED = Question("ask bold-newt answer", ("bold-newt", "001", "002"))

@@ -75,19 +75,6 @@ def damage(path: Path) -> None:
         flip(path, place_of(index, CHANNELS))
 
 
-def test_what_a_dead_maker_of_copies_left_goes_with_a_collection(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload())
-        assert copied(store)
-        left = folder.parent / "dram" / DIGEST[:2] / ".partial-1-deadbeefdeadbeef"
-        left.touch()
-        os.utime(left, (1.0, 1.0))
-        store.rescan(full=True)
-        assert left.exists()
-        store.collect()
-        assert not left.exists()
-
-
 def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
     with opened(folder) as store:
         entry = store.put(sample_payload(fill=7))
@@ -119,18 +106,6 @@ def test_what_does_not_fit_is_stored_and_served_and_not_read_again_at_each_get(f
         assert store.counters.promotion_failures == failures
         assert not copied(store), "asked for, it is tried again"
         assert store.counters.promotion_failures == failures + 1
-
-
-def test_least_recently_used_copies_make_room(folder: Path) -> None:
-    ids = [sample_identity(range(n, n + 32)) for n in range(4)]
-    with opened(folder, max_bytes=100 << 10) as store:
-        for identity in ids:
-            store.put(sample_payload(identity))
-            assert copied(store, identity)
-            assert len(copies(folder)) <= 2
-            time.sleep(0.01)
-        assert ids[-1].digest in copies(folder)
-        assert len(store.list()) == 4
 
 
 def test_a_replacement_by_another_process_is_served_though_size_and_times_are_equal(folder: Path) -> None:

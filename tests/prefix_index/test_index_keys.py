@@ -96,21 +96,6 @@ def test_namespaces_differ_unless_fields_agree(a: dict[str, str | None], b: dict
     assert (namespace_digest(a) == namespace_digest(b)) == (present(a) == present(b))
 
 
-def test_namespaces_of_joined_and_split_fields_differ() -> None:
-    spellings: list[dict[str, str | None]] = [
-        {"extra_key": "a", "cache_salt": "b"},
-        {"extra_key": "ab", "cache_salt": None},
-        {"extra_key": "ab", "cache_salt": ""},
-        {"extra_key": "", "cache_salt": "ab"},
-        {"extra_key": None, "cache_salt": "ab"},
-        {"extra_key": "b", "cache_salt": "a"},
-        {"extra_key": None, "cache_salt": None},
-        {"extra_key": "", "cache_salt": ""},
-        {"extra_key": "", "cache_salt": None},
-    ]
-    assert len({namespace_digest(fields) for fields in spellings}) == len(spellings)
-
-
 def test_namespace_does_not_depend_on_the_order_of_fields_and_stays_when_a_field_is_added() -> None:
     assert namespace_digest({"a": "1", "b": "2"}) == namespace_digest({"b": "2", "a": "1"})
     assert namespace_digest({"extra_key": "x"}) == namespace_digest({"extra_key": "x", "cache_salt": None})

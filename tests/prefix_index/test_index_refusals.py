@@ -20,13 +20,11 @@ from prefix_index import (
     FileStore,
     IndexCorrupt,
     IndexFile,
-    IndexNotFound,
     IndexPayload,
     IndexStoreError,
     IndexUnreadable,
     Retention,
     StoreFolderError,
-    StoreFull,
     books,
 )
 from tests.prefix_index.balance import balanced
@@ -47,9 +45,6 @@ from tests.prefix_index.small_stores import (
 )
 from tests.prefix_index.tiers import copies_in
 
-FAR = Retention(expires=4e9)
-
-
 # ---- what passes is no verdict ----
 
 
@@ -67,22 +62,6 @@ def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, m
         assert [e.identity for e in store.list()] == [IDS[0]]
         assert list(store.problems()) == []
         store.get(IDS[0]).close()
-
-
-def test_what_came_back_is_seen_again(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        path = index_file(folder, IDS[0])
-        times = path.parent.stat()
-        path.rename(folder / "away")
-        os.utime(path.parent, ns=(times.st_atime_ns, times.st_mtime_ns - 60 * 10**9))
-        store.rescan()
-        with pytest.raises(IndexNotFound):
-            store.get(IDS[0])
-        (folder / "away").rename(path)
-        os.utime(path.parent, ns=(times.st_atime_ns, times.st_mtime_ns - 60 * 10**9))
-        store.rescan()
-        assert len(store.list()) == 1
 
 
 @pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
@@ -177,19 +156,6 @@ def test_the_next_one_leaves_for_one_that_cannot(folder: Path, monkeypatch: pyte
         assert list(store.problems()) == []
 
 
-def test_the_cap_holds_where_nothing_can_be_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with filled(folder, 3, max_bytes=3 * ONE) as store:
-        refuse_call(monkeypatch, "unlink", lambda name, *_: str(name).endswith(".pfxindex"), errno.EPERM)
-        for i in (3, 4):
-            with pytest.raises(StoreFull, match=rf"found {ONE} bytes too few and 0 to evict"):
-                store.put(sample_payload(IDS[i]))
-        store.rescan(full=True)
-        assert held(store) == {0, 1, 2}
-        assert store._books.used_bytes == 3 * ONE
-        store.put(sample_payload(IDS[1], fill=7))  # replacing takes no room
-        balanced(store)
-
-
 def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(folder, 3).close()
     with opened(folder, max_bytes=2 * ONE) as store:
@@ -206,18 +172,6 @@ def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytes
 
 
 # ---- retention ----
-
-
-def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0], fill=1), retention=FAR)
-        with monkeypatch.context() as patch:
-            refuse_call(patch, "unlink", lambda name, *_: str(name).endswith(".pfxkeep"))
-            with pytest.raises(StoreFolderError):
-                store.put(sample_payload(IDS[0], fill=2), retention=Retention())
-        store.rescan()
-        with store.get(IDS[0]) as index:
-            assert (index.stats["fill"], store.list()[0].retention) == (1, FAR)
 
 
 def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,20 +216,6 @@ def test_nothing_leaves_by_what_was_known_of_a_folder_that_cannot_be_listed(
         assert [(e.identity, e.retention) for e in other.list()] == [(IDS[0], PINNED)]
         store.rescan()
         assert [(e.identity, e.retention) for e in store.list()] == [(IDS[0], PINNED)]
-
-
-# ---- errors ----
-
-
-def test_an_index_that_cannot_be_read_now_is_not_told_to_be_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-    refuse(monkeypatch, index_file(folder, IDS[0]), errno.EMFILE)
-    with opened(folder) as store:
-        with pytest.raises(IndexUnreadable):
-            store.retain(IDS[0], PINNED)
-        monkeypatch.undo()
-        assert store.retain(IDS[0], PINNED).retention == PINNED
 
 
 # ---- looking ----
@@ -375,18 +315,6 @@ def stuck_listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 # ---- reading, not mapping ----
-
-
-def test_what_is_carried_to_another_store_is_read_and_not_mapped(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0], fill=3))
-        with store.get(IDS[0]) as index:
-            payload = index.payload()
-            arrays = {key: array.load() for key, array in payload.arrays.items()}  # type: ignore[union-attr]
-            assert str(folder) not in Path("/proc/self/maps").read_text()
-            assert {key: array.tobytes() for key, array in arrays.items()} == {
-                key: index.array(*key).tobytes() for key in index.keys
-            }
 
 
 def test_a_file_that_is_cut_while_it_is_carried_is_an_error_and_no_signal(folder: Path) -> None:

@@ -58,18 +58,6 @@ def test_an_index_that_left_twice_is_told_once(folder: Path) -> None:
     assert [identity for identity, *_ in told(folder)] == [IDS[0]]
 
 
-def test_the_record_stays_short_and_keeps_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removals, "MAX_NBYTES", 4000)
-    with FileStore(folder) as store:
-        for number in range(40):
-            store.delete(IDS[number % 2])
-            store.put(sample_payload(IDS[number % 2]))
-        store.delete(IDS[3])
-    assert (folder / removals.NAME).stat().st_size < 6000
-    assert told(folder)[0][0] == IDS[3]
-    assert [path.name for path in folder.glob(".removed*")] == [removals.NAME]
-
-
 @pytest.mark.parametrize("damage", [b"", b"\xff\x00 nonsense\n", b'{"identity": {}, "removed": 1}\n', b'{"identity":'])
 def test_a_damaged_record_hides_nothing_else(folder: Path, damage: bytes) -> None:
     with FileStore(folder) as store:

@@ -23,7 +23,6 @@ from prefix_index import (
     IndexEntry,
     IndexForeign,
     IndexStoreError,
-    IndexWriter,
     Retention,
     StoreFolderError,
     StoreFull,
@@ -148,22 +147,6 @@ def test_no_damage_of_a_sidecar_makes_a_retention_that_nobody_set(folder: Path) 
             assert store.collect() == ()
 
 
-def test_sidecars_without_an_index_are_cleared_away(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        index_file(folder, IDS[0]).unlink()
-        keep_file(folder, IDS[1]).parent.mkdir(exist_ok=True)
-        keep_file(folder, IDS[1]).symlink_to(folder)
-        foreign = keep_file(folder, IDS[0]).with_name("notes.pfxkeep")
-        foreign.write_text("hello")
-        store.rescan()
-        assert store.collect() == ()
-        assert [p for p in folder.rglob("*") if not p.is_dir()] == [foreign]
-        assert [(p.path, type(p.error)) for p in store.problems()] == [(str(foreign), IndexForeign)]
-        assert store.put(sample_payload(IDS[0])).retention == Retention()
-        balanced(store)
-
-
 def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]), retention=Retention(expires=1.0))
@@ -283,18 +266,6 @@ def test_a_use_in_the_future_is_the_latest() -> None:
 
 
 # A folder's byte cap.
-
-
-def test_replacing_needs_no_room_but_the_difference(folder: Path, clock: Clock) -> None:
-    large = sample_payload(IDS[0], values_per_array=1 << 12)
-    nbytes = IndexWriter(large).nbytes
-    with opened(folder, max_bytes=nbytes + ONE, clock=clock) as store:
-        for payload in (sample_payload(IDS[0]), sample_payload(IDS[1]), large, large):
-            clock.now += 10
-            store.put(payload)
-        assert held(store) == {0, 1}
-        store.put(sample_payload(IDS[2]))
-        assert held(store) == {0, 2}
 
 
 def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:

@@ -29,7 +29,6 @@ from tests.prefix_index.remote_stores import (
     LONG,
     Make,
     Shaky,
-    chunks_of,
     damage,
     flip_bit,
     flushed,
@@ -98,20 +97,6 @@ def test_one_lease_among_machines_and_a_local_one_while_the_remote_store_is_away
         assert two.lease(DIGEST) is None
 
 
-def test_an_older_build_there_stays_and_the_folder_s_is_served_here(make: Make, blobs: Shaky) -> None:
-    one, two = make("a"), make("b")
-    one.put(sample_payload(fill=1))
-    assert flushed(one)
-    before = {name: blobs.fetch(name, 1 << 20) for name in blobs.names("prefix_index")}
-    one.put(sample_payload(fill=2))
-    assert flushed(one)
-    one.close()
-    one.open()
-    assert flushed(one)
-    assert {name: blobs.fetch(name, 1 << 20) for name in blobs.names("prefix_index")} == before
-    assert (read_fill(one), read_fill(two)) == (2, 1)
-
-
 def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky) -> None:
     store = make("a")
     store.put(sample_payload())
@@ -139,20 +124,6 @@ def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make)
 
 
 # A remote store that loses
-
-
-def test_a_damaged_copy_there_is_a_miss_and_harms_nothing_here(make: Make, blobs: Shaky) -> None:
-    one, two = make("a"), make("b")
-    one.put(sample_payload(fill=5))
-    assert flushed(one)
-    two.rescan(full=True)
-    damage(blobs, chunks_of(blobs)[1], flip_bit(8 * 900))
-    with pytest.raises(IndexCorrupt, match="chunk 1"):
-        two.get(DIGEST)
-    assert longest(two) == 0
-    assert list(two.local.list()) == []
-    one.rescan(full=True)
-    assert read_fill(one) == 5
 
 
 def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> None:

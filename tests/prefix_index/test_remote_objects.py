@@ -95,21 +95,6 @@ def test_every_bit_of_a_chunk_header_and_of_the_manifest_counts(tmp_path: Path) 
             index.verify()
 
 
-@pytest.mark.parametrize("what", ["manifest", "chunk"])
-@pytest.mark.parametrize("keep", [0, 1, 63, 64, 200])
-def test_a_value_cut_short(store: RemoteStore, blobs: ObjectBlobs, what: str, keep: int) -> None:
-    store.put(sample_payload())
-    name = MANIFEST if what == "manifest" else chunks_of(blobs)[1]
-    blobs.write(name, memoryview(blobs.fetch(name, 1 << 20)[:keep]))
-    with pytest.raises(IndexCorrupt, match=r"expected .* found"):
-        store.get(DIGEST)
-    assert not store.contains(DIGEST)
-    assert [p.path for p in store.problems()] == [DIGEST]
-    assert store.put(sample_payload(fill=2))
-    assert list(store.problems()) == []
-    balanced(store)
-
-
 def test_chunks_that_belong_elsewhere(store: RemoteStore, blobs: ObjectBlobs) -> None:
     store.put(sample_payload(fill=1))
     store.put(sample_payload(sample_identity(range(64)), fill=2))

@@ -24,7 +24,7 @@ from prefix_kernels.pooled_scores import ScoreInputs
 from prefix_kernels.pooling import LEAST_SUMMED, log_shares, sum_step
 from prefix_kernels.top_k_selection.kernels import LOWEST_LOG
 from tests.prefix_kernels.compiling import compiled
-from tests.prefix_kernels.ptx_machine import Machine, UnknownInstructionError, run_together
+from tests.prefix_kernels.ptx_machine import Machine, run_together
 from tests.prefix_kernels.selecting import GQA, KV_HEADS, hopper_problem, keys_of
 
 HEAD = 1
@@ -270,28 +270,3 @@ def test_a_query_out_of_range_counts_as_nothing(value: float, requests: int) -> 
 def test_a_kernel_with_another_constant_is_found(before: str, after: str, requests: int) -> None:
     made = Problem(requests, 200)
     assert made.error(made.run(before, after)) > LIMIT
-
-
-def test_what_the_machine_has_not_is_named() -> None:
-    made = Problem(1, 200)
-    with pytest.raises(UnknownInstructionError, match=r"tanh\.approx"):
-        made.run("ex2.approx.ftz", "tanh.approx")
-    with pytest.raises(UnknownInstructionError, match=r"shfl\.sync\.up"):
-        made.run("shfl.sync.bfly", "shfl.sync.up")
-
-
-def test_no_address_outside_of_the_tensors_is_read() -> None:
-    (scores,), index, _ = Problem(1, 200).launches()
-    with pytest.raises(IndexError, match=r"ld\.global"):
-        run_together([Machine(scores, compiled(scores, 90), (0, HEAD), index[:1])])
-
-
-@pytest.mark.parametrize(("requests", "reader"), [(1, "ldmatrix"), (32, "wgmma")])
-def test_no_shared_memory_is_read_before_it_is_written(requests: int, reader: str) -> None:
-    with pytest.raises(IndexError, match=rf"written to(?s:.*): {reader}"):
-        Problem(requests, 200).run("st.shared.v2.b8", "bar.instead")
-
-
-def test_no_count_is_read_that_was_never_reset() -> None:
-    with pytest.raises(IndexError, match=r"written to(?s:.*): (@%p\d+ )?ld\.shared"):
-        Problem(1, 200).run("st.shared.b32 [", "bar.instead [")

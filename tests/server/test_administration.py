@@ -167,19 +167,6 @@ def test_off_while_requests_run(server: Server, texts: Any) -> None:
     assert delta.after["fallbacks"]["by_operator"] >= len(prompts)
 
 
-def test_what_comes_while_it_is_off_is_dense_and_groups_may_be_off_too(server: Server, texts: Any) -> None:
-    told(server, "off")
-    answers, delta = server.compared([texts.ask(texts.first, 4)], TOKENS)
-    assert (delta.hits, delta.sparse_rows, delta.fallbacks) == (0, 0, {"by_operator": 1})
-    assert answers[0].meta["sparse_attn"][-1]["reasons"] == ["by_operator"]
-    prompts = [texts.ask(texts.unindexed, n) for n in range(4)]
-    _, delta = server.compared_together(prompts, TOKENS * 2, lambda found: found.cascade_steps > 0)
-    assert delta.cascade_steps > 0, "what requests share is read once, exactly"
-    told(server, "off", shared_prefixes=True)
-    _, delta = server.compared_together(prompts, TOKENS * 2)
-    assert (delta.cascade_steps, delta.sparse_rows) == (0, 0)
-
-
 def test_commands_at_once_each_get_their_own_answer(server: Server, texts: Any) -> None:
     digests = {name: index(server, name)["digest"] for name in ("first", "second", "long", "large")}
     calls: list[Any] = [lambda n=name: told(server, "pin", index=n) for name in digests for _ in range(3)]

@@ -46,22 +46,6 @@ def test_a_server_says_which_index_serves_and_that_it_is_loaded(
     assert longer["name"] == "long"
 
 
-def test_a_server_says_where_a_prompt_differs(explain: Any, texts: Any, built: Any) -> None:
-    words = texts.first.text.split()
-    words[700] = words[701]
-    status, found = explain(" ".join(words))
-    first = next(one for one in found["compared"]["candidates"] if one["name"] == "first")
-    assert (status, found["reason"], found["path"]) == (1, "no_index", "stock")
-    assert (first["common"], first["at"]) == (700, 700)
-    assert (first["prompt"]["token_text"], first["index"]["token_text"]) == (words[701], texts.first.text.split()[700])
-    status, found = explain(texts.second.text, "--extra-key", "tenant-b")
-    assert (status, found["name"]) == (0, "second-named")
-    status, found = explain(texts.second.text, "--extra-key", "tenant-c")
-    assert (status, found["reason"]) == (1, "no_index")
-    fields = [field for one in found["compared"]["candidates"][:2] for field in one["differs"]]
-    assert all(field.startswith("extra_key or cache_salt: expected extra_key 'tenant-c'") for field in fields)
-
-
 def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, texts: Any) -> None:
     production.generate(texts.ask(texts.spoilt, 0), 4)
     status, found = explain(texts.spoilt.text)
@@ -75,25 +59,17 @@ def test_a_damaged_index_is_told(explain: Any, production: Any, built: Any, text
         (["--admin-key", "wrong"], "expected the server's admin key, got another one"),
         (["--picture", "x.png"], "expected a server that traces"),
         (["--messages", "no-such.json"], "expected a file that can be read"),
+        (["--messages", "two.json"], "expected exactly one of text, input_ids"),
         (["--model-path", "m"], "expected --url, or --model-path and --store; got both"),
+        (["--url", "http://127.0.0.1:9"], "--url"),
     ],
 )
 def test_what_cannot_be_explained(
-    production: Any, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    production: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], said: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.json").write_text(json.dumps({"input_ids": [1], "text": "two"}))
     asked = [] if "--messages" in words else ["--prompt", "document note"]
     assert main(["explain", "--url", production.url, "--admin-key", ADMIN_KEY, *asked, *words]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_prompt_that_the_server_refuses_and_a_server_that_is_not_there(
-    production: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "asked.json"
-    file.write_text(json.dumps({"input_ids": [1], "text": "two"}))
-    for url, said in ((production.url, "expected exactly one of text, input_ids"), ("http://127.0.0.1:9", "--url")):
-        if url != production.url:
-            file.write_text(json.dumps({"input_ids": [1]}))
-        assert main(["explain", "--url", url, "--admin-key", ADMIN_KEY, "--messages", str(file)]) == 2
-        assert said in capsys.readouterr().err
     assert production.generate("document note", 2).decode_steps == 1, "the server lives on"

@@ -79,26 +79,6 @@ def test_a_request_that_waits_is_not_recorded_and_takes_no_lease(start: Any, bui
         assert [line["status"] for line in report(other)] == ["built"]
 
 
-def test_a_retracted_request_holds_nothing_and_gets_its_index_back_with_a_slot(start: Any) -> None:
-    runtime = start([PROMPT])
-    runtime.share_slots(1)
-    requests = [runtime.came("0"), runtime.came("1", [*PROMPT, 1])]
-    for length in (66, 67, 68):
-        ours(runtime, ["0", "1"], [length, length])
-    assert runtime.snapshot()["largest_group"] == 2
-    runtime.slot_freed(requests[1], 1, finished=False)
-    assert (runtime.residency.num_users(), runtime.requests.get("1")) == (1, None)
-    ours(runtime, ["0"], [68])
-    runtime.slot_taken(requests[1])
-    assert (runtime.residency.num_users(), runtime.counters.hits) == (2, 2)
-    # It comes back in another row, with other slots, while the first one decodes on.
-    assert all(ours(runtime, ["0", "1"], [length, length + 1], [0, 4]) for length in (69, 70, 71))
-    for request, row in zip(requests, (0, 4), strict=True):
-        runtime.slot_freed(request, row, finished=True)
-    state = runtime.snapshot()
-    assert (state["index_users"], state["requests"]) == (0, 0)
-
-
 def test_a_retraction_builds_what_is_whole_and_gives_the_lease_back(start: Any) -> None:
     runtime = start(build="prefill")
     request = runtime.came("a")
@@ -109,19 +89,6 @@ def test_a_retraction_builds_what_is_whole_and_gives_the_lease_back(start: Any) 
     prefill(runtime, "a", 1, first=64)
     runtime.slot_freed(request, 0, finished=True)
     assert len(report(runtime)) == 1, "a prompt is reported once"
-
-
-def test_a_retraction_in_the_middle_of_a_prefill_is_a_rejected_capture(start: Any) -> None:
-    runtime = start(build="prefill")
-    request = runtime.came("a")
-    prefill(runtime, "a", 30)
-    runtime.slot_freed(request, 0, finished=False)
-    runtime.slot_taken(request)
-    prefill(runtime, "a", 5, first=60)  # the rest came out of the cache
-    runtime.slot_freed(request, 0, finished=True)
-    (line,) = report(runtime)
-    assert (line["status"], line["reason"]) == ("failed", "capture_rejected")
-    assert (len(runtime.builds), runtime.store.list()) == (0, ())
 
 
 def test_a_request_with_a_slot_that_vanishes_gives_all_back(start: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,14 +148,3 @@ def test_two_ranks_judge_an_index_alike(monkeypatch: pytest.MonkeyPatch) -> None
         assert mine == theirs, f"step {step}"
     assert one[-1][3]["steps"] >= 8
     assert one[-1][3]["events"]["raised"] > 0
-
-
-def test_without_agreement_they_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same ranks, each for itself."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
-    monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
-    alone = [SimpleNamespace(rank=n, size=1, least=list, most=list, gathered=lambda value: [value]) for n in range(2)]
-    one, two = (_run(ranks, 0) for ranks in alone)
-    assert [step[:2] for step in one] != [step[:2] for step in two]
-    assert StepPath.SPARSE in {path for path, _, _, _ in one}

@@ -104,31 +104,6 @@ def test_a_position_of_the_same_score_is_told_from_a_wrong_one(make: Callable[..
     assert case.reselection.compare(twin, {1: case.queries}) == Counter({"equal scores": 1, "equal": 1})
 
 
-def test_a_check_counts_by_the_replays_queries_and_by_the_servers(make: Callable[..., Case]) -> None:
-    case = make()
-    check = case.module.SelectionCheck(case.reselection)
-    others, lost = moved(case.step, 0), msgspec.structs.replace(case.step, digest="0" * 64)
-    for step in (case.step, others, lost):
-        for row, rid in enumerate(step.rids):
-            check.take(rid, {1: torch.stack([case.queries[row]] * 2)}, [None, step])
-    alone = msgspec.structs.replace(case.step, rids=["trace-1", "quiet"])
-    check.take("trace-1", {1: case.queries[:1]}, [alone])
-    most, half = ({"share_by_position": share, "share_equal": share} for share in (0.75, 0.5))
-    assert check.result() == {"equal": 3, "equal scores": 0, "other": 1, "steps": 2} | most | {
-        "rows missing": 1,
-        "index gone": 1,
-        # Those of the second step are others.
-        "by the server's queries": {"equal": 2, "equal scores": 0, "other": 2, "steps": 2} | half,
-        "max_query_off": 2.0,
-    }
-
-
-def test_where_nothing_was_compared_no_share_is_said(make: Callable[..., Case]) -> None:
-    found = make().module.SelectionCheck(make().reselection).result()
-    assert (found["steps"], found["share_by_position"], found["share_equal"]) == (0, None, None)
-    assert "by the server's queries" not in found
-
-
 @pytest.mark.parametrize("other", [{"search_period": 2}, {"select_ahead": True}], ids=str)
 def test_what_another_step_selected_is_refused(make: Callable[..., Case], other: dict[str, Any]) -> None:
     case = make()
