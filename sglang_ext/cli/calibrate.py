@@ -37,7 +37,6 @@ def add_parser(commands: Any) -> None:
         "calibrate",
         help="measure a model and write its profile",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model-path", "--model", required=True, help="the model that will be served")
     parser.add_argument("--data", required=True, metavar="JSONL", help="development set, one JSON object a line")
