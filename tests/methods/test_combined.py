@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from prefix_kernels.testing import PlantedConfig, planted_prefix
 from prefix_kernels.top_k_selection import LOWEST_LOG, NUM_KEYS, keys_of
 from sglang_ext.methods import make_builder, parse_spec
 from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile
 from tests.methods.common import randn, recall, scores, select
+from tests.planted import PlantedConfig, planted_prefix
 
 PARTS = [
     {"method": "csattention", "num_subspaces": 4, "num_centroids": 8, "list_ratio": 0.05},

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels.csa_scores import CompactLists, decode_lists
-from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.methods import make_builder
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.csattention.lists import centroid_lists, top_lists
 from tests.examples import examples
 from tests.methods.common import randn, recall, scores, select
+from tests.planted import PlantedConfig, planted_prefix
 from tests.prefix_kernels.test_compact_lists import by_loop
 
 

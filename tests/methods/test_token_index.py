@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from prefix_kernels.low_bit import LowBitTensor, dequantize
-from prefix_kernels.testing import PlantedConfig, planted_prefix
 from sglang_ext.methods import make_builder, parse_spec
 from sglang_ext.methods.base import LayerProfile
 from tests.methods.common import randn, recall, scores
+from tests.planted import PlantedConfig, planted_prefix
 
 
 def token_spec(**parameters):

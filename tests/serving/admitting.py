@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from prefix_index import PAGE_TOKENS, page_hashes
-from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.runtime import SparseRuntime
+from tests.planted import dense_attention
 
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
 NAMESPACE: dict[str, str | None] = {"extra_key": None}

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.cascade import CascadeDecode
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.types import DecodeBatch, StepPath
+from tests.planted import dense_attention
 
 KV_HEADS, GQA, DIM = 2, 2, 16
 WIDTH, SLOTS = 900, 8192

@@ -15,7 +15,8 @@ import torch
 from prefix_kernels import PagedKV
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, default_config
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
-from prefix_kernels.testing import ERROR_BUDGET, dense_attention
+from sglang_ext.decode.self_test import ERROR_BUDGET
+from tests.planted import dense_attention
 from tests.prefix_kernels.triton.conftest import INTERPRETED, paged_kv
 
 #: The interpreter multiplies bf16 wrongly, so it is left to a GPU.
