@@ -6,5 +6,3 @@ launches Triton kernels in `run()`.
 """
 
 from prefix_kernels.types import AttnState, PagedKV, Selection
-
-__all__ = ["AttnState", "PagedKV", "Selection"]

@@ -12,5 +12,3 @@ from prefix_kernels.pooled_scores.tables import (
     ScoreShape,
     array_addresses,
 )
-
-__all__ = ["ARRAYS", "HEAD_FIELDS", "LEAST_BLOCK", "ScoreInputs", "ScoreShape", "ScoredGroup", "array_addresses"]
