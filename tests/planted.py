@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.types import AttnState, Selection
+from prefix_kernels.types import Selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +120,15 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     angle = positions[..., None] * frequency
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)
+
+
+class AttnState(NamedTuple):
+    """Attention over some keys: out [num_rows, num_qo_heads, v_head_dim] fp64, lse [num_rows, num_qo_heads] fp32,
+    natural log of the sum of exp(sm_scale * q.k).
+    """
+
+    out: Tensor
+    lse: Tensor
 
 
 def dense_attention(q: Tensor, keys: Tensor, values: Tensor, sm_scale: float) -> AttnState:
