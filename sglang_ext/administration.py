@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -354,24 +355,13 @@ def _prefetch(runtime: SparseRuntime, given: Named) -> dict[str, Any]:
     return {"digest": entry.digest, "state": runtime.residency.load(entry).state.value}
 
 
-def _pin(runtime: SparseRuntime, given: Named) -> dict[str, Any]:
-    """It stays on the device when bytes are wanted; in the store it leaves last."""
-    return _pinned(runtime, given, True)
-
-
-def _unpin(runtime: SparseRuntime, given: Named) -> dict[str, Any]:
-    return _pinned(runtime, given, False)
-
-
-def _pinned(runtime: SparseRuntime, given: Named, pinned: bool) -> dict[str, Any]:
+def _pinned(runtime: SparseRuntime, given: Named, *, pinned: bool) -> dict[str, Any]:
+    """What is pinned stays on the device when bytes are wanted; in the store it leaves last."""
     entry = _named(runtime, given.index)
     (runtime.residency.pinned.add if pinned else runtime.residency.pinned.discard)(entry.digest)
     retention = msgspec.structs.replace(entry.retention, pinned=pinned)
-    return {
-        "digest": entry.digest,
-        "device": "done",
-        "store": _in_store(runtime, lambda s: s.retain(entry.digest, retention)),
-    }
+    store = _in_store(runtime, lambda s: s.retain(entry.digest, retention))
+    return {"digest": entry.digest, "device": "done", "store": store}
 
 
 def _evict(runtime: SparseRuntime, given: Evicted) -> dict[str, Any]:
@@ -520,8 +510,8 @@ COMMANDS: dict[str, Command] = {
     "status": Command(Nothing, _status, asks=True),
     "indexes": Command(Nothing, _indexes, asks=True),
     "prefetch": Command(Named, _prefetch),
-    "pin": Command(Named, _pin),
-    "unpin": Command(Named, _unpin),
+    "pin": Command(Named, partial(_pinned, pinned=True)),
+    "unpin": Command(Named, partial(_pinned, pinned=False)),
     "evict": Command(Evicted, _evict),
     "build": Command(Wanted, _build),
     "explain": Command(Wanted, _explain),

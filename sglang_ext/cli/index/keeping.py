@@ -24,7 +24,8 @@ from prefix_index import (
 )
 from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
-from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, os_errors, shard_fd, shard_of
+from prefix_index.copies import digest_in
+from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, locked_inodes, os_errors, shard_fd, shard_of
 from prefix_index.lease import LEASE
 from prefix_index.retention import KEEP_SUFFIX, Candidate, choose_victims, read_retention
 from prefix_index.store import has_expired
@@ -33,7 +34,6 @@ from sglang_ext.cli.index.targets import (
     RIGHT,
     Target,
     UnknownIndex,
-    digest_in,
     fields,
     find,
     listing,
@@ -308,7 +308,7 @@ def _leftovers(folder: Path) -> dict[str, int]:
     and builders, and retentions of indexes that are gone.
     """
     found = {}
-    held = _locked()
+    held = locked_inodes()
     now = time.time()
     for path in folder.glob("[0-9a-f][0-9a-f]/*"):
         try:
@@ -322,15 +322,6 @@ def _leftovers(folder: Path) -> dict[str, int]:
         if orphan or dead:
             found[str(path.relative_to(folder))] = status.st_size
     return found
-
-
-def _locked() -> set[int]:
-    """Inodes that some process has locked: those files are in use. To try the locks would disturb their holders."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return set()
-    return {int(field.rpartition(":")[2]) for line in lines for field in line.split() if field.count(":") == 2}
 
 
 def _plan(folder: Path, args: argparse.Namespace, chosen: Sequence[Target] = ()) -> Plan:
