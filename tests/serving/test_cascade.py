@@ -31,7 +31,7 @@ class Server:
         self.lens: dict[int, int] = {}
         fields: dict[str, Any] = {"max_batch": 8, "arena_size": 8192, **options}
         cpu, dtype = torch.device("cpu"), torch.float32
-        self.tracker = SlotTracker(fields["max_batch"], 2, cpu, "reference")
+        self.tracker = SlotTracker(fields["max_batch"], 2, cpu)
         shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, DIM, DIM, dtype, dtype)
         self.decode = CascadeDecode(shape, self.tracker, fields["arena_size"], cpu)
 
