@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +26,7 @@ from prefix_index import (
     printable_values,
 )
 from sglang_ext import __version__
+from sglang_ext.compat import versions
 from sglang_ext.config import ConfigError, check_ranges
 from sglang_ext.decode.costs import MARGIN
 from sglang_ext.decode.quality import Standing
@@ -137,6 +137,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     rows = {"sparse": counters.sparse_rows, "cascade": counters.cascade_rows}
     rows["dense"] = counters.dense_rows - counters.cascade_rows
     total = sum(rows.values())
+    of_packages = {name: versions.installed(name) for name in ("sglang", "torch")}
     off = "turned off by an operator"
     exact = planner.refusal or (off if planner.paused else None if planner.cascade else "not configured: see the log")
     selects = planner.refusal or runtime.ready.stale or (off if runtime.ready.off else None)
@@ -148,7 +149,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
         "budget": _budget_of(runtime),
         "path_shares": {path: count / total if total else 0.0 for path, count in rows.items()},
         "index_bytes": runtime.index_bytes,
-        "versions": _versions(),
+        "versions": {"sglang-ext": __version__, "python": sys.version.split()[0], **of_packages},
         "state": state,
     }
 
@@ -157,16 +158,6 @@ def _budget_of(runtime: SparseRuntime) -> dict[str, Any]:
     sparse = runtime.planner.sparse
     budget = {"keep_ratio": runtime.config.keep_ratio, "top_k": runtime.config.top_k}
     return {**budget, "most_tokens": None if sparse is None else sparse.width}
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"sglang-ext": __version__, "python": sys.version.split()[0]}
-    for name in ("sglang", "torch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:

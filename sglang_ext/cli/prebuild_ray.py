@@ -40,11 +40,7 @@ class BuilderActor:
     """One engine; Ray runs its methods one after another in the main thread of a process of its own."""
 
     def start(self, args: argparse.Namespace, settings: str) -> None:
-        """Open store and engine.
-
-        Args:
-            args: of the command.
-            settings: as `Settings.dump` made it.
+        """Open store and engine, by settings as `Settings.dump` made them.
 
         Raises:
             EngineStartError: it cannot be started on this node; another attempt would not help.

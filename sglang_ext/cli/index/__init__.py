@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from typing import Any
 
 from prefix_index import IndexStoreError
@@ -97,8 +98,13 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
         flag("--dry-run", "say what would go, remove nothing"),
         flag("--yes", "do not ask before what --model, --unused-for or --unusable name goes"),
     ),
-    "pin": (keeping.run_pin, "keep indexes until nothing else can leave", ["5ad40721"], named_indexes("+")),
-    "unpin": (keeping.run_unpin, "take the pin off", ["5ad40721"], named_indexes("+")),
+    "pin": (
+        partial(keeping.run_retain, pinned=True),
+        "keep indexes until nothing else can leave",
+        ["5ad40721"],
+        named_indexes("+"),
+    ),
+    "unpin": (partial(keeping.run_retain, pinned=False), "take the pin off", ["5ad40721"], named_indexes("+")),
     "expire": (
         keeping.run_expire,
         "set when indexes become a miss",

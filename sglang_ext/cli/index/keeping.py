@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,7 +19,6 @@ from prefix_index import (
     IndexEntry,
     IndexStore,
     IndexStoreError,
-    Retention,
     canonical_digest,
 )
 from prefix_index.books import FolderBooks
@@ -97,30 +96,21 @@ def _refused() -> int:
     return 1 if sys.stdin.isatty() else 2
 
 
-def run_pin(args: argparse.Namespace) -> int:
-    """Soft pin."""
-    return _retain(args, lambda old: replace(old, pinned=True))
-
-
-def run_unpin(args: argparse.Namespace) -> int:
-    """Takes the pin off."""
-    return _retain(args, lambda old: replace(old, pinned=False))
-
-
 def run_expire(args: argparse.Namespace) -> int:
     """Sets when an index becomes a miss; `--never` takes that back."""
     expires = None if args.never else time.time() + args.after
-    return _retain(args, lambda old: replace(old, expires=expires))
+    return run_retain(args, expires=expires)
 
 
-def _retain(args: argparse.Namespace, change: Callable[[Retention], Retention]) -> int:
+def run_retain(args: argparse.Namespace, **changes: Any) -> int:
+    """Changes the retention of the named indexes; 1 when one of them cannot be used."""
     failed = False
     with opened(args) as store:
         for target in find(store, args.index):
             try:
                 if target.entry is None:
                     raise target.error or AssertionError("a target is an entry or an error")
-                entry = store.retain(target.digest, change(target.entry.retention))
+                entry = store.retain(target.digest, replace(target.entry.retention, **changes))
                 if args.json:
                     emit(fields(entry))
                 else:
