@@ -120,10 +120,8 @@ def around_decide_request_auth(original: Callable[..., Any], *args: Any, **kwarg
 
 
 def prompts_refusal(args: Any) -> str | None:
-    """Why `explain` is refused, which shows text of stored prompts: where operators have no key of their own.
-
-    Args:
-        args: ServerArgs.
+    """Why `explain` is refused, which shows text of stored prompts: where operators have no key of their own, by
+    ServerArgs.
     """
     if args.admin_api_key is not None:
         return None

@@ -126,9 +126,6 @@ class Schedule:
 
     Attributes:
         cost: what a guarded step takes beyond a plain one, in plain steps.
-
-    Args:
-        share: see above.
     """
 
     _BURST = 16
