@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from prefix_index import printable
@@ -153,18 +154,15 @@ def _budget(args: argparse.Namespace) -> int:
     return _tell(args, {name: None if value == "none" else value for name, value in given.items() if value is not None})
 
 
-def _ratio(text: str) -> float | str:
+def _or_none(kind: type[float], what: str, text: str) -> float | str:
     try:
-        return text if text == "none" else float(text)
+        return text if text == "none" else kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a fraction such as 0.1, or none; got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected {what}, or none; got {text!r}") from None
 
 
-def _tokens(text: str) -> int | str:
-    try:
-        return text if text == "none" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens, or none; got {text!r}") from None
+_ratio = partial(_or_none, float, "a fraction such as 0.1")
+_tokens = partial(_or_none, int, "a number of tokens")
 
 
 _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
