@@ -117,7 +117,9 @@ class Cluster:
                 actor = self._idle.pop()
                 busy[actor.line.remote(*task)] = actor, task
                 task = next(tasks, None)
-            if not busy and time.monotonic() > patient:
+            if busy:
+                patient = time.monotonic() + _PATIENCE_S
+            elif time.monotonic() > patient:
                 tqdm.write("expected a node with room for an engine, found none yet; see `ray status`", file=sys.stderr)
                 patient = float("inf")
             done, _ = self._ray.wait([*busy, *self._starting], timeout=1.0)
