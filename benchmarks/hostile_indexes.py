@@ -215,7 +215,7 @@ class Bench:
     def step(self, indexes: Sequence[ResidentIndex], *, kernels: bool) -> Found:
         """A decode step by the reference operation, or by what decode graphs hold."""
         on_gpu = self.device.type == "cuda"
-        tracker = SlotTracker(3, 16, self.device, "triton" if on_gpu else "reference")
+        tracker = SlotTracker(3, 16, self.device)
         shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, self.dim, self.dim, self.dtype, self.dtype)
         make_op = op_maker(shape, self.config, self.spec, LAYERS, self.device, captured=True)
         if not kernels:

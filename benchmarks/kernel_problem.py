@@ -16,8 +16,8 @@ from torch import Tensor
 
 from prefix_kernels.budget import budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.testing import dense_attention
-from prefix_kernels.types import AttnState, PagedKV
+from prefix_kernels.types import PagedKV
+from tests.planted import AttnState, dense_attention
 
 #: K and V of a pool, at least, on a GPU: several times any L2 cache.
 _MIN_POOL_BYTES = 1 << 29

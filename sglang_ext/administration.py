@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from prefix_index import (
     printable_values,
 )
 from sglang_ext import __version__
+from sglang_ext.compat import versions
 from sglang_ext.config import ConfigError, check_ranges
 from sglang_ext.decode.costs import MARGIN
 from sglang_ext.decode.quality import Standing
@@ -136,6 +137,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     rows = {"sparse": counters.sparse_rows, "cascade": counters.cascade_rows}
     rows["dense"] = counters.dense_rows - counters.cascade_rows
     total = sum(rows.values())
+    of_packages = {name: versions.installed(name) for name in ("sglang", "torch")}
     off = "turned off by an operator"
     exact = planner.refusal or (off if planner.paused else None if planner.cascade else "share_prefixes is off")
     selects = planner.refusal or runtime.ready.stale or (off if runtime.ready.off else None)
@@ -147,7 +149,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
         "budget": _budget_of(runtime),
         "path_shares": {path: count / total if total else 0.0 for path, count in rows.items()},
         "index_bytes": runtime.index_bytes,
-        "versions": _versions(),
+        "versions": {"sglang-ext": __version__, "python": sys.version.split()[0], **of_packages},
         "state": state,
     }
 
@@ -156,16 +158,6 @@ def _budget_of(runtime: SparseRuntime) -> dict[str, Any]:
     sparse = runtime.planner.sparse
     budget = {"keep_ratio": runtime.config.keep_ratio, "top_k": runtime.config.top_k}
     return {**budget, "most_tokens": None if sparse is None else sparse.width}
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"sglang-ext": __version__, "python": sys.version.split()[0]}
-    for name in ("sglang", "torch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
@@ -354,24 +346,13 @@ def _prefetch(runtime: SparseRuntime, given: Named) -> dict[str, Any]:
     return {"digest": entry.digest, "state": runtime.residency.load(entry).state.value}
 
 
-def _pin(runtime: SparseRuntime, given: Named) -> dict[str, Any]:
-    """It stays on the device when bytes are wanted; in the store it leaves last."""
-    return _pinned(runtime, given, True)
-
-
-def _unpin(runtime: SparseRuntime, given: Named) -> dict[str, Any]:
-    return _pinned(runtime, given, False)
-
-
-def _pinned(runtime: SparseRuntime, given: Named, pinned: bool) -> dict[str, Any]:
+def _pinned(runtime: SparseRuntime, given: Named, *, pinned: bool) -> dict[str, Any]:
+    """What is pinned stays on the device when bytes are wanted; in the store it leaves last."""
     entry = _named(runtime, given.index)
     (runtime.residency.pinned.add if pinned else runtime.residency.pinned.discard)(entry.digest)
     retention = msgspec.structs.replace(entry.retention, pinned=pinned)
-    return {
-        "digest": entry.digest,
-        "device": "done",
-        "store": _in_store(runtime, lambda s: s.retain(entry.digest, retention)),
-    }
+    store = _in_store(runtime, lambda s: s.retain(entry.digest, retention))
+    return {"digest": entry.digest, "device": "done", "store": store}
 
 
 def _evict(runtime: SparseRuntime, given: Evicted) -> dict[str, Any]:
@@ -520,8 +501,8 @@ COMMANDS: dict[str, Command] = {
     "status": Command(Nothing, _status, asks=True),
     "indexes": Command(Nothing, _indexes, asks=True),
     "prefetch": Command(Named, _prefetch),
-    "pin": Command(Named, _pin),
-    "unpin": Command(Named, _unpin),
+    "pin": Command(Named, partial(_pinned, pinned=True)),
+    "unpin": Command(Named, partial(_pinned, pinned=False)),
     "evict": Command(Evicted, _evict),
     "build": Command(Wanted, _build),
     "explain": Command(Wanted, _explain),

@@ -70,11 +70,8 @@ class ProcessRanks(Ranks):
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
-    """A collective at the start: what decode steps are chosen by must be the same on all ranks.
-
-    Args:
-        ranks: of this process.
-        facts: small plain values, by name.
+    """A collective at the start: what decode steps are chosen by, small plain values by name, must be the same on all
+    ranks.
 
     Raises:
         RuntimeError: on all ranks, naming the first fact that differs.

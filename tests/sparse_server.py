@@ -108,9 +108,7 @@ class Server:
         roles = {"layers": changes.get("layer_plan", ROLES)}
         self.plan = LayerPlan.from_dict(roles, num_layers=LAYERS, num_kv_heads=KV_HEADS)
         self.anchors = [i for i, role in enumerate(self.plan.layers) if role.mode is LayerMode.ANCHOR]
-        self.tracker = SlotTracker(
-            max_batch, 16, device, "triton" if kernels and device.type == "cuda" else "reference"
-        )
+        self.tracker = SlotTracker(max_batch, 16, device)
         self.shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
         kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, SPEC.kept_channels(dim))
         halves = kernels and device.type == "cuda" and dtype is not torch.float32

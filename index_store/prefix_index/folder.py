@@ -454,6 +454,15 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+def locked_inodes() -> set[int]:
+    """Of files that some process has locked, by the kernel's list: to try the locks would disturb their holders."""
+    try:
+        fields = Path("/proc/locks").read_text().split()  # of device and inode; lines of those who wait have one more
+    except OSError:
+        return set()
+    return {int(field.rpartition(":")[2]) for field in fields if field.count(":") == 2}
+
+
 def free_bytes(folder: Path) -> int:
     """What the file system has left for this user. Raises OSError."""
     status = os.statvfs(folder)

@@ -5,6 +5,4 @@ operation (`GroupedAttention`, `AnchorSelection`) makes its device buffers once,
 launches Triton kernels in `run()`.
 """
 
-from prefix_kernels.types import AttnState, PagedKV, Selection
-
-__all__ = ["AttnState", "PagedKV", "Selection"]
+from prefix_kernels.types import PagedKV, Selection

@@ -1,9 +1,8 @@
 """Device functions that kernels share: their start, counts of digits in shared memory, and programs that meet.
 
-*Start.* Hopper's programmatic dependent launch puts a kernel's programs on the GPU before the kernel before them ends.
-What that one wrote may only be read after `wait_for_the_kernel_before`, which therefore stands before the first read or
-write of memory (a test looks for it in what is compiled). In a kernel that `launching.launch_behind` starts it stands
-before the first one of what the launch before it writes.
+*Start.* Hopper's programmatic dependent launch (`launching.launch_behind`) puts a kernel's programs on the GPU before
+the kernel before them ends. What that one wrote may only be read after `wait_for_the_kernel_before`, which therefore
+stands before the first read or write of that memory (a test looks for it in what is compiled).
 
 *Counts.* `tl.histogram` finds the lanes of each bin by votes: about 20 instructions for each value of a thread. An
 add to shared memory takes one, and adds of 1 to one place by several lanes are one add. Triton has no such add, so it

@@ -45,7 +45,6 @@ class Recording:
 
 
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
-_overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
@@ -54,38 +53,31 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
     Args:
         kernel: a Triton function.
         grid: programs, up to three axes; nothing happens where one is 0.
-        arguments: by parameter name, without `OVERLAPPED`, which every kernel has.
+        arguments: by parameter name.
         options: num_warps, num_stages, maxnreg, enable_fp_fusion; launch_cooperative_grid for programs that wait for
-            each other, which are never overlapped with the kernel before.
+            each other.
     """
-    wanted = _overlapped.get() and not options.get("launch_cooperative_grid")
-    _start(kernel, grid, arguments, options, wanted and _can_overlap())
+    if 0 in grid:
+        return
+    # Triton 3.10 will have another default: products rounded before they are added, everywhere.
+    options = {"enable_fp_fusion": True} | options
+    kept = _recording.get()
+    if kept is not None:
+        kept.launches.append(Launch(kernel, grid, arguments, options))
+        return
+    kernel[grid](**arguments, **options)
 
 
 def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
-    """As `launch`, but always overlapped with the launch before it on the stream, on sm_90.
+    """As `launch`, but overlapped with the launch before it on the stream, on sm_90; `OVERLAPPED` tells the kernel so.
 
     That one lets this one's programs come when all of its own are on the GPU (`kernels.let_the_next_kernel_come`), so
-    its programs may wait for each other.
+    its programs may wait for each other. A graph that was captured so stays so.
     """
-    _start(kernel, grid, arguments, options, _can_overlap())
-
-
-def _start(
-    kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: dict[str, int | None], overlapped: bool
-) -> None:
-    if 0 in grid:
-        return
-    arguments = {**arguments, "OVERLAPPED": overlapped}
-    # Triton 3.10 will have another default: products rounded before they are added, everywhere.
-    options = {"enable_fp_fusion": True} | options
+    overlapped = _can_overlap()
     if overlapped:
         options["launch_pdl"] = True
-    kept = _recording.get()
-    if kept is not None:
-        kept.launches.append(Launch(kernel, grid, arguments, dict(options)))
-        return
-    kernel[grid](**arguments, **options)
+    launch(kernel, grid, {**arguments, "OVERLAPPED": overlapped}, **options)
 
 
 @functools.cache
@@ -141,24 +133,6 @@ def programs_at_once(device: torch.device, programs_per_sm: int) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count * programs_per_sm
-
-
-@contextmanager
-def overlapped_launches(overlapped: bool = True) -> Iterator[None]:
-    """Within the block, in this thread, kernels are launched while the one before them on the stream still runs.
-
-    Each waits for it before it touches memory, see `kernels`; what `launch_behind` starts is so in and out of
-    such a block. A graph that was captured so stays so; the run that compiles before a capture must be in such a block,
-    too. Before sm_90 nothing is overlapped.
-
-    Args:
-        overlapped: False: not, as outside of any such block.
-    """
-    token = _overlapped.set(overlapped)
-    try:
-        yield
-    finally:
-        _overlapped.reset(token)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The values that operations exchange: paged KV buffers, attention states, selections, lists of what was selected.
+"""The values that operations exchange: paged KV buffers, selections, lists of what was selected.
 
 Checks at construction read shapes and dtypes only, so they never wait for a device; `check_integrity` reads
 values and is for tests and debugging.
@@ -93,11 +93,8 @@ class PagedKV:
         Returns:
             [count, number of heads, head_dim], new memory.
         """
-        return _copied(self.k_cache[:, heads], slots, dtype, self.k_scale)
-
-    def values(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        """Values, as `keys`: [count, num_kv_heads, v_head_dim]."""
-        return _copied(self.v_cache, slots, dtype, self.v_scale)
+        rows = rows_of(self.k_cache[:, heads], slots).to(dtype)
+        return rows if self.k_scale == 1 else rows.mul_(self.k_scale)
 
 
 def rows_of(buffer: Tensor, index: Tensor) -> Tensor:
@@ -105,39 +102,6 @@ def rows_of(buffer: Tensor, index: Tensor) -> Tensor:
     if buffer.dtype is torch.float8_e4m3fn:
         return buffer.view(torch.uint8).index_select(0, index).view(buffer.dtype)
     return buffer.index_select(0, index)
-
-
-def _copied(cache: Tensor, slots: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    rows = rows_of(cache, slots)
-    return rows.to(dtype) if scale == 1 else rows.to(dtype).mul_(scale)
-
-
-@dataclass(frozen=True, eq=False)
-class AttnState:
-    """Attention over a part of the keys, mergeable with states over other parts. Owned by the receiver.
-
-    Attributes:
-        out: [num_rows, num_qo_heads, v_head_dim], softmax-normalized over its own part. fp32 from every
-            operation of this package, so that merging does not round; cast to the model's dtype once, after
-            the last merge.
-        lse: [num_rows, num_qo_heads] fp32, **natural** logarithm of the sum of exp(sm_scale * q.k). `-inf`
-            says that the part was empty; `out` is then ignored by a merge.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-    """
-
-    out: Tensor
-    lse: Tensor
-
-    def __post_init__(self) -> None:
-        if self.out.dim() != 3 or self.lse.shape != self.out.shape[:2]:
-            raise ValueError(
-                "expected out [num_rows, num_qo_heads, head_dim] and lse [num_rows, num_qo_heads], got "
-                f"{tuple(self.out.shape)} and {tuple(self.lse.shape)}"
-            )
-        if self.lse.dtype != torch.float32:
-            raise ValueError(f"expected lse in float32 (natural log), got {self.lse.dtype}")
 
 
 @dataclass(frozen=True, eq=False)

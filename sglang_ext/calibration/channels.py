@@ -41,10 +41,7 @@ def channel_maxima(layers: Iterable[LayerCapture]) -> tuple[Tensor, Tensor]:
 
 
 def channel_contribution(q_max: Tensor, k_max: Tensor) -> Tensor:
-    """s_i of every channel: mean over the group's query heads of max |q_i|, times max |k_i|.
-
-    Args:
-        q_max, k_max: of `channel_maxima`.
+    """s_i of every channel, by `channel_maxima`: mean over the group's query heads of max |q_i|, times max |k_i|.
 
     Returns:
         [num_layers, num_kv_heads, head_dim] fp64, new.

@@ -96,12 +96,7 @@ def measured_tokens(capture: PromptCapture, max_tokens: int) -> Tensor:
 def measure_prompt(
     capture: PromptCapture, setting: MeasureSetting, *, device: torch.device | str = "cpu"
 ) -> PromptMeasurement:
-    """Measure one prompt; layers go to the device one by one.
-
-    Args:
-        capture: cut to its prefix.
-        setting: what to measure.
-        device: where.
+    """Measure one prompt, whose capture is cut to its prefix; layers go to the device one by one.
 
     Raises:
         ValueError: an unusable capture (NaN, infinity, no token).

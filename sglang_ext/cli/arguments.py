@@ -1,18 +1,30 @@
-"""What commands share: their parser, and arguments with units."""
+"""What commands share: their parser, tables of subcommands, and arguments with units."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+"""Runs a command; returns the exit status."""
+Adder: TypeAlias = Callable[[argparse.ArgumentParser], object]
+"""Adds an argument, or several."""
 
 #: Name of the argument that takes SGLang's flags.
 _PASSED_ON = "sglang_flags"
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows the usage of the command that an unknown argument was given to, and says where SGLang's flags go."""
+    """Shows the usage of the command that an unknown argument was given to, and says where SGLang's flags go.
+
+    Descriptions are shown as they are written.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of subcommands, too
         """As argparse's, but what is unknown is an error here; argparse would leave it to the top-level parser.
@@ -39,6 +51,54 @@ class Parser(argparse.ArgumentParser):
 def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
     """What stands behind -- and is passed on."""
     parser.add_argument(_PASSED_ON, nargs="*", metavar="-- SGLANG FLAGS", help="flags of SGLang")
+
+
+def add_subcommands(
+    parser: argparse.ArgumentParser,
+    subcommands: Mapping[str, tuple[Any, ...]],
+    common: Sequence[Adder],
+    errors: tuple[type[Exception], ...],
+    complain: Callable[[str, str], object],
+) -> None:
+    """Add subcommands to a command's parser.
+
+    Args:
+        subcommands: by name, (Run, a summary in one line, examples of what follows the name, Adders of its own).
+        common: arguments of all.
+        errors: of a run, each one message and status 1.
+        complain: gets the subcommand and the message.
+    """
+
+    def guarded(run: Run, args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except errors as error:
+            complain(args.subcommand, str(error))
+            return 1
+
+    group = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    for name, (run, summary, examples, *arguments) in subcommands.items():
+        lines = "".join(f"  {parser.prog} {name} {example}\n" for example in examples)
+        description = f"{summary[0].upper()}{summary[1:]}."
+        one = group.add_parser(name, help=summary, description=description, epilog=lines and f"examples:\n{lines}")
+        for add in (*common, *arguments):
+            add(one)
+        one.set_defaults(run=partial(guarded, run))
+
+
+def argument(*words: str, **options: Any) -> Adder:
+    """As `add_argument`, of a parser to come."""
+    return lambda parser: parser.add_argument(*words, **options)
+
+
+def flag(word: str, text: str) -> Adder:
+    """True where it is given; `text` is its help."""
+    return argument(word, action="store_true", help=text)
+
+
+def named_indexes(nargs: str | None = None) -> Adder:
+    """INDEX, or as many as `nargs` says."""
+    return argument("index", nargs=nargs, metavar="INDEX", help="name, digest, or its first digits (4 or more)")
 
 
 def parse_bytes(text: str) -> int:

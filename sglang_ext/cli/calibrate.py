@@ -37,7 +37,6 @@ def add_parser(commands: Any) -> None:
         "calibrate",
         help="measure a model and write its profile",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model-path", "--model", required=True, help="the model that will be served")
     parser.add_argument("--data", required=True, metavar="JSONL", help="development set, one JSON object a line")
@@ -139,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     """What can be wrong with the arguments is found before SGLang is started."""
     from sglang_ext.cli.calibrate_job import CalibrateJob
-    from sglang_ext.cli.capturing import CaptureSession
+    from sglang_ext.cli.capturing import open_session
     from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of
 
     # Without a model, too, a profile can be fitted to measurements that are complete.
@@ -163,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
         if job.missing:
             print(f"starting SGLang for {args.model_path} ...", file=sys.stderr, flush=True)
             sizes = {"query_samples": args.query_samples, "tail_tokens": args.max_tokens}
-            with CaptureSession(args.model_path, args.sglang_flags, **sizes, decode_steps=args.decode_steps) as session:
+            with open_session(args.model_path, args.sglang_flags, **sizes, decode_steps=args.decode_steps) as session:
                 job.measure(session)
         return job.finish()
     except ValueError as error:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.cli.judging import Judge
+from sglang_ext.compat import versions
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean
@@ -243,6 +243,7 @@ class CalibrateJob:
 
     def _profile(self, model: ModelFingerprint, fit: Fit, keep_ratio: float, infos: Sequence[PromptInfo]) -> Profile:
         spec = METHODS[self._method].spec().to_dict()
+        found = {"sglang-ext": __version__, "torch": str(torch.__version__), "sglang": versions.installed()}
         return Profile(
             model=msgspec.convert(model, ProfiledModel, from_attributes=True),
             block_sizes=tuple(map(tuple, fit.block_sizes.tolist())),
@@ -254,7 +255,7 @@ class CalibrateJob:
                 prompts=len(infos),
                 tokens=sum(info.prompt_tokens for info in infos),
                 seed=0,
-                versions=_versions(),
+                versions={name: one for name, one in found.items() if one is not None},
                 description=self._args.description or Path(self._args.data).name,
             ),
         )
@@ -371,10 +372,3 @@ def _index_method(method: str) -> str:
             f"expected --method to be one of {names}, got {method!r}; choose one of them{did_you_mean(method, METHODS)}"
         )
     return method
-
-
-def _versions() -> dict[str, str]:
-    found = {"sglang-ext": __version__, "torch": str(torch.__version__)}
-    with suppress(metadata.PackageNotFoundError):
-        found["sglang"] = metadata.version("sglang")
-    return found

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
-from sglang_ext.cli.arguments import names_cpu
-from sglang_ext.cli.checks import reported
+from sglang_ext.cli.checks import plugin_engine, reported
 from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.prompt_tokens import TokenSource
+
+if TYPE_CHECKING:
+    from sglang_ext.compat.engine import OfflineEngine
 
 
 class CaptureError(ValueError):
@@ -24,67 +26,12 @@ class CaptureError(ValueError):
 
 
 class CaptureSession:
-    """One engine for many captures; a context manager that starts and ends it.
+    """One engine for many captures: see `open_session`."""
 
-    Args:
-        model_path: the model.
-        sglang_flags: device, dtype, attention backend, context length and so on, as for the server.
-        query_samples: sampled query rows per KV head over the whole prompt.
-        tail_tokens: last tokens of a prompt that are kept beside the sample.
-        decode_steps: tokens generated behind the first one; fewer when the model ends earlier.
-    """
-
-    def __init__(
-        self,
-        model_path: str,
-        sglang_flags: Sequence[str],
-        *,
-        query_samples: int,
-        tail_tokens: int,
-        decode_steps: int,
-    ) -> None:
-        self._model_path = model_path
-        self._given_flags = list(sglang_flags)
-        self._decode_steps = decode_steps
-        self._settings: dict[str, Any] = {
-            "build": Build.CAPTURE.value,
-            "decode_path": DecodePath.STOCK.value,
-            "query_samples": query_samples,
-            "capture_tail": tail_tokens,
-            "capture_steps": decode_steps,
-        }
+    def __init__(self, engine: OfflineEngine, events: Path, decode_steps: int) -> None:
+        self._engine, self._events, self._decode_steps = engine, events, decode_steps
+        self.model = msgspec.convert(engine.state()["model"], ModelFingerprint)
         self._count = 0
-
-    def __enter__(self) -> CaptureSession:
-        from sglang_ext.compat.engine import OfflineEngine
-
-        self._folder = tempfile.TemporaryDirectory(prefix="sparse-attn-captures-")
-        self._events = Path(self._folder.name) / "events.jsonl"
-        self._engine = OfflineEngine(self._flags())
-        try:
-            self._engine.open()
-            self.model = msgspec.convert(self._engine.state()["model"], ModelFingerprint)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._engine.close()
-        self._folder.cleanup()
-
-    def _flags(self) -> list[str]:
-        folder = Path(self._folder.name)
-        (folder / "store").mkdir()
-        config = {**self._settings, "capture_folder": str(folder), "build_report": str(self._events)}
-        flags = ["--model-path", self._model_path, "--log-level", "error", *self._given_flags]
-        flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", str(folder / "store")]
-        flags += ["--sparse-attn-config", json.dumps(config)]
-        if not names_cpu(flags):  # on a GPU, where SGLang captures graphs unless told not to
-            flags += ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
-        return flags
 
     @property
     def tokens(self) -> TokenSource:
@@ -123,3 +70,42 @@ class CaptureSession:
         finally:
             path.unlink(missing_ok=True)
         return capture if prefix_len is None else capture.behind(prefix_len)
+
+
+@contextmanager
+def open_session(
+    model_path: str,
+    sglang_flags: Sequence[str],
+    *,
+    query_samples: int,
+    tail_tokens: int,
+    decode_steps: int,
+) -> Iterator[CaptureSession]:
+    """A session whose engine ends with the block.
+
+    Args:
+        model_path: the model.
+        sglang_flags: device, dtype, attention backend, context length and so on, as for the server.
+        query_samples: sampled query rows per KV head over the whole prompt.
+        tail_tokens: last tokens of a prompt that are kept beside the sample.
+        decode_steps: tokens generated behind the first one; fewer when the model ends earlier.
+
+    Raises:
+        EngineStartError, SystemExit, EngineDiedError: as `OfflineEngine.open`.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparse-attn-captures-") as folder:
+        store, events = Path(folder) / "store", Path(folder) / "events.jsonl"
+        store.mkdir()
+        config = {
+            "build": Build.CAPTURE.value,
+            "decode_path": DecodePath.STOCK.value,
+            "query_samples": query_samples,
+            "capture_tail": tail_tokens,
+            "capture_steps": decode_steps,
+            "capture_folder": folder,
+            "build_report": str(events),
+        }
+        flags = [*sglang_flags, "--disable-radix-cache"]
+        no_graphs = ["--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
+        with plugin_engine(model_path, flags, str(store), json.dumps(config), no_graphs) as engine:
+            yield CaptureSession(engine, events, decode_steps)

@@ -1,5 +1,5 @@
 """What jobs check before they start SGLang: each problem is one line, and the exit status of wrong usage. And how they
-learn what became of a request."""
+start it, and learn what became of a request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_ext.cli.arguments import checkpoint_options, sglang_option
+from sglang_ext.cli.arguments import checkpoint_options, names_cpu, sglang_option
 from sglang_ext.profiles import local_folder
+
+if TYPE_CHECKING:
+    from sglang_ext.compat.engine import OfflineEngine
 
 
 def engine_refusal(model_path: str, sglang_flags: Sequence[str]) -> str | None:
@@ -78,6 +81,31 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+@contextmanager
+def plugin_engine(
+    model_path: str, flags: Sequence[str], store: str, config: str, on_gpu: Sequence[str]
+) -> Iterator[OfflineEngine]:
+    """An engine of SGLang with the plugin, which ends with the block.
+
+    Args:
+        flags: SGLang's, those of the job among them.
+        store, config: of the plugin, as its flags take them.
+        on_gpu: flags more, where the others do not name the CPU.
+
+    Raises:
+        EngineStartError, SystemExit, EngineDiedError: as `OfflineEngine.open`.
+    """
+    from sglang_ext.compat.engine import OfflineEngine
+
+    own = ["--model-path", model_path, "--log-level", "error", *flags, *(() if names_cpu(flags) else on_gpu)]
+    engine = OfflineEngine([*own, "--sparse-attn", "--sparse-attn-store", store, "--sparse-attn-config", config])
+    try:
+        engine.open()
+        yield engine
+    finally:
+        engine.close()
 
 
 #: Seconds that a report may take to be written after its request ended.

@@ -20,6 +20,7 @@ from sglang_ext.calibration.agreement import Agreement, agreement, check_generat
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, sglang_option
+from sglang_ext.cli.checks import plugin_engine
 from sglang_ext.methods.profile import load_profile
 from sglang_ext.options import Build, DecodePath, PrefetchPolicy
 from sglang_ext.prefill.prompt_tokens import TokenSource
@@ -155,18 +156,12 @@ class Judge:
         Returns:
             Milliseconds of a step behind the longest prompt, none where dense's own are made; the plugin's counters.
         """
-        from sglang_ext.compat.engine import OfflineEngine
         from sglang_ext.compat.forced_tokens import forcing
 
         with tempfile.TemporaryDirectory(prefix="sparse-attn-judge-") as store:
-            flags = ["--model-path", self._model_path, "--log-level", "error", *self._flags]
-            flags += ["--enable-custom-logit-processor", "--sparse-attn", "--sparse-attn-store", store]
-            flags += ["--sparse-attn-config", json.dumps(settings)]
-            if not names_cpu(flags) and "--cuda-graph-bs-decode" not in flags:
-                flags += ["--cuda-graph-bs-decode", "1", str(self._rows)]
-            engine = OfflineEngine(flags)
-            try:
-                engine.open()
+            flags = [*self._flags, "--enable-custom-logit-processor"]
+            graphs = [] if "--cuda-graph-bs-decode" in flags else ["--cuda-graph-bs-decode", "1", str(self._rows)]
+            with plugin_engine(self._model_path, flags, store, json.dumps(settings), graphs) as engine:
                 self._tokenize(engine.tokens, engine.context_len)
                 for number, prefix in enumerate(self._prefixes):
                     engine.generate([_plain(prefix, 1)])
@@ -187,8 +182,6 @@ class Judge:
                 state = engine.state()
                 ms = [] if folder is None else self._times(engine)
                 return ms, state
-            finally:
-                engine.close()
 
     def _tokenize(self, source: TokenSource, context_len: int) -> None:
         """Token ids of the prefixes, and of the rows behind each: its questions in turns."""

@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
         "prebuild",
         help="build indexes of shared prompts offline",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model-path", required=True, help="the model that will be served")
     parser.add_argument("--prompts", required=True, metavar="JSONL", help="shared prompts, one JSON object a line")

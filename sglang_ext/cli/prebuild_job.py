@@ -28,9 +28,8 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.cli.arguments import names_cpu
-from sglang_ext.cli.checks import reported
-from sglang_ext.compat.engine import EngineDiedError, OfflineEngine, unknown_ids
+from sglang_ext.cli.checks import plugin_engine, reported
+from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
@@ -245,22 +244,9 @@ def open_builder(args: argparse.Namespace, settings: Settings, store: IndexStore
     """
     with tempfile.TemporaryDirectory() as folder:
         events = os.path.join(folder, "events.jsonl")
-        engine = OfflineEngine(_flags(args, settings, events))
-        try:
-            engine.open()
+        # Nothing decodes here: no memory has to be kept for indexes.
+        building = replace(settings.config, build=Build.PREFILL, build_report=events, decode_path=DecodePath.STOCK)
+        config, flags = msgspec.json.encode(building).decode(), [*args.sglang_flags, "--disable-radix-cache"]
+        no_graphs = ["--disable-decode-cuda-graph"]
+        with plugin_engine(args.model_path, flags, settings.store, config, no_graphs) as engine:
             yield PromptBuilder(engine, store, settings, events, args)
-        finally:
-            engine.close()
-
-
-def _flags(args: argparse.Namespace, settings: Settings, events: str) -> list[str]:
-    # Nothing decodes here: no memory has to be kept for indexes.
-    building = msgspec.structs.replace(
-        settings.config, build=Build.PREFILL, build_report=events, decode_path=DecodePath.STOCK
-    )
-    flags = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
-    flags += ["--disable-radix-cache", "--sparse-attn", "--sparse-attn-store", settings.store]
-    flags += ["--sparse-attn-config", msgspec.json.encode(building).decode()]
-    if not names_cpu(flags) and "--disable-decode-cuda-graph" not in flags:
-        flags.append("--disable-decode-cuda-graph")
-    return flags

@@ -40,11 +40,7 @@ class BuilderActor:
     """One engine; Ray runs its methods one after another in the main thread of a process of its own."""
 
     def start(self, args: argparse.Namespace, settings: str) -> None:
-        """Open store and engine.
-
-        Args:
-            args: of the command.
-            settings: as `Settings.dump` made it.
+        """Open store and engine, by settings as `Settings.dump` made them.
 
         Raises:
             EngineStartError: it cannot be started on this node; another attempt would not help.
@@ -121,7 +117,9 @@ class Cluster:
                 actor = self._idle.pop()
                 busy[actor.line.remote(*task)] = actor, task
                 task = next(tasks, None)
-            if not busy and time.monotonic() > patient:
+            if busy:
+                patient = time.monotonic() + _PATIENCE_S
+            elif time.monotonic() > patient:
                 tqdm.write("expected a node with room for an engine, found none yet; see `ray status`", file=sys.stderr)
                 patient = float("inf")
             done, _ = self._ray.wait([*busy, *self._starting], timeout=1.0)

@@ -36,7 +36,6 @@ def add_parser(commands: Any) -> None:
         "import",
         help="write a profile with the layer plan of a published head map",
         description=_IMPORT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     one.add_argument("file", metavar="FILE.npy", help="the head map, int32 [layers, KV heads]")
     one.add_argument("--model-path", "--model", required=True, help="the model that will be served")

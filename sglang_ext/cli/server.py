@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from prefix_index import printable
+from sglang_ext.cli.arguments import add_subcommands, argument, flag, named_indexes
 from sglang_ext.cli.asking import ServerError, add_arguments, ask
 from sglang_ext.cli.index.text import SHORT, emit, retention, size, span, table
 
@@ -23,29 +25,14 @@ Exit status: 0 good, 1 the server refuses or does not answer, 2 wrong usage.
 def add_parser(commands: Any) -> None:
     """Add the subcommand and its own subcommands."""
     parser = commands.add_parser(
-        "server",
-        help="ask a running server, and tell it what to do",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "server", help="ask a running server, and tell it what to do", description=_DESCRIPTION
     )
-    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
-    for name, (run, summary, add) in _SUBCOMMANDS.items():
-        one = subcommands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        add(one)
-        add_arguments(one)
-        one.add_argument("--json", action="store_true", help="print the server's answer as JSON")
-        one.set_defaults(run=_guarded(run))
+    common = add_arguments, flag("--json", "print the server's answer as JSON")
+    add_subcommands(parser, _SUBCOMMANDS, common, (ServerError,), _complain)
 
 
-def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    def guarded(args: argparse.Namespace) -> int:
-        try:
-            return run(args)
-        except ServerError as error:
-            print(f"sglang-ext server {args.subcommand}: {printable(str(error))}", file=sys.stderr)
-            return 1
-
-    return guarded
+def _complain(subcommand: str, message: str) -> None:
+    print(f"sglang-ext server {subcommand}: {printable(message)}", file=sys.stderr)
 
 
 # -- what is asked -------------------------------------------------------------------------------------------
@@ -143,7 +130,7 @@ def _build(args: argparse.Namespace) -> int:
     try:
         prompts = read_prompts(args.prompts)
     except PromptError as error:
-        print(f"sglang-ext server build: {error}", file=sys.stderr)
+        _complain(args.subcommand, str(error))
         return 2
     status = 0
     for prompt in prompts:
@@ -157,7 +144,7 @@ def _build(args: argparse.Namespace) -> int:
         except ServerError as error:
             if not args.json:
                 print("refused")
-            print(f"sglang-ext server build: {printable(f'{named}: {error}')}", file=sys.stderr)
+            _complain(args.subcommand, f"{named}: {error}")
             status = 1
     return status
 
@@ -167,67 +154,54 @@ def _budget(args: argparse.Namespace) -> int:
     return _tell(args, {name: None if value == "none" else value for name, value in given.items() if value is not None})
 
 
-def _ratio(text: str) -> float | str:
+def _or_none(kind: type[float], what: str, text: str) -> float | str:
     try:
-        return text if text == "none" else float(text)
+        return text if text == "none" else kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a fraction such as 0.1, or none; got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected {what}, or none; got {text!r}") from None
 
 
-def _tokens(text: str) -> int | str:
-    try:
-        return text if text == "none" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number of tokens, or none; got {text!r}") from None
+_ratio = partial(_or_none, float, "a fraction such as 0.1")
+_tokens = partial(_or_none, int, "a number of tokens")
 
 
-def _index(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("index", metavar="INDEX", help="name, digest, or its first digits (4 or more)")
-
-
-def _evict_arguments(parser: argparse.ArgumentParser) -> None:
-    _index(parser)
-    parser.add_argument("--store", action="store_true", help="remove it from the store, too")
-
-
-def _build_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="as for sglang-ext prebuild")
-
-
-def _budget_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keep-ratio", type=_ratio, metavar="RATIO|none", help="budget as a fraction of the prefix")
-    parser.add_argument("--top-k", type=_tokens, metavar="TOKENS|none", help="most tokens of a budget")
-
-
-def _off_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shared-prefixes", action="store_true", help="leave steps of requests that share slots to SGLang, too"
-    )
-
-
-def _nothing(_: argparse.ArgumentParser) -> None:
-    """No arguments of its own."""
-
-
-_SUBCOMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Callable[[argparse.ArgumentParser], None]]] = {
-    "status": (run_status, "what is on, which ways steps went, and why not by an index", _nothing),
-    "indexes": (run_indexes, "the indexes in the store and on the device, the most used first", _nothing),
-    "prefetch": (_about_one, "load an index onto the device now", _index),
-    "pin": (_about_one, "keep an index on the device, and in the store until nothing else can leave", _index),
-    "unpin": (_about_one, "take the pin off", _index),
+_SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
+    "status": (run_status, "what is on, which ways steps went, and why not by an index", ()),
+    "indexes": (run_indexes, "the indexes in the store and on the device, the most used first", ()),
+    "prefetch": (_about_one, "load an index onto the device now", (), named_indexes()),
+    "pin": (
+        _about_one,
+        "keep an index on the device, and in the store until nothing else can leave",
+        (),
+        named_indexes(),
+    ),
+    "unpin": (_about_one, "take the pin off", (), named_indexes()),
     "evict": (
         lambda args: _tell(args, {"index": args.index, "store": args.store}),
         "take an index that nobody uses off the device",
-        _evict_arguments,
+        (),
+        named_indexes(),
+        flag("--store", "remove it from the store, too"),
     ),
-    "build": (_build, "have indexes of prompts built from the next requests that begin with them", _build_arguments),
-    "budget": (_budget, "set how many tokens of a prefix are attended, from the next step on", _budget_arguments),
+    "build": (
+        _build,
+        "have indexes of prompts built from the next requests that begin with them",
+        (),
+        argument("--prompts", required=True, metavar="FILE.jsonl", help="as for sglang-ext prebuild"),
+    ),
+    "budget": (
+        _budget,
+        "set how many tokens of a prefix are attended, from the next step on",
+        (),
+        argument("--keep-ratio", type=_ratio, metavar="RATIO|none", help="budget as a fraction of the prefix"),
+        argument("--top-k", type=_tokens, metavar="TOKENS|none", help="most tokens of a budget"),
+    ),
     "off": (
         lambda args: _tell(args, {"shared_prefixes": args.shared_prefixes}),
         "use no index until it is on again; running requests go on, exactly",
-        _off_arguments,
+        (),
+        flag("--shared-prefixes", "leave steps of requests that share slots to SGLang, too"),
     ),
-    "on": (lambda args: _tell(args, {}), "use indexes and shared prefixes again", _nothing),
-    "reload-profile": (lambda args: _tell(args, {}), "take over the keep ratio of a changed profile", _nothing),
+    "on": (lambda args: _tell(args, {}), "use indexes and shared prefixes again", ()),
+    "reload-profile": (lambda args: _tell(args, {}), "take over the keep ratio of a changed profile", ()),
 }
-"""By name: what runs, a summary in one line, and what adds its arguments."""

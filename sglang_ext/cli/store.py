@@ -43,8 +43,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("store", help="serve the index store of this host, or ask how it does")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    raw = argparse.RawDescriptionHelpFormatter
-    serve = actions.add_parser("serve", help="run the service", description=_SERVE, formatter_class=raw)
+    serve = actions.add_parser("serve", help="run the service", description=_SERVE)
     serve.add_argument("--dir", default=default_store(), help="index store; made when missing (default: %(default)s)")
     serve.add_argument("--endpoint", default=default_endpoint(), metavar="ipc:///PATH", help="default: %(default)s")
     serve.add_argument(

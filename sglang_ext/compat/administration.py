@@ -123,10 +123,8 @@ def around_decide_request_auth(original: Callable[..., Any], *args: Any, **kwarg
 
 
 def prompts_refusal(args: Any) -> str | None:
-    """Why `explain` is refused, which shows text of stored prompts: where operators have no key of their own.
-
-    Args:
-        args: ServerArgs.
+    """Why `explain` is refused, which shows text of stored prompts: where operators have no key of their own, by
+    ServerArgs.
     """
     if args.admin_api_key is not None:
         return None
@@ -215,23 +213,18 @@ def _with_tokens(
 
 def _compared(settings: Settings, state: Any, asked: dict[str, Any], told: Answer) -> Answer:
     """`explain`: what the scheduler told, and the prompt beside the indexes of the store. Reads the store's files."""
-    import contextlib
-
     import msgspec
 
     from prefix_index import IndexStoreError, ModelFingerprint
     from sglang_ext.administration import Answer
     from sglang_ext.compat.request_tokens import RequestTokens
-    from sglang_ext.prefix.explanation import Asked, explain, removals_of
-    from sglang_ext.storage import configured_store
+    from sglang_ext.prefix.explanation import explain_prompt
 
     model = msgspec.convert(told.body["model"], ModelFingerprint)
     namespace = {"extra_key": asked["extra_key"], "cache_salt": asked["cache_salt"]}
     text = RequestTokens(state.tokenizer_manager, state.template_manager, asyncio.run).text
     try:
-        with contextlib.closing(configured_store(settings.store, settings.config, write=False)) as store:
-            question = Asked.of(settings.config, settings.profile, model, asked["input_ids"], namespace, text)
-            found = explain(question, store, removals_of(settings.store))
+        found = explain_prompt(settings, model, asked["input_ids"], namespace, text)
     except IndexStoreError as error:
         return _bad(f"explain: {error}", 503)
     return Answer(told.status, {**told.body, "input_ids": asked["input_ids"], "compared": msgspec.to_builtins(found)})

@@ -66,11 +66,8 @@ def read_model(flags: Sequence[str]) -> ModelFingerprint:
 
 
 def weights_of(args: Any, folder: str) -> str:
-    """Digest of the weights that a server loads, for its fingerprint; reads the checkpoint's files.
-
-    Args:
-        args: ServerArgs, resolved.
-        folder: of the checkpoint.
+    """Digest of the weights that a server with these resolved ServerArgs loads; reads the files of the checkpoint's
+    folder.
     """
     if str(getattr(args.load_format, "value", args.load_format)) == "dummy":
         return canonical_digest({"dummy": int(args.random_seed or 0)})
@@ -78,11 +75,8 @@ def weights_of(args: Any, folder: str) -> str:
 
 
 def model_refusal(record: Any, settings: Settings) -> str | None:
-    """Why the profile or the layer plan is not this model's, before processes start; None where nothing says so yet.
-
-    Args:
-        record: ServerArgs, resolved.
-        settings: of this server.
+    """Why the profile or the layer plan is not the model's of this resolved ServerArgs, before processes start; None
+    where nothing says so yet.
     """
     plan = settings.config.layer_plan
     if settings.profile is None and not plan:

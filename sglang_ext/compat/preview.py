@@ -27,6 +27,15 @@ class ServerPreview:
     What only a loaded model tells is not known: a KV dtype that a quantized checkpoint asks for, a sliding window that
     the model's code sets.
 
+    Attributes:
+        settings: the plugin's; None without `--sparse-attn`.
+        device: `cuda`, `cpu`, ...
+        tp_size: tensor-parallel ranks.
+        num_qo_heads: of the whole model.
+        dtype: of the model's queries.
+        attention_backends: of prefill and of decode, by SGLang's names.
+        decode_graphs: whether decode steps would replay CUDA graphs.
+
     Args:
         flags: SGLang's, `--model-path` and ours among them.
 
@@ -38,53 +47,21 @@ class ServerPreview:
     def __init__(self, flags: Sequence[str]) -> None:
         self._record = checked_record(flags)
         self._record.check_server_args()  # ours is called behind SGLang's own
-        self._args = _resolved(self._record)
+        self._args = args = _resolved(self._record)
         self._config = model_config_of(self._record)
-
-    @property
-    def settings(self) -> Settings | None:
-        """The plugin's; None without `--sparse-attn`."""
-        return settings_of(self._record)
-
-    @property
-    def device(self) -> str:
-        """`cuda`, `cpu`, ..."""
-        return str(self._args.device)
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-        return int(self._args.tp_size)
-
-    @property
-    def num_qo_heads(self) -> int:
-        """Of the whole model."""
-        return int(self._config.num_attention_heads)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model's queries."""
-        dtype: torch.dtype = self._config.dtype
-        return dtype
-
-    @property
-    def attention_backends(self) -> tuple[str, str]:
-        """Of prefill and of decode, by SGLang's names."""
-        both = self._args.attention_backend
-        return self._args.prefill_attention_backend or both, self._args.decode_attention_backend or both
-
-    @property
-    def decode_graphs(self) -> bool:
-        """Whether decode steps would replay CUDA graphs."""
-        return self.device == "cuda" and not self._has_graphs("decode", "disabled")
+        self.settings: Settings | None = settings_of(self._record)
+        self.device, self.tp_size = str(args.device), int(args.tp_size)
+        self.num_qo_heads = int(self._config.num_attention_heads)
+        self.dtype: torch.dtype = self._config.dtype
+        both = args.attention_backend
+        self.attention_backends = args.prefill_attention_backend or both, args.decode_attention_backend or both
+        self.decode_graphs = self.device == "cuda" and not self._has_graphs("decode", "disabled")
 
     def promised_bytes(self, available: int) -> int:
         """Device memory that the plugin keeps beside the KV pool, of so many bytes for both."""
-        settings = self.settings
-        on_gpu = settings is not None and self.device == "cuda"
-        return (
-            memory.promised_bytes(settings.config, available, graphs=self.decode_graphs) if settings and on_gpu else 0
-        )
+        if self.settings is None or self.device != "cuda":
+            return 0
+        return memory.promised_bytes(self.settings.config, available, graphs=self.decode_graphs)
 
     def _has_graphs(self, phase: str, backend: str) -> bool:
         config = self._args.cuda_graph_config

@@ -23,11 +23,8 @@ _CLOCKS = ("SGLANG_REQ_RUNNING_TIMEOUT", "SGLANG_REQ_WAITING_TIMEOUT")
 
 
 def refusal(record: Any, config: SparseAttnConfig) -> str | None:
-    """What of a server's settings does not go with tensor parallelism, as a message; None if all does, or without it.
-
-    Args:
-        record: SGLang's ServerArgs.
-        config: ours.
+    """What of SGLang's ServerArgs and of our settings does not go with tensor parallelism, as a message; None if all
+    does, or without it.
     """
     size = int(getattr(record, "tp_size", 1) or 1)
     if size == 1:
@@ -53,12 +50,10 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
 
 
 def ranks_of(rank: int, size: int) -> Ranks:
-    """The ranks of this server. A collective with more than one: every scheduler process builds its backend once.
+    """The ranks of this server, by the place in SGLang's tensor-parallel group. A collective with more than one: every
+    scheduler process builds its backend once.
 
     The group is our own, so that no call of SGLang's, from whatever thread, comes between ours.
-
-    Args:
-        rank, size: of SGLang's tensor-parallel group.
 
     Raises:
         RuntimeError: SGLang's processes are not the tensor-parallel ranks alone.

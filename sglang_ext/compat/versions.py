@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 SUPPORTED = tuple(f"0.5.{patch}" for patch in range(16, 24))
 
 
-def installed() -> str | None:
-    """SGLang's version as its distribution says it; None when it is not installed from a distribution."""
+def installed(name: str = "sglang") -> str | None:
+    """A package's version as its distribution says it; None when it is not installed from a distribution."""
     try:
-        return version("sglang")
+        return version(name)
     except PackageNotFoundError:
         return None
 

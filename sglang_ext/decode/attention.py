@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape, Segment, block_m_for, has_specialized, passes_for
+from prefix_kernels.grouped_attention import AttentionShape, block_m_for, has_specialized, passes_for
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
-from prefix_kernels.types import PagedKV
+
+if TYPE_CHECKING:  # imports Triton
+    from prefix_kernels.grouped_attention import GroupedAttention
 
 logger = logging.getLogger(__name__)
 
 
-class Attends(Protocol):
-    """`GroupedAttention`, or its reference."""
-
-    def plan(self, *segments: Sequence[Segment]) -> None:
-        """Write the tables of the next runs."""
-
-    def run(
-        self,
-        q: Tensor,
-        kv: PagedKV,
-        slots: Tensor,
-        sm_scale: float,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        counts: Tensor | None = None,
-        head_map: Tensor | None = None,
-        head_slots: Tensor | None = None,
-    ) -> None:
-        """Attend as planned."""
+Attends: TypeAlias = "GroupedAttention | ReferenceAttention"
 
 
 class Attentions:

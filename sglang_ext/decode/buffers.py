@@ -71,7 +71,6 @@ class StepBuffers:
         num_kv_heads: KV heads.
         arena_size: slots of all lists of a batch, at most.
         device: of the KV pool.
-        implementation: of `copy_slot_lists`.
         reserved_counts, num_sets: see above.
     """
 
@@ -81,13 +80,11 @@ class StepBuffers:
         num_kv_heads: int,
         arena_size: int,
         device: torch.device,
-        implementation: str,
         *,
         reserved_counts: int = 0,
         num_sets: int = 1,
     ) -> None:
         self.max_batch, self.num_sets = max_batch, num_sets
-        self._implementation = implementation
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -167,7 +164,7 @@ class StepBuffers:
         return self._sets[number]
 
     def _copy(self, batch: DecodeBatch, lists: Tensor, counts: Tensor) -> None:
-        copy_slot_lists(*batch.tables, lists, self.arena, counts, implementation=self._implementation)
+        copy_slot_lists(*batch.tables, lists, self.arena, counts)
 
 
 class ListsTooLargeError(ValueError):

@@ -71,8 +71,7 @@ class CascadeDecode(DecodeBackend[CascadePlan]):
         self._tracker = tracker
         self._costs = {} if costs is None else costs
         self.attentions = Attentions(shape, tracker.max_batch, device, captured=captured)
-        implementation = "triton" if device.type == "cuda" else "reference"
-        self._buffers = StepBuffers(tracker.max_batch, shape.num_kv_heads, arena_size, device, implementation)
+        self._buffers = StepBuffers(tracker.max_batch, shape.num_kv_heads, arena_size, device)
         self.lse = torch.zeros(tracker.max_batch, shape.num_qo_heads, dtype=torch.float32, device=device)
         self._active: Attends | None = None
         self._planned: tuple[Attends, StepLayout] | None = None

@@ -155,15 +155,13 @@ class SlotComparisons:
     Args:
         max_batch: requests of a batch, at most.
         device: where SGLang's table lies.
-        implementation: of `common_slots`.
         lockstep: take each result so many steps after its start, not when this device has it: with tensor parallelism
             all ranks must know of it in the same step.
     """
 
-    def __init__(self, max_batch: int, device: torch.device, implementation: str, *, lockstep: bool = False) -> None:
+    def __init__(self, max_batch: int, device: torch.device, *, lockstep: bool = False) -> None:
         self._lockstep = lockstep
         self._step = 0
-        self._implementation = implementation
         self._out = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._pending: list[_Comparison] = []
 
@@ -186,7 +184,7 @@ class SlotComparisons:
             length: the request's tokens, on the host.
         """
         out = self._out[: len(serials)]
-        common_slots(table, rows, seq_lens, row, out, implementation=self._implementation)
+        common_slots(table, rows, seq_lens, row, out)
         done = None
         if out.device.type == "cuda":
             lengths = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
@@ -232,16 +230,13 @@ class SlotTracker:
         max_batch: requests of a batch, at most.
         min_length: leading slots that are worth a group.
         device: where SGLang's table lies.
-        implementation: of `common_slots`.
         lockstep: see `SlotComparisons`.
     """
 
-    def __init__(
-        self, max_batch: int, min_length: int, device: torch.device, implementation: str, *, lockstep: bool = False
-    ) -> None:
+    def __init__(self, max_batch: int, min_length: int, device: torch.device, *, lockstep: bool = False) -> None:
         self.max_batch = max_batch
         self.prefixes = SharedPrefixes(min_length)
-        self._comparisons = SlotComparisons(max_batch, device, implementation, lockstep=lockstep)
+        self._comparisons = SlotComparisons(max_batch, device, lockstep=lockstep)
         self._steps: dict[int, int] = {}
 
     def learn(self, batch: DecodeBatch) -> None:

@@ -46,10 +46,6 @@ class Figures:
     Attributes:
         recall, output_error: [num_layers, max_batch] fp32.
         agrees: [max_batch] fp32, 1 where both next tokens are the same.
-
-    Args:
-        num_layers, max_batch: see above.
-        device: of the model.
     """
 
     def __init__(self, num_layers: int, max_batch: int, device: torch.device) -> None:
@@ -95,52 +91,45 @@ class Watch:
         return 1e-3 * float(self._begin.elapsed_time(self._end)) if self._on_gpu else float(self._end - self._begin)
 
 
+@dataclass(frozen=True, eq=False)
 class GuardedStep:
     """A step that both backends have begun.
 
     Attributes:
-        exact: attends all of it.
-        serves_exact: whether its answer counts: an index of the step is on trial.
-        predicts: whether next tokens are compared.
-        rows: of each index, by its digest.
-        epochs: of each index.
-
-    Args:
         sparse: attends by the step's indexes.
+        exact: attends all of it.
         figures: are written.
         size: requests of the batch, padded as its tables are.
+        rows: of each index, by its digest.
+        epochs: of each index.
+        serves_exact: whether its answer counts: an index of the step is on trial.
+        predicts: whether next tokens are compared.
     """
 
-    def __init__(
-        self,
-        sparse: SparseDecode,
-        exact: CascadeDecode,
-        figures: Figures,
-        size: int,
-        rows: dict[str, list[int]],
-        epochs: dict[str, int],
-        *,
-        serves_exact: bool,
-        predicts: bool,
-    ) -> None:
-        self._sparse, self.exact, self._figures, self._size = sparse, exact, figures, size
-        self.rows, self.epochs, self.serves_exact, self.predicts = rows, epochs, serves_exact, predicts
+    sparse: SparseDecode
+    exact: CascadeDecode
+    figures: Figures
+    size: int
+    rows: dict[str, list[int]]
+    epochs: dict[str, int]
+    serves_exact: bool
+    predicts: bool
 
     def run(self, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
         """As `DecodeBackend.run`, but of a batch without padding, which tables of graphs do not know."""
         rows = q.shape[0]
-        padded = pad(q, (0, 0, 0, 0, 0, self._size - rows)) if rows < self._size else q
-        selected, exact = (one.run(padded, kv, layer, sm_scale)[:rows] for one in (self._sparse, self.exact))
-        lost = self._sparse.lse[:rows] - self.exact.lse[:rows]
-        self._figures.recall[layer, :rows] = lost.exp().clamp(max=1.0).nan_to_num(0.0).mean(dim=1)
+        padded = pad(q, (0, 0, 0, 0, 0, self.size - rows)) if rows < self.size else q
+        selected, exact = (one.run(padded, kv, layer, sm_scale)[:rows] for one in (self.sparse, self.exact))
+        lost = self.sparse.lse[:rows] - self.exact.lse[:rows]
+        self.figures.recall[layer, :rows] = lost.exp().clamp(max=1.0).nan_to_num(0.0).mean(dim=1)
         wanted = exact.float().flatten(1)
         error = (selected.float().flatten(1) - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-20)
-        self._figures.output_error[layer, :rows] = error.nan_to_num(_MOST_ERROR).clamp(max=_MOST_ERROR)
+        self.figures.output_error[layer, :rows] = error.nan_to_num(_MOST_ERROR).clamp(max=_MOST_ERROR)
         return exact if self.serves_exact else selected
 
     def compare(self, expected: Tensor, tokens: Tensor) -> None:
         """Next tokens [rows] of the forward that attended exactly, and of the one that counts."""
-        self._figures.agrees[: len(tokens)] = (tokens == expected).float()
+        self.figures.agrees[: len(tokens)] = (tokens == expected).float()
 
 
 class _Pending(NamedTuple):

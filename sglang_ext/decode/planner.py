@@ -132,12 +132,10 @@ class DecodePlanner:
         self.guard: QualityGuard | None = None
         self.refusal: str | None = None
         on_gpu = view.device.type == "cuda"
-        implementation = "triton" if on_gpu else "reference"
         self._tracker = SlotTracker(
             min(view.max_requests, MAX_BATCH),
             config.min_shared_tokens // _MEMBERS,
             view.device,
-            implementation,
             lockstep=ranks.size > 1,
         )
         shares = on_gpu if config.share_prefixes is None else config.share_prefixes

@@ -126,9 +126,6 @@ class Schedule:
 
     Attributes:
         cost: what a guarded step takes beyond a plain one, in plain steps.
-
-    Args:
-        share: see above.
     """
 
     _BURST = 16
@@ -233,7 +230,7 @@ class QualityRecords:
         """Of an index, as its next request would find it. Changes nothing, unlike `blocks` and `of`."""
         record = self._records.get(digest)
         if record is None:
-            return Standing.TRIAL if self._trial else Standing.SERVING
+            return self._first()
         over = record.standing is Standing.DENSE and self._clock() >= record.until
         return Standing.TRIAL if over else record.standing
 

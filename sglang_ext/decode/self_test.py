@@ -11,7 +11,6 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, Segment, default_config
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.testing import ERROR_BUDGET
 from prefix_kernels.top_k_selection.plan import list_stride, pack_lists
 from prefix_kernels.types import PagedKV, new_lists
 from sglang_ext.decode.select_op import ListSizes, graph_op, graph_refusal, selection_group
@@ -23,6 +22,9 @@ TOKENS, ROWS, BUDGET = 512, 2, 128
 QO_HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 LEAST_AGREEMENT = 0.9
 """Of the positions that the reference selects. Kernels rank in coarser numbers, so that near-ties may swap."""
+ERROR_BUDGET = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest absolute error of an output against fp64 on unit-variance values, by the inputs' dtype, when the operation
+computes in fp32 and its output is cast to that dtype."""
 
 
 class SelfTest(NamedTuple):

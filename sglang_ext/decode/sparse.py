@@ -151,7 +151,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._shape = shape
         self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)
         self._largest_group = tracker.max_batch
-        on_gpu, heads, batch = device.type == "cuda", shape.num_kv_heads, tracker.max_batch
+        heads, batch = shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.suffix_dense_tokens is None else 3
         sets, self.width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
         self.factor_of: Callable[[str], int] = lambda digest: 1
@@ -165,7 +165,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             heads,
             arena_size,
             device,
-            "triton" if on_gpu else "reference",
             reserved_counts=max_groups,
             num_sets=sets,
         )

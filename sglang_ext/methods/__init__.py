@@ -8,19 +8,3 @@ method is one `__init__`.
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, Method, SelectArgs, Selector
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan, LayerRole
 from sglang_ext.methods.registry import METHODS, make_builder, make_selector, method_specs, parse_spec
-
-__all__ = [
-    "METHODS",
-    "IndexBuilder",
-    "IndexSpec",
-    "LayerMode",
-    "LayerPlan",
-    "LayerRole",
-    "Method",
-    "SelectArgs",
-    "Selector",
-    "make_builder",
-    "make_selector",
-    "method_specs",
-    "parse_spec",
-]

@@ -44,11 +44,7 @@ def _there(index: Index | None) -> Index:
 
 
 class CombinedOp(SelectOp):
-    """An operation made of two.
-
-    Args:
-        first, second: the methods' own.
-    """
+    """An operation made of two methods' own."""
 
     def __init__(self, first: SelectOp, second: SelectOp) -> None:
         self._both = first, second

@@ -118,9 +118,6 @@ class LayerPlan:
     def for_rank(self, rank: int, size: int) -> LayerPlan:
         """The plan of one tensor-parallel rank: its own KV heads, head maps numbered within them.
 
-        Args:
-            rank, size: of the tensor-parallel group.
-
         Raises:
             ValueError: the heads do not divide, or a head takes the selection of one on another rank.
         """
@@ -185,12 +182,8 @@ class LayerPlan:
 
 
 def heads_of_rank(num_kv_heads: int, rank: int, size: int) -> range:
-    """The KV heads that one tensor-parallel rank holds, as SGLang deals them out: an equal run of them each, or one
-    head for several ranks where there are more ranks than heads.
-
-    Args:
-        num_kv_heads: of the whole model.
-        rank, size: of the tensor-parallel group.
+    """Of the whole model's KV heads those that one tensor-parallel rank holds, as SGLang deals them out: an equal run
+    of them each, or one head for several ranks where there are more ranks than heads.
 
     Raises:
         ValueError: no such rank, or neither number divides the other.

@@ -113,11 +113,7 @@ class HitCounter:
             met.append(Prefix(namespace, tuple(hashes[:shared])))
         for prefix in met:
             prefix.hits += 1
-            key = namespace, prefix.hashes[-1]
-            self._known[key] = prefix
-            self._known.move_to_end(key)
-        if len(self._known) > MAX_PREFIXES:
-            self._known.popitem(last=False)
+            self._remember(prefix)
         for prefix in met:
             if prefix.due and indexed >= prefix.num_tokens:
                 prefix.served += 1
@@ -139,11 +135,8 @@ class HitCounter:
         Args:
             namespace, hashes: of the prefix, as of a `Prefix`.
         """
-        key = namespace, hashes[-1]
-        prefix = self._known.setdefault(key, Prefix(namespace, tuple(hashes)))
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_PREFIXES:
-            self._known.popitem(last=False)
+        prefix = self._known.get((namespace, hashes[-1])) or Prefix(namespace, tuple(hashes))
+        self._remember(prefix)
         prefix.tries, prefix.asked_for = 0, True
         if prefix.built_at is not None and prefix.built_at <= time.monotonic():
             # Should its index have left the store, the next request builds it again.
@@ -152,6 +145,13 @@ class HitCounter:
             self._after, *(one.hits + 1 for one in self._known.values() if one is not prefix), prefix.hits
         )
         return prefix
+
+    def _remember(self, prefix: Prefix) -> None:
+        key = prefix.namespace, prefix.hashes[-1]
+        self._known[key] = prefix
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_PREFIXES:
+            self._known.popitem(last=False)
 
     def _gains(self, prefix: Prefix, indexed: int) -> bool:
         """Whether its index would exceed what is there, or on its way, by enough."""

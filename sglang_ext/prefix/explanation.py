@@ -27,12 +27,11 @@ from prefix_index import (
 )
 from prefix_index.connect import locate
 from prefix_index.reader import open_in
-from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.methods import method_specs
-from sglang_ext.methods.profile import Profile
-from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.builder import TOKENS, profile_digest
 from sglang_ext.prefix.mismatch import Specs, differences
+from sglang_ext.storage import configured_store
 
 MOST_READ = 256
 """Indexes whose tokens are read, at most: those of the prompt's own pages first, then the newest."""
@@ -62,20 +61,6 @@ class Asked:
     specs: Specs
     least: int
     text: Callable[[Sequence[int]], str]
-
-    @classmethod
-    def of(
-        cls,
-        config: SparseAttnConfig,
-        profile: Profile | None,
-        model: ModelFingerprint,
-        ids: Sequence[int],
-        namespace: Mapping[str, str | None],
-        text: Callable[[Sequence[int]], str],
-    ) -> Asked:
-        """For a server with these settings."""
-        specs = {name: spec.to_dict() for name, spec in method_specs(config).items()}
-        return cls(ids, namespace, model, profile_digest(config, profile), specs, config.min_sparse_prompt_len, text)
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -156,7 +141,7 @@ def explain(asked: Asked, store: IndexStore, removals: Sequence[Removal] = ()) -
     Args:
         asked: the prompt and the server.
         store: open.
-        removals: what has left it, see `removals_of`.
+        removals: what has left it, the newest first.
     """
     ids = np.asarray(asked.ids, dtype=np.int64)
     hashes = {one.hex(): number for number, one in enumerate(page_hashes(ids, PAGE_TOKENS), start=1)}
@@ -184,12 +169,32 @@ def explain(asked: Asked, store: IndexStore, removals: Sequence[Removal] = ()) -
     return Explanation(len(ids), index, reason, summary, candidates, gone, max(0, len(entries) - MOST_READ), problems)
 
 
-def removals_of(address: str) -> Sequence[Removal]:
-    """What has left the folder of a store, or of the service that has it; none where there is no such record.
+def explain_prompt(
+    settings: Settings,
+    model: ModelFingerprint,
+    ids: Sequence[int],
+    namespace: Mapping[str, str | None],
+    text: Callable[[Sequence[int]], str],
+) -> Explanation:
+    """For a server with these settings, of the store that they name and of what has left its folder.
 
     Args:
-        address: of the store.
+        settings, model: of the server.
+        ids, namespace, text: as `Asked` has them.
+
+    Raises:
+        IndexStoreError: the store cannot be opened.
     """
+    config = settings.config
+    specs = {name: spec.to_dict() for name, spec in method_specs(config).items()}
+    built_by = profile_digest(config, settings.profile)
+    asked = Asked(ids, namespace, model, built_by, specs, config.min_sparse_prompt_len, text)
+    with contextlib.closing(configured_store(settings.store, config, write=False)) as store:
+        return explain(asked, store, _removals_of(settings.store))
+
+
+def _removals_of(address: str) -> Sequence[Removal]:
+    """What has left the folder of a store, or of the service that has it; none where there is no such record."""
     kind, value, _ = locate(address)
     if kind == "file":
         return read_removals(value)

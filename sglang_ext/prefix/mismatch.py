@@ -14,12 +14,7 @@ Specs = Mapping[str, Any]
 
 
 def misfit(identity: IndexIdentity, model: ModelFingerprint, profile_digest: str) -> str | None:
-    """Why an index can serve no request of a server, in few words; None where it can.
-
-    Args:
-        identity: of the index.
-        model, profile_digest: of the server.
-    """
+    """Why an index can serve no request of a server of this model and profile, in few words; None where it can."""
     if msgspec.structs.replace(identity.model, kv_dtype=model.kv_dtype) != model:
         return "of another model"
     if identity.model != model:

@@ -42,22 +42,19 @@ class SuffixIndex:
         """Whether all layers name arrays."""
         return all(self.layers)
 
-    def build(self, layer: int, kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> None:
-        """Have the arrays of a layer; nothing happens where they are there. Never waits for the device.
+    def complete(self, layers: Sequence[int], kv: Callable[[int], PagedKV], slots: Tensor, dtype: torch.dtype) -> None:
+        """Have the arrays of all layers that select; the others name those of one of them, which nobody reads there.
+        Never waits for the device.
 
         Args:
-            layer: its number.
-            kv: its pool buffers.
+            layers: that select.
+            kv: layer -> its pool buffers.
             slots: [prefix_len] int64, of the covered tokens.
             dtype: of the model.
         """
-        if not self.layers[layer]:
-            self.layers[layer] = index_behind(self.prefix.layers[layer], kv.keys(slots, dtype))
-
-    def complete(self, layers: Sequence[int], kv: Callable[[int], PagedKV], slots: Tensor, dtype: torch.dtype) -> None:
-        """Have the arrays of all layers that select; the others name those of one of them, which nobody reads there."""
         for layer in layers:
-            self.build(layer, kv(layer), slots, dtype)
+            if not self.layers[layer]:
+                self.layers[layer] = index_behind(self.prefix.layers[layer], kv(layer).keys(slots, dtype))
         for number, arrays in enumerate(self.layers):
             if not arrays:
                 self.layers[number] = self.layers[layers[0]]

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from prefix_kernels.block_scores import block_scores_minmax
 from prefix_kernels.pooling import Pooling, pool_scores
-from prefix_kernels.testing import attention_recall
 from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.calibration import prompt_capture
 from sglang_ext.calibration.channels import channel_contribution, channel_maxima, top_channels
@@ -22,6 +21,7 @@ from sglang_ext.calibration.layer_statistics import (
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
 from tests.calibration.captures import attention, make_layers, softmax
 from tests.examples import examples
+from tests.planted import attention_recall
 
 SM_SCALE = 0.5
 

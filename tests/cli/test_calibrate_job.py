@@ -27,7 +27,7 @@ NAMES = ("copy-1", "copy-2", "needle-1", "needle-2")
 
 
 class Engine:
-    """Stands in for `CaptureSession`; class attributes say what goes wrong."""
+    """Stands in for `open_session` and its session; class attributes say what goes wrong."""
 
     starts = 0
     captured: list[str]
@@ -67,7 +67,7 @@ def calibrate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Any]:
     """Runs the command over prompts of these names: (status, stderr)."""
-    monkeypatch.setattr("sglang_ext.cli.capturing.CaptureSession", Engine)
+    monkeypatch.setattr("sglang_ext.cli.capturing.open_session", Engine)
     for name in ("starts", "model", "broken", "interrupted_at"):
         monkeypatch.setattr(Engine, name, getattr(Engine, name))
     monkeypatch.setattr(Engine, "starts", 0)

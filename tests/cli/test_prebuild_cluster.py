@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.cli import prebuild_ray
 from sglang_ext.cli.prebuild_ray import Cluster
 from sglang_ext.compat.engine import EngineDiedError, EngineStartError
 
@@ -26,6 +27,7 @@ class Ray:
     """References are what `get` gives, or raises; actors start with `starts`, one after another."""
 
     exceptions = SimpleNamespace(RayError=RuntimeError)
+    now = 0.0
 
     def __init__(self, starts: list[Any]) -> None:
         self.starts, self.killed = iter(starts), 0
@@ -42,6 +44,7 @@ class Ray:
 
     def wait(self, refs: list[Any], timeout: float) -> Any:
         assert refs, "a job without engines would wait for ever"
+        Ray.now += 40.0
         return refs[:1], refs[1:]
 
     def get(self, ref: Any) -> Any:
@@ -57,6 +60,7 @@ class Ray:
 def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(starts: list[Any], *prompts: str, count: int = 2) -> list[str]:
         monkeypatch.setitem(sys.modules, "ray", Ray(starts))
+        monkeypatch.setattr(prebuild_ray, "time", SimpleNamespace(monotonic=lambda: Ray.now))
         cluster = Cluster(argparse.Namespace(), SimpleNamespace(dump=str), count, 0)  # type: ignore[arg-type]
         tasks: Any = [(SimpleNamespace(id=prompt), "digest", 0.0) for prompt in prompts]
         return [line["id"] for _, line in cluster.lines(tasks)]
@@ -77,3 +81,10 @@ def test_a_job_ends_when_no_engine_is_left(lines: Any) -> None:
         lines([BAD, None, BAD], "lost", "a")
     with pytest.raises(EngineDiedError, match="expected engines to start"):
         lines([LOST, LOST, LOST], "a", count=1)
+
+
+def test_it_is_said_that_no_node_has_room_where_that_lasts_only(lines: Any, capsys: Any) -> None:
+    lines([None, None, None, None], *"abcdef", "lost", count=1)  # each successor starts within the time
+    assert "with room" not in capsys.readouterr().err
+    lines([LOST, LOST, None], "a", count=1)
+    assert capsys.readouterr().err.count("expected a node with room for an engine") == 1

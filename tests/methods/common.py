@@ -3,8 +3,8 @@
 import torch
 
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.testing import attention_recall
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
+from tests.planted import attention_recall
 
 
 def randn(*shape, seed=0):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.testing import PlantedConfig, attention_mass, planted_prefix
 from sglang_ext.methods import METHODS, make_builder, parse_spec
 from sglang_ext.methods.ab_sparse import block_representation
 from tests.methods.common import randn, recall, select
+from tests.planted import PlantedConfig, attention_mass, planted_prefix
 
 SPECS = [
     {"method": "exact"},

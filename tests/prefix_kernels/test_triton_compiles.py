@@ -23,7 +23,7 @@ from prefix_kernels.csa_selection import CsaSelection, CsaShape
 from prefix_kernels.csa_selection import default_config as default_csa
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
 from prefix_kernels.grouped_attention import default_config as default_attention
-from prefix_kernels.launching import Launch, launch, overlapped_launches, recording
+from prefix_kernels.launching import Launch, launch, recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
@@ -310,11 +310,10 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
     """The listing of a selection comes while its scores are made, and writes nothing until they are."""
     for case, follows, meetings in (
         ("specialized attention of 64 rows", (False,), 1),
-        ("selection of tokens in one launch", (False, True), 1),
+        ("selection of tokens in one launch", (False, False), 1),
         ("specialized selection of tokens", (False, True), 1),
     ):
-        with overlapped_launches():
-            found = [(one, compiled(one, 90).asm["ptx"]) for one in launches(case)]
+        found = [(one, compiled(one, 90).asm["ptx"]) for one in launches(case)]
         for (one, ptx), later in zip(found, follows, strict=True):
             before, wait, _ = ptx.partition("griddepcontrol.wait")
             assert bool(wait) == one.options.get("launch_pdl", False) == later
@@ -384,33 +383,6 @@ def test_nothing_runs_while_launches_are_recorded() -> None:
         launch(None, (1,), {"out_ptr": out})
     assert len(kept.launches) == 1
     assert bool(out.isnan().all())
-
-
-#: Case -> how many launches of it are overlapped.
-OVERLAPPED = {
-    "prefix_attention of 1 request": 2,
-    "selection of tokens in three launches": 3,
-    "copy_slot_lists": 1,
-    "common_slots": 1,
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("case", "count"), OVERLAPPED.items())
-def test_an_overlapped_kernel_touches_no_memory_before_the_one_before_it_has_ended(case: str, count: int) -> None:
-    with overlapped_launches():
-        found = launches(case)
-    assert len(found) == count
-    for one in found:
-        assert one.options["launch_pdl"] is True
-        before, _, after = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
-        assert "griddepcontrol.launch_dependents" in after
-        assert re.search(_GLOBAL, after)
-        # What lists reads tables before, see the test of that.
-        assert one.kernel is list_kernel or not re.search(_GLOBAL, before)
-    for one in launches(case):
-        assert "launch_pdl" not in one.options
-        assert one.arguments["OVERLAPPED"] is False
 
 
 @pytest.mark.full

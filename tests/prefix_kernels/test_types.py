@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prefix_kernels import AttnState, PagedKV, Selection
+from prefix_kernels import PagedKV, Selection
 
 
 def int32(rows):
@@ -35,13 +35,11 @@ def test_check_integrity_names_the_rule(positions, counts, rule):
 
 
 def test_shape_and_dtype_errors():
-    state, pool = torch.zeros(1, 2, 3), torch.zeros(4, 2, 8)
+    pool = torch.zeros(4, 2, 8)
     for make, arguments, message in (
         (Selection, (int32([[1]]), int32([1, 2])), "positions"),
         (Selection, (torch.tensor([[1]]), int32([1])), "int32"),
         (Selection.all, (-1, 1), "prefix_len >= 0"),
-        (AttnState, (state, torch.zeros(1, 3)), "lse"),
-        (AttnState, (state, torch.zeros(1, 2, dtype=torch.float64)), "natural log"),
         (PagedKV, (pool, torch.zeros(5, 2, 8)), "num_slots"),
         (PagedKV, (pool, pool.half()), "floating dtype"),
     ):

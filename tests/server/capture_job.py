@@ -7,7 +7,7 @@ import os
 import sys
 
 from sglang_ext.calibration.prompt_capture import save_capture
-from sglang_ext.cli.capturing import CaptureError, CaptureSession
+from sglang_ext.cli.capturing import CaptureError, open_session
 from tests.server.harness import MODEL
 
 DECODE_STEPS = 8
@@ -16,7 +16,7 @@ DECODE_STEPS = 8
 def main() -> None:
     request = json.loads(sys.argv[1])
     sizes = {"query_samples": 512, "tail_tokens": 32, "decode_steps": DECODE_STEPS}
-    with CaptureSession(str(MODEL), sys.argv[4:], **sizes) as session:
+    with open_session(str(MODEL), sys.argv[4:], **sizes) as session:
         capture = session.capture("first", request["input_ids"], request["prefix_len"])
         save_capture(capture, sys.argv[2])
         try:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from prefix_index import PAGE_TOKENS, page_hashes
-from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.runtime import SparseRuntime
+from tests.planted import dense_attention
 
 LAYERS, KV_HEADS, GQA, DIM = 3, 2, 2, 16
 NAMESPACE: dict[str, str | None] = {"extra_key": None}
@@ -152,7 +152,7 @@ def run_step(runtime: SparseRuntime, batch: Any) -> list[bool]:
             for row, (slot, length) in enumerate(zip(batch.req_pool_indices, batch.seq_lens_cpu, strict=True)):
                 own = runtime.view.req_to_token[slot, :length].long()
                 heads = q[row].reshape(1, KV_HEADS * GQA, DIM)
-                keys, values = kv.keys(own, k.dtype), kv.values(own, k.dtype)
+                keys, values = kv.keys(own, k.dtype), PagedKV(kv.v_cache, kv.v_cache, kv.v_scale).keys(own, k.dtype)
                 expected = dense_attention(heads, keys, values, DIM**-0.5).out.reshape(-1)
                 torch.testing.assert_close(result[row].double(), expected, atol=2e-5, rtol=0)
     return attended

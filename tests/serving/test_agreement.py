@@ -194,7 +194,7 @@ def test_ranks_that_are_not_alike_stop_on_all() -> None:
 def test_in_lockstep_a_comparison_is_known_in_the_same_step_whenever_the_device_has_it() -> None:
     table = torch.arange(40, dtype=torch.int32).reshape(2, 20)
     table[1, :9] = table[0, :9]
-    slots = SlotComparisons(4, torch.device("cpu"), "reference", lockstep=True)
+    slots = SlotComparisons(4, torch.device("cpu"), lockstep=True)
     slots.finished()
     slots.start(1, 0, [1, 2], table, torch.tensor([0, 1]), torch.tensor([20, 20]), 20)
     asked = []

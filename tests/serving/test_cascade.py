@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.testing import dense_attention
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.cascade import CascadeDecode
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.types import DecodeBatch, StepPath
+from tests.planted import dense_attention
 
 KV_HEADS, GQA, DIM = 2, 2, 16
 WIDTH, SLOTS = 900, 8192
@@ -31,7 +31,7 @@ class Server:
         self.lens: dict[int, int] = {}
         fields: dict[str, Any] = {"max_batch": 8, "arena_size": 8192, **options}
         cpu, dtype = torch.device("cpu"), torch.float32
-        self.tracker = SlotTracker(fields["max_batch"], 2, cpu, "reference")
+        self.tracker = SlotTracker(fields["max_batch"], 2, cpu)
         shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, DIM, DIM, dtype, dtype)
         self.decode = CascadeDecode(shape, self.tracker, fields["arena_size"], cpu)
 

@@ -79,7 +79,7 @@ class Steps:
                 chosen = sparse._lists.of(layer).slots[begin : begin + count].long()  # type: ignore[index]
                 listed = torch.cat((chosen, own[len(PROMPT) :]))
             keys = [kv.keys(s, torch.float64)[:, head] for s in (own, listed)]
-            values = [kv.values(s, torch.float64)[:, head] for s in (own, listed)]
+            values = [kv.v_scale * kv.v_cache[s, head].double() for s in (own, listed)]
             every, some = (DIM**-0.5 * q[head].double() @ one.T for one in keys)
             kept.append(some.exp().sum(1) / every.exp().sum(1))
             outs.append([scores.softmax(1) @ value for scores, value in zip((every, some), values, strict=True)])

@@ -112,7 +112,7 @@ def test_each_layer_has_the_channels_of_its_own_prefix_and_keys_as_the_model_mad
         assert all(torch.equal(array, wanted[name]) for name, array in own.layers[layer].items())
     assert not torch.equal(own.layers[1]["channels"], own.layers[2]["channels"])
     made = own.layers[2]
-    own.build(2, kv, slots, torch.float32)
+    own.complete([1, 2], lambda layer: kv, slots, torch.float32)
     assert own.layers[2] is made, "once"
 
 

@@ -3,15 +3,3 @@
 from .blobs import BlobMissing, Blobs, BlobsError, BlobsFailed, BlobsFull, BlobTooLong, ObjectBlobs
 from .mooncake import MooncakeBlobs
 from .store import RemoteStore
-
-__all__ = [
-    "BlobMissing",
-    "BlobTooLong",
-    "Blobs",
-    "BlobsError",
-    "BlobsFailed",
-    "BlobsFull",
-    "MooncakeBlobs",
-    "ObjectBlobs",
-    "RemoteStore",
-]

@@ -4,5 +4,3 @@ from .client import StoreClient, service_status
 from .endpoint import raise_descriptor_limit
 from .messages import Status, TierStatus
 from .server import Limits, StoreServer
-
-__all__ = ["Limits", "Status", "StoreClient", "StoreServer", "TierStatus", "raise_descriptor_limit", "service_status"]

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..errors import IndexStoreError, StoreFolderError, printable
 from ..file import FileStore
-from ..folder import check_apart, come_back, is_shard
+from ..folder import check_apart, come_back, is_shard, locked_inodes
 from ..lease import LEASE
 from .endpoint import Admission, SocketPlace, socket_path
 from .messages import (
@@ -332,15 +332,13 @@ class StoreServer:
 
 
 def _leases(folder: Path) -> list[str]:
-    """Digests whose lease somebody holds, by the kernel's list of locks: trying a lock could take one away."""
+    """Digests whose lease somebody holds."""
+    found, locked = [], locked_inodes()
     try:
-        fields = Path("/proc/locks").read_text().split()  # of device and inode; lines of those who wait have one more
-        locked = {field.split(":")[2] for field in fields if field.count(":") == 2}
         shards = [path for path in folder.iterdir() if is_shard(path.name)]
     except OSError:
         return []
-    found = []
     for shard in shards:
         with contextlib.suppress(OSError), os.scandir(shard) as items:
-            found += [i.name[len(LEASE) :] for i in items if i.name.startswith(LEASE) and str(i.inode()) in locked]
+            found += [i.name[len(LEASE) :] for i in items if i.name.startswith(LEASE) and i.inode() in locked]
     return sorted(found)

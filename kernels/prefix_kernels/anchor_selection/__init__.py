@@ -4,5 +4,3 @@
 """
 
 from prefix_kernels.anchor_selection.runner import AnchorConfig, AnchorSelection, Form, default_config
-
-__all__ = ["AnchorConfig", "AnchorSelection", "Form", "default_config"]

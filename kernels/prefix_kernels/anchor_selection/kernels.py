@@ -122,10 +122,9 @@ def score_kernel(
     REREAD: tl.constexpr, RAW_M: tl.constexpr, RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
-    TILE: tl.constexpr, FORM: tl.constexpr, OVERLAPPED: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, each alone or with the programs that have the group's others."""
-    wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     # There is a row of the table for every program, be there an item or not.

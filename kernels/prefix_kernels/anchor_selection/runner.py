@@ -416,6 +416,7 @@ class AnchorSelection:
             "slots_ptr": lists.positions if lists.slots is None else lists.slots,
             "counts_ptr": lists.counts,
             "HAS_SLOTS": lists.slots is not None,
+            "OVERLAPPED": False,
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
             "TILE": 32 * LIST_WARPS * TOKENS_OF_A_THREAD,
         }

@@ -28,13 +28,12 @@ from prefix_kernels.anchor_selection.sm90_product_kernels import (
     sum_item,
     sum_sample_item,
 )
-from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, let_the_next_kernel_come, meet, wait_for_the_kernel_before
+from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, let_the_next_kernel_come, meet
 from prefix_kernels.pooled_scores.kernels import HEADROOM, LN2, LOG2E, num_summed, stretch_of, sum_step
 from prefix_kernels.top_k_selection.kernels import ordered_keys
 
 NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""
-_wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 _let_the_next_kernel_come = gluon.jit(let_the_next_kernel_come.fn)
 # What is summed is the same as in the kernel for all GPUs.
 _sum_step = gluon.jit(sum_step.fn)
@@ -207,10 +206,9 @@ def score_items_sm90_kernel(
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
-    FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, OVERLAPPED: gl.constexpr,
+    FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): the phases of scores of its items."""
-    _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
     PIECES: gl.constexpr = CHANNELS // 32

@@ -16,17 +16,6 @@ from prefix_kernels.csa_scores.compact import (
     encode_positions,
 )
 
-__all__ = [
-    "BLOCK_POSITIONS",
-    "CompactLists",
-    "check_entries",
-    "check_lists",
-    "csa_scores_compact",
-    "decode_lists",
-    "encode_lists",
-    "encode_positions",
-]
-
 
 def csa_scores_compact(
     q: Tensor, centroids: Tensor, lists: CompactLists, list_len: int, bits: int, prefix_len: int

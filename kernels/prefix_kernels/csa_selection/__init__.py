@@ -12,5 +12,3 @@ from prefix_kernels.csa_selection.runner import (
     array_addresses,
     default_config,
 )
-
-__all__ = ["CsaArrays", "CsaConfig", "CsaGroup", "CsaSelection", "CsaShape", "array_addresses", "default_config"]

@@ -20,7 +20,7 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import count_keys, item_at
 from prefix_kernels.csa_scores import compact
-from prefix_kernels.kernels import ADD, COARSE, NUM_BINS, RESET, meet, wait_for_the_kernel_before
+from prefix_kernels.kernels import ADD, COARSE, NUM_BINS, RESET, meet
 from prefix_kernels.pooled_scores.kernels import LN2, LOG2E, pool_tiles, row_lse, stretch_of
 from prefix_kernels.top_k_selection.kernels import ALIGNED
 
@@ -47,10 +47,9 @@ def pick_kernel(
     q_stride_row, q_stride_head, max_chunks,
     GROUP_FIELDS: tl.constexpr, GQA: tl.constexpr, SUBSPACES: tl.constexpr, BLOCK_B: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_C: tl.constexpr, BITS: tl.constexpr, FLAG: tl.constexpr,
-    BLOCK_COUNTS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Program (query row, KV head); rows are those of a group's first member, of its second one, and so on."""
-    wait_for_the_kernel_before(OVERLAPPED)
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     member = members_ptr + row // GQA * 2
@@ -273,10 +272,9 @@ def score_kernel(
     GROUP_FIELDS: tl.constexpr, ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, SUBSPACES: tl.constexpr,
     BLOCK_B: tl.constexpr, CENTROIDS: tl.constexpr, ENTRIES: tl.constexpr, BITS: tl.constexpr, FLAG: tl.constexpr,
     POOL: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
-    KEYS_TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
+    KEYS_TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, each alone or with the programs that have the group's others."""
-    wait_for_the_kernel_before(OVERLAPPED)
     sums = _begin_sums(scratch_ptr)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)

@@ -406,6 +406,7 @@ class CsaSelection:
             "FORM": CandidateForm.TOKEN.value,
             "candidates_ptr": self._lists,
             "HAS_SLOTS": lists.slots is not None,
+            "OVERLAPPED": False,
         }
 
     def _check(self, scored: Sequence[CsaGroup], selected: Sequence[SelectionGroup]) -> None:

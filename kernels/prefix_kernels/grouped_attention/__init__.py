@@ -18,20 +18,6 @@ from prefix_kernels.grouped_attention.items import Items, Segment, cut
 if TYPE_CHECKING:
     from prefix_kernels.grouped_attention.runner import GroupedAttention
 
-__all__ = [
-    "AttentionConfig",
-    "AttentionShape",
-    "GroupedAttention",
-    "Items",
-    "Segment",
-    "block_m_for",
-    "check_dtypes",
-    "cut",
-    "default_config",
-    "has_specialized",
-    "passes_for",
-]
-
 
 def __getattr__(name: str) -> object:
     """The runner, imported when it is asked for: importing the package must not import Triton."""

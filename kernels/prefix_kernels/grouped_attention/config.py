@@ -106,37 +106,18 @@ def passes_for(shape: AttentionShape, rows: int, *, specialized: bool = False) -
     return [group, group if group.specialized else default_config(shape, 1)]
 
 
-def fits_specialized(
-    dtype: str, kv_dtype: str, head_dim: int, v_head_dim: int, gqa: int, block_m: int = MAX_BLOCK_M
-) -> bool:
-    """Whether sm_90's own kernel has these layers and tiles: bf16 or fp16, keys and values of 64 or 128 channels.
-
-    Dtypes are names, as `bfloat16`.
-    """
-    widths = head_dim in (64, 128) and v_head_dim in (64, 128)
-    return dtype in ("bfloat16", "float16") and kv_dtype == dtype and widths and gqa <= block_m
-
-
-def room_for_blocks(shared_memory: int, rows: int, head_dim: int, itemsize: int) -> int:
-    """Bytes that a specialized program's ring may take of `shared_memory` bytes."""
-    return shared_memory - rows * head_dim * itemsize - _RESERVED
-
-
-def specialized_at_once(
-    config: AttentionConfig, block_bytes: int, query_bytes: int, shared_memory: int, registers: int = _REGISTERS
-) -> int:
-    """Specialized programs that one multiprocessor, of so much shared memory and registers, can run at a time.
+def specialized_at_once(config: AttentionConfig, block_bytes: int, query_bytes: int, shared_memory: int) -> int:
+    """Specialized programs that one multiprocessor, of so much shared memory, can run at a time.
 
     Args:
         config: a specialized one.
         block_bytes: of the keys and values of one block.
         query_bytes: of a tile's queries.
         shared_memory: bytes.
-        registers: of a multiprocessor.
     """
     groups = config.block_m // SPECIALIZED_ROWS + 1
     wanted = config.max_registers or (255 if groups == 2 else 168)
-    by_registers = registers // (groups * 128 * (-(-wanted // 8) * 8))
+    by_registers = _REGISTERS // (groups * 128 * (-(-wanted // 8) * 8))
     return min(by_registers, shared_memory // (query_bytes + config.num_stages * block_bytes + _RESERVED))
 
 
@@ -166,11 +147,6 @@ def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
             "expected queries and keys of one dtype (fp32, fp16 or bf16), or fp16 or bf16 queries and fp8-e4m3 keys, "
             f"got {dtype} and {kv_dtype}"
         )
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -208,9 +184,9 @@ class AttentionShape:
         return self.num_qo_heads // self.num_kv_heads
 
     def fits_specialized(self, block_m: int) -> bool:
-        """Whether sm_90's own kernel has tiles of so many rows of it."""
-        names = name_of(self.dtype), name_of(self.kv_dtype)
-        return fits_specialized(*names, self.head_dim, self.v_head_dim, self.gqa, block_m)
+        """Whether sm_90's own kernel has tiles of so many rows of it: bf16 or fp16, also the KV, 64 or 128 channels."""
+        halves = self.dtype in (torch.bfloat16, torch.float16) and self.kv_dtype is self.dtype
+        return halves and self.head_dim in (64, 128) and self.v_head_dim in (64, 128) and self.gqa <= block_m
 
     @classmethod
     def of(cls, q: Tensor, kv: PagedKV) -> AttentionShape:

@@ -57,15 +57,11 @@ class Items(NamedTuple):
             partial row or DIRECT). KV head h writes its tile to the partial rows from `first + h * block_m` on.
         spans: per segment and request (batch row, partial row of KV head 0 and query head 0 of its group, partial rows
             from one part to the next, partial rows from one KV head to the next, number of parts or DIRECT).
-        num_partials: partial rows that are written or skipped.
-        chunk: entries of a stretch.
     """
 
     rows: list[int]
     items: list[tuple[int, ...]]
     spans: list[tuple[int, int, int, int, int]]
-    num_partials: int
-    chunk: int
 
 
 def requests_per_tile(block_m: int, gqa: int) -> int:
@@ -87,7 +83,6 @@ def cut(
     block_m: int,
     block_n: int,
     target: int,
-    chunk: int = 0,
     first_partial: int = 0,
     first_row: int = 0,
     alone: Collection[int] = (),
@@ -105,8 +100,6 @@ def cut(
         block_m: rows of a tile, a power of 2 of at least `gqa`.
         block_n: entries of one step inside a stretch.
         target: items that fill the GPU once, at least 1.
-        chunk: entries of a stretch; then `target` says nothing and a row's result does not depend on what else is in
-            the batch. A multiple of block_n. 0: by `target`.
         first_partial: where the partial rows begin.
         first_row: where its `rows` will stand in the launch's.
         alone: batch rows that no other pass attends.
@@ -114,14 +107,12 @@ def cut(
     Raises:
         ValueError: a size out of range.
     """
-    if target < 1 or block_n < 1 or chunk < 0 or chunk % block_n:
-        raise ValueError(
-            f"expected target >= 1, block_n >= 1 and chunk a multiple of it, got {target}, {block_n} and {chunk}"
-        )
+    if target < 1 or block_n < 1:
+        raise ValueError(f"expected target >= 1 and block_n >= 1, got {target} and {block_n}")
     per_tile = requests_per_tile(block_m, gqa)
     busy = [s for s in segments if s.rows and s.length]
     tiles = [-(-len(s.rows) // per_tile) for s in busy]
-    chunk = chunk or _chunk([s.length for s in busy], tiles, block_n, target)
+    chunk = _chunk([s.length for s in busy], tiles, block_n, target)
     rows: list[int] = []
     items: list[tuple[int, ...]] = []
     spans: list[tuple[int, int, int, int, int]] = []
@@ -144,7 +135,7 @@ def cut(
             spans += [(row, partial + i * gqa, stride, block_m, parts) for i, row in enumerate(members)]
             rows += members
             partial += parts * stride
-    return Items(rows, items, spans, partial - first_partial, chunk)
+    return Items(rows, items, spans)
 
 
 def _chunk(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.kernels import wait_for_the_kernel_before
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -65,13 +63,11 @@ def attend_items_kernel(
     q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
     out_stride_head, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state.
 
     Of a direct tile, whose rows have no other part, that is the result.
     """
-    wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     fields = items_ptr + tl.program_id(1).to(tl.int64) * 8
     num_rows = tl.load(fields + 1)
@@ -144,14 +140,13 @@ def merge_items_kernel(
     lse_ptr,  # fp32 [batch, num_qo_heads]
     v_scale,  # fp32, scale of V
     out_stride_row, out_stride_head, GQA: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    NUM_SPANS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPPED: tl.constexpr,
+    NUM_SPANS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf.
 
     A row of one part leaves with the bits that a direct tile would have written: its weight is 2^0. So no factor may
     stand at the logarithms of parts, which the compiler would fuse into the difference.
     """
-    wait_for_the_kernel_before(OVERLAPPED)
     qo_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     parts_ptr = spans_ptr + row * NUM_SPANS * 4 + 3

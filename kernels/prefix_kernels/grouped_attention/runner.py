@@ -85,8 +85,6 @@ class GroupedAttention:
             Several passes serve tiles of different height, as a group's and a single request's.
         device: where everything lies.
         num_programs: thread blocks that fill the device, per pass; None asks the device.
-        chunk: tokens of a stretch, the same for every batch, so that a request's result does not depend on the rest of
-            the batch (with one `passes` of fixed height); 0: as the batch is best spread.
         scratch_of: another object of the same shape whose runs and these follow each other on one stream: its scratch
             serves both, where it is large enough.
 
@@ -103,7 +101,6 @@ class GroupedAttention:
         device: torch.device,
         *,
         num_programs: int | None = None,
-        chunk: int = 0,
         scratch_of: GroupedAttention | None = None,
     ) -> None:
         if not passes or max_batch < 1:
@@ -113,7 +110,6 @@ class GroupedAttention:
                 _check_fits(config, shape, device, num_programs)
         self.shape = shape
         self.max_batch = max_batch
-        self._chunk = chunk
         self.passes = [
             _Pass(
                 config,
@@ -152,8 +148,8 @@ class GroupedAttention:
             *segments: per pass. A batch row stands in at most one segment of a pass, and is a row of `run`'s q.
 
         Raises:
-            ValueError: more passes than there are, a row out of range or twice in a pass, or (with a fixed chunk)
-                more items than the buffers hold. The plan before stays in force.
+            ValueError: more passes than there are, or a row out of range or twice in a pass. The plan before stays in
+                force.
         """
         if len(segments) > len(self.passes):
             raise ValueError(f"expected segments of at most {len(self.passes)} passes, got {len(segments)}")
@@ -174,12 +170,12 @@ class GroupedAttention:
                     block_m=one.config.block_m,
                     block_n=one.config.block_n,
                     target=one.target,
-                    chunk=self._chunk,
                     first_partial=first_partial,
                     first_row=len(rows),
                     alone=alone,
                 )
-                self._check(items.rows, len(items.items), number)
+                self._check(items.rows, number)
+                assert len(items.items) <= self.passes[number].max_items
                 if items.spans:
                     at = torch.tensor(items.spans, dtype=torch.int32)
                     spans[at[:, 0].long(), number] = at[:, 1:]
@@ -199,15 +195,10 @@ class GroupedAttention:
         self._most_rows = most_rows
         self._most_lists = max((s.list_id + 1 for of_pass in segments for s in of_pass), default=0)
 
-    def _check(self, rows: list[int], num_items: int, number: int) -> None:
+    def _check(self, rows: list[int], number: int) -> None:
         if len(set(rows)) < len(rows) or (rows and max(rows) >= self.max_batch):
             raise ValueError(
                 f"expected each batch row below {self.max_batch} once in a pass, got {sorted(rows)} in pass {number}"
-            )
-        most = self.passes[number].max_items
-        if num_items > most:
-            raise ValueError(
-                f"expected at most {most} items in pass {number}, got {num_items}; raise chunk={self._chunk}"
             )
 
     def run(

@@ -12,13 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from prefix_kernels.grouped_attention.sm90_merge_kernels import LN2, merge_parts
-from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
 _copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 """Renamed after Triton 3.6."""
-_wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 
 
 @gluon.jit
@@ -246,14 +244,13 @@ def attend_items_sm90_kernel(
     batch,  # rows of q, out and lse
     q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
     out_stride_head, GQA: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, RING: gl.constexpr, NUM_SPANS: gl.constexpr, OVERLAPPED: gl.constexpr,
+    BLOCK_N: gl.constexpr, RING: gl.constexpr, NUM_SPANS: gl.constexpr,
 ):  # fmt: skip
     """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other.
 
     Then the programs of a KV head wait for each other and share the rows to be merged. NUM_SPANS of 0: they do not,
     `kernels.merge_items_kernel` follows.
     """
-    _wait_for_the_kernel_before(OVERLAPPED)
     head = gl.program_id(0).to(gl.int64)
     num_heads = gl.num_programs(0)
     # On their way while the barriers are made. There is a first item for every program, be it an empty one.

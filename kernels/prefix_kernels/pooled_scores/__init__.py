@@ -13,14 +13,3 @@ from prefix_kernels.pooled_scores.tables import (
     ScoreShape,
     array_addresses,
 )
-
-__all__ = [
-    "ARRAYS",
-    "HEAD_FIELDS",
-    "LEAST_BLOCK",
-    "Layers",
-    "ScoreInputs",
-    "ScoreShape",
-    "ScoredGroup",
-    "array_addresses",
-]

@@ -25,7 +25,7 @@ def copy_slot_lists(
     slots: Tensor,
     counts: Tensor,
     *,
-    implementation: str = "reference",
+    implementation: str | None = None,
 ) -> None:
     """Copy stretches of some requests' rows of the table into an arena, and say how long each became.
 
@@ -41,13 +41,13 @@ def copy_slot_lists(
             where in `slots` the list begins (at); entries that it may have there (capacity).
         slots: [arena_size] int32, written.
         counts: [num_lists or more, num_kv_heads] int32, contiguous; row i is written with the entries of list i.
-        implementation: "reference" or "triton".
+        implementation: "reference" or "triton"; None: Triton on a GPU, else the reference.
 
     Raises:
         ValueError: tensors of another shape or dtype, or an unknown implementation. What `lists` holds is not checked:
             that would wait for the device.
     """
-    triton = _is_triton("copy_slot_lists", implementation)
+    triton = _is_triton("copy_slot_lists", implementation, table)
     _check_table(table, rows, seq_lens)
     if lists.dim() != 2 or lists.shape[1] != LIST_FIELDS or lists.dtype is not torch.int32:
         raise ValueError(f"expected lists [num_lists, {LIST_FIELDS}] int32, got {tuple(lists.shape)} {lists.dtype}")
@@ -84,7 +84,7 @@ def copy_slot_lists(
 
 
 def common_slots(
-    table: Tensor, rows: Tensor, seq_lens: Tensor, which: int, out: Tensor, *, implementation: str = "reference"
+    table: Tensor, rows: Tensor, seq_lens: Tensor, which: int, out: Tensor, *, implementation: str | None = None
 ) -> None:
     """Leading positions at which a request of the batch has the very slots of each other one.
 
@@ -95,12 +95,12 @@ def common_slots(
         table, rows, seq_lens: as for `copy_slot_lists`.
         which: batch row that is compared with all of them.
         out: [batch_size] int32, written. Its own entry is its own length.
-        implementation: "reference" or "triton".
+        implementation: "reference" or "triton"; None: Triton on a GPU, else the reference.
 
     Raises:
         ValueError: tensors of another shape or dtype, `which` out of range, or an unknown implementation.
     """
-    triton = _is_triton("common_slots", implementation)
+    triton = _is_triton("common_slots", implementation, table)
     _check_table(table, rows, seq_lens)
     if not 0 <= which < len(rows):
         raise ValueError(f"expected a batch row below {len(rows)}, got {which}")
@@ -128,7 +128,9 @@ def common_slots(
     launch(common_slots_kernel, (rows.shape[0], _PARTS), arguments, num_warps=4)
 
 
-def _is_triton(operation: str, implementation: str) -> bool:
+def _is_triton(operation: str, implementation: str | None, table: Tensor) -> bool:
+    if implementation is None:
+        return table.is_cuda
     if implementation not in ("reference", "triton"):
         raise ValueError(
             f"{operation} has no implementation {implementation!r}; expected one of: reference, triton. Nothing is "

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prefix_kernels.kernels import wait_for_the_kernel_before
-
 
 @triton.jit
 def copy_slot_lists_kernel(
@@ -16,10 +14,9 @@ def copy_slot_lists_kernel(
     lists_ptr,  # int32 [num_lists, 5]: batch row, first position, end position or -1, where it begins, capacity
     slots_ptr,  # int32 [arena_size]
     counts_ptr,  # int32 [num_lists, num_kv_heads]
-    table_stride, num_kv_heads, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPPED: tl.constexpr,
+    table_stride, num_kv_heads, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Program (list, part): every num_programs(1)-th block of the list."""
-    wait_for_the_kernel_before(OVERLAPPED)
     index = tl.program_id(0)
     part = tl.program_id(1)
     fields = lists_ptr + index * 5
@@ -46,12 +43,11 @@ def common_slots_kernel(
     rows_ptr,  # [batch_size]
     seq_lens_ptr,  # [batch_size]
     out_ptr,  # int32 [batch_size], at least every sequence's length before
-    which, table_stride, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr,
+    which, table_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (request, part): the first difference of its stretch, by atomic minimum. Stretches come in order, so a
     program stops where an earlier one has found a difference.
     """
-    wait_for_the_kernel_before(OVERLAPPED)
     index = tl.program_id(0)
     part = tl.program_id(1)
     own_len = tl.load(seq_lens_ptr + which).to(tl.int32)

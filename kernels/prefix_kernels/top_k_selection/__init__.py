@@ -8,17 +8,6 @@ from torch import Tensor
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import Selection
 
-__all__ = [
-    "LOWEST_LOG",
-    "NUM_KEYS",
-    "SelectionGroup",
-    "keys_of",
-    "log_ranks",
-    "pack_lists",
-    "rank_by_keys",
-    "top_k_selection",
-]
-
 NUM_KEYS = 2048
 """Keys of scores, each a bin of the kernel's counts: 0 for what has no score, the last one for the windows."""
 LOWEST_LOG = -44.0

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.anchor_selection.kernels import count_keys, item_at
-from prefix_kernels.kernels import COARSE, NUM_BINS, wait_for_the_kernel_before
+from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.pooled_scores.kernels import stretch_of
 from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, ordered_keys
 
@@ -18,10 +18,9 @@ def depth_kernel(
     first_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS]: `ScoredTokens.at_least`
     second_ptr,  # the same, of the second method
     depths_ptr,  # fp32 [2, max_groups, num_kv_heads, NUM_BINS], written: minus the natural log
-    max_groups, BINS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    max_groups, BINS: tl.constexpr,
 ):  # fmt: skip
     """Program (group and bins, KV head, method): at which depth tokens of each key come."""
-    wait_for_the_kernel_before(OVERLAPPED)
     parts: tl.constexpr = NUM_BINS // BINS
     group, head, method = tl.program_id(0) // parts, tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
@@ -61,10 +60,9 @@ def merge_kernel(
     items_ptr,  # int64 [max_items, ITEM_FIELDS]
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
     max_groups, ITEM_FIELDS: tl.constexpr, FIRST_BLOCKS: tl.constexpr, SECOND_BLOCKS: tl.constexpr,
-    STRETCH: tl.constexpr, TILE: tl.constexpr, OVERLAPPED: tl.constexpr,
+    STRETCH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items' scores, and how many tokens have which key."""
-    wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     num_items = tl.load(items_ptr + tl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(tl.int32)

@@ -153,6 +153,7 @@ class UnionSelection:
             "counts_ptr": lists.counts,
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
             "HAS_SLOTS": lists.slots is not None,
+            "OVERLAPPED": False,
             "FORM": CandidateForm.TOKEN.value,
         }
         grid = (self._programs, self._heads)

@@ -34,7 +34,6 @@ def add_parser(commands: Any) -> None:
         "doctor",
         help="check a machine, a model and a store before a start, or compute sizes",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model-path", metavar="MODEL", help="the model that will be served")
     parser.add_argument("--store", metavar="DIR|ipc://SOCKET", help="index store, as --sparse-attn-store of the server")

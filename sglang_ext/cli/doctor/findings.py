@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,20 +76,13 @@ def examine(args: argparse.Namespace) -> list[Finding]:
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _versions() -> Iterator[Finding]:
     python, good = platform.python_version(), (3, 10) <= sys.version_info[:2] <= (3, 12)
     todo = "" if good else "use Python 3.10 to 3.12"
     yield Finding("python", OK if good else WARN, f"{python} on {platform.system()}", todo)
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     yield Finding("torch", OK, f"{torch.__version__}, {built}")
-    triton = _installed("triton")
+    triton = versions.installed("triton")
     todo = "pip install triton: without it nothing is attended on a GPU"
     yield Finding("triton", OK if triton else FAIL, triton or "not installed", "" if triton else todo)
     message = versions.unsupported_message(versions.installed())

@@ -40,7 +40,6 @@ def add_parser(commands: Any) -> None:
         "explain",
         help="say why a prompt has an index or none",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT|@FILE", help="a text, as of /generate and /v1/completions")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import uuid
 from collections.abc import Mapping
@@ -19,8 +18,7 @@ from sglang_ext.cli.previewing import CannotStartError, preview_server
 from sglang_ext.compat.engine import salt_refusal
 from sglang_ext.prefill.prompt_tokens import request_tokens
 from sglang_ext.prefill.prompts import Prompt, PromptError, check_prompt
-from sglang_ext.prefix.explanation import Asked, explain, removals_of
-from sglang_ext.storage import configured_store
+from sglang_ext.prefix.explanation import explain_prompt
 
 _SECONDS = 600.0
 _TOKENS = 16
@@ -65,9 +63,7 @@ def compare_here(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
         if refusal := salt_refusal(prompt.cache_salt):
             raise ValueError(refusal)
         namespace = {"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
-        with contextlib.closing(configured_store(settings.store, settings.config, write=False)) as store:
-            question = Asked.of(settings.config, settings.profile, preview.model(), ids, namespace, source.text)
-            found = explain(question, store, removals_of(settings.store))
+        found = explain_prompt(settings, preview.model(), ids, namespace, source.text)
     except (CannotStartError, IndexStoreError, OSError, ValueError) as error:
         raise CannotExplainError(str(error)) from error
     return {"compared": msgspec.to_builtins(found)}

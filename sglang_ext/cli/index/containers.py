@@ -30,11 +30,12 @@ from prefix_index import (
     Problem,
     Retention,
 )
+from prefix_index.copies import digest_in
 from prefix_index.folder import SUFFIX, closing_fd, os_errors
 from prefix_index.retention import KEEP_SUFFIX, read_retention
 from prefix_index.store import has_expired
 from prefix_index.writer import replace_file
-from sglang_ext.cli.index.targets import digest_in, find, length, open_unused, opened
+from sglang_ext.cli.index.targets import find, length, open_unused, opened
 from sglang_ext.cli.index.text import SHORT, complain, emit, progress, size, wrapped
 
 #: Statuses of one index, in the report and in JSON. `gone`: it left the store while it waited to be read.

@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,12 +19,12 @@ from prefix_index import (
     IndexEntry,
     IndexStore,
     IndexStoreError,
-    Retention,
     canonical_digest,
 )
 from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
-from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, os_errors, shard_fd, shard_of
+from prefix_index.copies import digest_in
+from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, locked_inodes, os_errors, shard_fd, shard_of
 from prefix_index.lease import LEASE
 from prefix_index.retention import KEEP_SUFFIX, Candidate, choose_victims, read_retention
 from prefix_index.store import has_expired
@@ -33,7 +33,6 @@ from sglang_ext.cli.index.targets import (
     RIGHT,
     Target,
     UnknownIndex,
-    digest_in,
     fields,
     find,
     listing,
@@ -97,30 +96,21 @@ def _refused() -> int:
     return 1 if sys.stdin.isatty() else 2
 
 
-def run_pin(args: argparse.Namespace) -> int:
-    """Soft pin."""
-    return _retain(args, lambda old: replace(old, pinned=True))
-
-
-def run_unpin(args: argparse.Namespace) -> int:
-    """Takes the pin off."""
-    return _retain(args, lambda old: replace(old, pinned=False))
-
-
 def run_expire(args: argparse.Namespace) -> int:
     """Sets when an index becomes a miss; `--never` takes that back."""
     expires = None if args.never else time.time() + args.after
-    return _retain(args, lambda old: replace(old, expires=expires))
+    return run_retain(args, expires=expires)
 
 
-def _retain(args: argparse.Namespace, change: Callable[[Retention], Retention]) -> int:
+def run_retain(args: argparse.Namespace, **changes: Any) -> int:
+    """Changes the retention of the named indexes; 1 when one of them cannot be used."""
     failed = False
     with opened(args) as store:
         for target in find(store, args.index):
             try:
                 if target.entry is None:
                     raise target.error or AssertionError("a target is an entry or an error")
-                entry = store.retain(target.digest, change(target.entry.retention))
+                entry = store.retain(target.digest, replace(target.entry.retention, **changes))
                 if args.json:
                     emit(fields(entry))
                 else:
@@ -308,7 +298,7 @@ def _leftovers(folder: Path) -> dict[str, int]:
     and builders, and retentions of indexes that are gone.
     """
     found = {}
-    held = _locked()
+    held = locked_inodes()
     now = time.time()
     for path in folder.glob("[0-9a-f][0-9a-f]/*"):
         try:
@@ -322,15 +312,6 @@ def _leftovers(folder: Path) -> dict[str, int]:
         if orphan or dead:
             found[str(path.relative_to(folder))] = status.st_size
     return found
-
-
-def _locked() -> set[int]:
-    """Inodes that some process has locked: those files are in use. To try the locks would disturb their holders."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return set()
-    return {int(field.rpartition(":")[2]) for line in lines for field in line.split() if field.count(":") == 2}
 
 
 def _plan(folder: Path, args: argparse.Namespace, chosen: Sequence[Target] = ()) -> Plan:

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from prefix_index import IndexEntry, IndexFile, IndexStore
+from prefix_index.copies import digest_in
 from prefix_index.format import is_digest
-from sglang_ext.cli.index.targets import digest_in, fields, find, length, listing, open_unused, opened, store_address
+from sglang_ext.cli.index.targets import fields, find, length, listing, open_unused, opened, store_address
 from sglang_ext.cli.index.text import TAG, count, emit, retention, size, span, table, wrapped
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError, Retention, canonical_digest
 from prefix_index.connect import open_store
+from prefix_index.copies import digest_in
 from prefix_index.folder import Signature
-from prefix_index.format import is_digest
 from prefix_index.reader import open_in
 from sglang_ext.cli.index.text import SHORT, TAG, retention, size, span, table, width
 from sglang_ext.storage import ENV_STORE, LEAST_DIGITS, default_store, is_meant
@@ -58,12 +58,6 @@ def open_unused(entry: IndexEntry) -> IndexFile:
     """
     assert entry.path is not None, "a folder's, or a service's"
     return open_in(Path(entry.path).parent.parent, entry.digest, entry.identity)
-
-
-def digest_in(path: str) -> str | None:
-    """The digest that a problem's path is about; None for a file whose name holds none."""
-    name = os.path.basename(path).split(".")[0]
-    return name if is_digest(name) else None
 
 
 def length(path: str | os.PathLike[str]) -> int:

@@ -3,5 +3,3 @@
 from sglang_ext.methods.ab_sparse.build import ABSparseBuilder, block_representation
 from sglang_ext.methods.ab_sparse.reference import ABSparseSelector
 from sglang_ext.methods.ab_sparse.spec import BLOCK_SIZES, ABSparseSpec
-
-__all__ = ["BLOCK_SIZES", "ABSparseBuilder", "ABSparseSelector", "ABSparseSpec", "block_representation"]

@@ -3,5 +3,3 @@
 from sglang_ext.methods.csattention.build import CSAttentionBuilder
 from sglang_ext.methods.csattention.reference import CSAttentionSelector
 from sglang_ext.methods.csattention.spec import CSAttentionSpec
-
-__all__ = ["CSAttentionBuilder", "CSAttentionSelector", "CSAttentionSpec"]

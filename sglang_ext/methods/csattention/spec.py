@@ -1,7 +1,7 @@
 """Parameters and arrays of CSAttention.
 
 Source: CSAttention, 3.2 (build) and 3.3 (search). Two departures, both measured on planted data
-(`prefix_kernels.testing`, 8K tokens, m=8, C=64, alpha=0.2, 2% kept, one request; the oracle recalls 0.92
+(`tests/planted.py`, 8K tokens, m=8, C=64, alpha=0.2, 2% kept, one request; the oracle recalls 0.92
 without and 0.89 with RoPE):
 
 *Baseline.* The paper's sum gives a position that a list lacks 0 for that subspace. Where a subspace's partial

@@ -3,5 +3,3 @@
 from sglang_ext.methods.token_index.build import TokenIndexBuilder, index_behind
 from sglang_ext.methods.token_index.reference import TokenIndexSelector
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
-
-__all__ = ["TokenIndexBuilder", "TokenIndexSelector", "TokenIndexSpec", "index_behind"]

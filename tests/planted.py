@@ -1,4 +1,4 @@
-"""For tests and benchmarks: planted inputs, dense oracle, recall of attention mass.
+"""Planted inputs, dense oracle, recall of attention mass; for benchmarks, too.
 
 Everything is seeded and made on the CPU, so the numbers are the same whichever device reads them.
 """
@@ -6,16 +6,13 @@ Everything is seeded and made on the CPU, so the numbers are the same whichever 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.types import AttnState, Selection
-
-ERROR_BUDGET = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest absolute error of an output against fp64 on unit-variance values, by the inputs' dtype, when the operation
-computes in fp32 and its output is cast to that dtype."""
+from prefix_kernels.types import Selection
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,45 +71,13 @@ class PlantedConfig:
     seed: int = 0
 
 
-PLANTED: dict[str, PlantedConfig] = {
-    "heavy_hitters": PlantedConfig(num_topics=4, hits_per_topic=64, shift=0.0),
-    "qk_shift": PlantedConfig(shift=12.0),
-    "clustered": PlantedConfig(span=16, shift=6.0),
-    "scattered": PlantedConfig(num_topics=64, hits_per_topic=16, strength=9.0, shift=6.0),
-}
-"""Kinds of planted data at 8,192 tokens, for `planted_config`. heavy_hitters: few topics, so every request wants the
-same keys; qk_shift: queries and keys far apart; clustered: runs of 16 neighbours; scattered: many topics with few
-single keys each."""
-
-PLANTED_ROPE_BASE = 1e7
-"""Slow enough that content channels are left at 131,072 tokens."""
-
-
-def planted_config(kind: str, prefix_len: int = 8192, *, rope: bool = False, seed: int = 0) -> PlantedConfig:
-    """A kind of `PLANTED` data at any length; `rope`: queries and keys are rotated by their positions.
-
-    The prefix's other keys take more of the attention the more they are. Strength grows with the length so that the
-    critical keys' share of it stays about the same: strength^2 / sqrt(head_dim) is a critical key's score.
-
-    Raises:
-        ValueError: an unknown kind.
-    """
-    if kind not in PLANTED:
-        raise ValueError(f"expected one of {', '.join(PLANTED)}, got {kind!r}; choose one of them")
-    base = PLANTED[kind]
-    gain = math.sqrt(base.head_dim) * math.log(prefix_len / base.prefix_len)
-    strength = math.sqrt(max(base.strength**2 + gain, 0.0))
-    rope_base = PLANTED_ROPE_BASE if rope else 0.0
-    return replace(base, prefix_len=prefix_len, strength=strength, rope_base=rope_base, seed=seed)
-
-
-def planted_prefix(config: PlantedConfig | None = None) -> PlantedPrefix:
+def planted_prefix(config: PlantedConfig) -> PlantedPrefix:
     """Heavy hitters under a query/key shift: see `PlantedConfig`.
 
     Raises:
         ValueError: the critical keys do not fit between the margins.
     """
-    c = config or PlantedConfig()
+    c = config
     gen = torch.Generator().manual_seed(c.seed)
 
     def randn(*shape: int) -> Tensor:
@@ -155,6 +120,15 @@ def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
     angle = positions[..., None] * frequency
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=-1)
+
+
+class AttnState(NamedTuple):
+    """Attention over some keys: out [num_rows, num_qo_heads, v_head_dim] fp64, lse [num_rows, num_qo_heads] fp32,
+    natural log of the sum of exp(sm_scale * q.k).
+    """
+
+    out: Tensor
+    lse: Tensor
 
 
 def dense_attention(q: Tensor, keys: Tensor, values: Tensor, sm_scale: float) -> AttnState:
