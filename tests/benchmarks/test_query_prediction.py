@@ -1,0 +1,234 @@
+"""`benchmarks/query_prediction.py`: the predictors' mathematics, what is captured of a real model, and the figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.needle_network import load as load_network
+from scripts.needle_network import rotate
+from sglang_ext.methods.base import SelectArgs
+from sglang_ext.methods.layer_plan import LayerPlan
+from tests.benchmarks.results import ROOT
+
+SHIPPED = ROOT / "models" / "needle"
+FREQUENCIES = 1e6 ** (-torch.arange(32, dtype=torch.float64) / 32)
+EPSILON = 0.01
+
+
+@pytest.fixture(scope="module")
+def predicting(load: Any) -> Any:
+    return load("query_predictors").query_predictors
+
+
+@pytest.fixture(scope="module")
+def benchmark(load: Any) -> Any:
+    return load("query_prediction").query_prediction
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def of_lstsq(queries: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
+    """w of the ridge regression of the newest query by the `window` before, as least squares of a taller problem."""
+    newest, before = queries[0], queries[1 : window + 1]
+    ridge = EPSILON * np.square(queries[1:]).sum(1).mean()
+    tall = np.concatenate([before.T, np.sqrt(ridge) * np.eye(window)])
+    return np.linalg.lstsq(tall, np.concatenate([newest, np.zeros(window)]), rcond=None)[0]
+
+
+def test_ridge_solves_every_window_as_least_squares_does(predicting: Any) -> None:
+    queries = drawn(9, 64)
+    found = predicting.Ridge(8, EPSILON).solutions(queries)
+    for window in range(1, 9):
+        np.testing.assert_allclose(found[window - 1, :window], of_lstsq(queries.numpy(), window), rtol=1e-9)
+        assert not found[window - 1, window:].any()
+
+
+@pytest.mark.parametrize("held", [1, 2, 3, 6, 9])
+def test_ridge_is_the_mean_over_the_windows_that_are_filled(predicting: Any, held: int) -> None:
+    queries = drawn(9, 64, seed=1)
+    expected = []
+    for window in range(1, max(held - 1, 1) + 1):
+        # One query alone is weighed by 1, whatever regresses it.
+        w = of_lstsq(queries[:held].numpy(), window) if held > 1 else np.zeros(1)
+        shares = np.exp(w) / np.exp(w).sum()
+        expected.append(shares @ queries[:window].numpy())
+    queries[held:] = torch.nan
+    found = predicting.Ridge(8, EPSILON).predict(queries, torch.tensor(held))
+    np.testing.assert_allclose(found, np.mean(expected, axis=0), rtol=1e-9)
+
+
+def test_ridge_weighs_most_what_regressed_the_newest_query(predicting: Any) -> None:
+    queries = drawn(6, 64, seed=2)
+    queries[0] = queries[3]  # The query before the newest but two: its successor is lag 3.
+    weights = predicting.Ridge(5, EPSILON).solutions(queries)[-1].softmax(-1)
+    assert int(weights.argmax()) == 2
+
+
+def test_the_weights_of_short_windows(predicting: Any) -> None:
+    queries, held = drawn(4, 8, seed=3), torch.tensor(2)
+    one, two = queries[0], queries[1]
+    queries[2:] = torch.nan
+    for predictor, expected in (
+        (predicting.Lag(1), one),
+        (predicting.Lag(4), two),
+        (predicting.Mean(4), (one + two) / 2),
+        (predicting.Exponential(4), (one + 0.6 * two) / 1.6),
+        (predicting.Linear(4), 2 * one - two),
+        (predicting.Linear(2), 2 * one - two),
+    ):
+        torch.testing.assert_close(predictor.predict(queries, held), expected)
+        torch.testing.assert_close(predictor.predict(queries, torch.tensor(1)), one)
+
+
+@pytest.mark.parametrize("window", [2, 3, 16])
+def test_a_line_is_extrapolated_through_rope(predicting: Any, window: int) -> None:
+    begin, slope = drawn(64, seed=4), drawn(64, seed=5)
+    positions = torch.arange(100, 100 + window + 1, dtype=torch.float64)
+    angle = positions[:, None] * FREQUENCIES
+    line = (begin + positions[:, None] * slope)[:, None]
+    queries = rotate(line.float(), angle.cos().float(), angle.sin().float())[:, 0].double()
+    predictor = predicting.Rotated(predicting.Linear(window), FREQUENCIES)
+    found = predictor.predict(queries[:-1].flip(0), torch.tensor(window))
+    torch.testing.assert_close(found, queries[-1], rtol=1e-3, atol=1e-3)
+    assert float((predicting.Linear(window).predict(queries[:-1].flip(0), torch.tensor(window)) - found).norm()) > 1
+
+
+def test_rope_is_undone_and_redone(predicting: Any) -> None:
+    vectors, positions = drawn(5, 64, seed=6), torch.tensor([0, 1, 7, 4000, 131_071])
+    back = predicting.turned(predicting.turned(vectors, positions, FREQUENCIES), -positions, FREQUENCIES)
+    torch.testing.assert_close(back, vectors)
+
+
+def test_layers_rows_and_heads_do_not_know_each_other(benchmark: Any) -> None:
+    queries, held = drawn(3, 4, 2, 40, 64, seed=7), torch.tensor([1, 2, 20, 40])[:, None]
+    for name, predictor in benchmark.predictors(FREQUENCIES).items():
+        together = predictor.predict(queries, held)
+        alone = predictor.predict(queries[2, 1, 1, : predictor.reach], torch.tensor(2))
+        torch.testing.assert_close(together[2, 1, 1], alone, msg=name)
+
+
+def test_a_window_of_nothing_is_refused(predicting: Any) -> None:
+    with pytest.raises(ValueError, match="expected a window of at least 1 query, got 0"):
+        predicting.Mean(0)
+
+
+@pytest.fixture(scope="module")
+def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The shipped model's answers to two questions behind one document; it has no chat template of its own."""
+    from transformers import AutoTokenizer
+
+    modules, model = load("query_capture", "answers_data"), tmp_path_factory.mktemp("model")
+    capture, data = modules.query_capture, modules.answers_data
+    for path in SHIPPED.iterdir():
+        (model / path.name).symlink_to(path)
+    (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
+    text = AutoTokenizer.from_pretrained(SHIPPED).decode(torch.arange(3, 900).repeat(2).tolist())
+    asked = [data.Question(str(n), f"ASK {n}", "", (), "all", 0) for n in range(2)]
+    document = data.Document("planted", text, tuple((one,) for one in asked))
+    capturing = capture.Capturing(str(model), torch.device("cpu"))
+    return capturing, document, capturing.capture(document, 6)
+
+
+def test_what_is_captured_is_what_the_models_own_network_computes(captured: Any, load: Any, tmp_path: Any) -> None:
+    capturing, document, found = captured
+    path = tmp_path / "planted.pt"
+    found.save(path)
+    found = type(found).load(path, torch.device("cpu"))
+    network = load_network(SHIPPED, torch.float32, "cpu")
+    plan = LayerPlan.from_dict({"layers": ["anchor"] * 6}, num_layers=6, num_kv_heads=2)
+    prefix = capturing.chat.prefix(document.text)
+    assert found.keys.shape == found.values.shape == (6, 2, len(prefix), 64)
+    replayer = load("replay_model").replay_model.Replayer(network, plan, max_len=len(prefix) + 100)
+    for (question,), answer in zip(document.conversations, found.answers, strict=True):
+        prompt = prefix + capturing.chat.question(question, first=True)
+        tokens = list[int]()
+        for _ in range(len(answer.queries)):
+            out = replayer.run(prompt, tokens, [None] * len(tokens))
+            tokens.append(int(out.logits[-1].argmax()))
+        out = replayer.run(prompt, tokens, [None] * len(tokens))
+        assert capturing.chat.text(tokens) == answer.text
+        for layer in range(6):
+            torch.testing.assert_close(answer.queries[:, layer], out.queries[layer][1:], rtol=1e-3, atol=1e-3)
+        cache = replayer._cache[:, :, :, : len(prompt) + len(tokens)]
+        for n, (before, behind) in enumerate(((found.keys, answer.keys), (found.values, answer.values))):
+            torch.testing.assert_close(torch.cat([before, behind], 2), cache[:, n], rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def step(benchmark: Any) -> Any:
+    """Planted: 2 KV heads of 3 query heads, 512 prefix tokens, 20 behind."""
+    keys, values = drawn(2, 512, 16, seed=8).float(), drawn(2, 512, 16, seed=9).float()
+    own, query = drawn(2, 2, 20, 16, seed=10).float(), drawn(6, 16, seed=11).float()
+    last = query + 0.3 * drawn(6, 16, seed=12).float()
+    blocks = benchmark.ABSparseBuilder(benchmark.ABSparseSpec()).build_layer(keys.transpose(0, 1), None)
+    args = SelectArgs(prefix_len=512, num_sink=4, num_recent=16, sm_scale=0.25)
+    return benchmark.Step(keys, values, blocks, own[0], own[1], query, last, last[None], args)
+
+
+def test_mass_and_error_are_those_of_gathered_attention(step: Any) -> None:
+    selected = step.top(step.scores()[1], 64)
+    mass, error = step.attended(selected[None])
+    for head in range(2):
+        own, masses, errors = selected[head], [], []
+        keys = torch.cat([step.keys[head], step.own_keys[head]])
+        values = torch.cat([step.values[head], step.own_values[head]])
+        read = torch.cat([own, torch.ones(20, dtype=torch.bool)])
+        for query in step.query[3 * head : 3 * head + 3]:
+            weights = (keys @ query * 0.25).softmax(0)
+            dense = weights @ values
+            sparse = (keys[read] @ query * 0.25).softmax(0) @ values[read]
+            masses.append(weights[read].sum())
+            errors.append((sparse - dense).norm() / dense.norm())
+        torch.testing.assert_close(mass[0, head], torch.stack(masses).mean())
+        torch.testing.assert_close(error[0, head], torch.stack(errors).mean())
+    everything = step.attended(torch.ones(2, 512, dtype=torch.bool))
+    torch.testing.assert_close(everything, (torch.ones(2), torch.zeros(2)), atol=1e-5, rtol=0)
+
+
+def test_a_repair_takes_missing_tokens_of_wanted_blocks_within_its_budget(step: Any) -> None:
+    selected = step.top(step.scores()[1], 64)
+    scores = step.wanted(step.query)
+    wanted = step.top(scores, 64)
+    for share in (1 / 8, 1 / 4, 4.0):
+        repaired = step.repaired(selected[None], 64, share)[0]
+        added = repaired & ~selected
+        missing = wanted & ~selected
+        assert (repaired & selected).sum() == selected.sum() and not (added & ~wanted).any()
+        for head in range(2):
+            count = min(int(share * 64), int(missing[head].sum()))
+            assert int(added[head].sum()) == count > 0
+            if count < int(missing[head].sum()):
+                assert scores[head][added[head]].min() >= scores[head][missing[head] & ~added[head]].max()
+
+
+def test_lagged_blocks_are_named_by_the_last_query_and_ranked_by_the_true_one(step: Any) -> None:
+    lagged = step.lagged(64, 2)
+    named = step.top(step.wanted(step.last), 128)
+    assert not (lagged & ~named).any() and lagged.sum(1).tolist() == [64, 64]
+    torch.testing.assert_close(step.lagged(64, 8), step.top(step.scores()[0], 64))
+    known = replace(step, last=step.query).lagged(64, 2)
+    best = step.top(step.scores()[0], 64)
+    assert int((known & best).sum()) > int((lagged & best).sum())
+
+
+def test_rows_of_an_answer(benchmark: Any, captured: Any) -> None:
+    capturing, _, found = captured
+    ways = benchmark.predictors(capturing.frequencies)
+    rows = list(benchmark.judge(found, found.answers[0], ways, 2))
+    assert {row["steps"] for row in rows} == {3}
+    names = [row["selection"] for row in rows if row["kept"] == benchmark.KEPT[0]]
+    repaired = len(benchmark.REPAIRED) * len(benchmark.REPAIRS)
+    assert len(names) == len(set(names)) == 1 + len(ways) + len(benchmark.CANDIDATES) + repaired
+    for row in rows:
+        assert (len(row["overlap"]), len(row["overlap"][0]), len(row["mass"]), len(row["error"])) == (5, 2, 5, 5)
+        assert 0 <= min(map(min, row["overlap"])) and max(map(max, row["overlap"])) <= 1 and max(row["mass"]) <= 1
+        if row["selection"] == benchmark.TRUE:
+            assert row["overlap"] == [[1.0, 1.0]] * 5
