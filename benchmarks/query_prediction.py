@@ -25,13 +25,11 @@ share of the budget. Layer 0 does not select.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from answers_data import RULER_TASKS, Document, documents, ruler

@@ -201,7 +201,8 @@ def test_a_repair_takes_missing_tokens_of_wanted_blocks_within_its_budget(step: 
         repaired = step.repaired(selected[None], 64, share)[0]
         added = repaired & ~selected
         missing = wanted & ~selected
-        assert (repaired & selected).sum() == selected.sum() and not (added & ~wanted).any()
+        assert (repaired & selected).sum() == selected.sum()
+        assert not (added & ~wanted).any()
         for head in range(2):
             count = min(int(share * 64), int(missing[head].sum()))
             assert int(added[head].sum()) == count > 0
@@ -212,7 +213,8 @@ def test_a_repair_takes_missing_tokens_of_wanted_blocks_within_its_budget(step: 
 def test_lagged_blocks_are_named_by_the_last_query_and_ranked_by_the_true_one(step: Any) -> None:
     lagged = step.lagged(64, 2)
     named = step.top(step.wanted(step.last), 128)
-    assert not (lagged & ~named).any() and lagged.sum(1).tolist() == [64, 64]
+    assert not (lagged & ~named).any()
+    assert lagged.sum(1).tolist() == [64, 64]
     torch.testing.assert_close(step.lagged(64, 8), step.top(step.scores()[0], 64))
     known = replace(step, last=step.query).lagged(64, 2)
     best = step.top(step.scores()[0], 64)
@@ -229,6 +231,8 @@ def test_rows_of_an_answer(benchmark: Any, captured: Any) -> None:
     assert len(names) == len(set(names)) == 1 + len(ways) + len(benchmark.CANDIDATES) + repaired
     for row in rows:
         assert (len(row["overlap"]), len(row["overlap"][0]), len(row["mass"]), len(row["error"])) == (5, 2, 5, 5)
-        assert 0 <= min(map(min, row["overlap"])) and max(map(max, row["overlap"])) <= 1 and max(row["mass"]) <= 1
+        assert min(map(min, row["overlap"])) >= 0
+        assert max(map(max, row["overlap"])) <= 1
+        assert max(row["mass"]) <= 1
         if row["selection"] == benchmark.TRUE:
             assert row["overlap"] == [[1.0, 1.0]] * 5
