@@ -50,12 +50,14 @@ class Captured:
         name: of the document.
         keys, values: [layers, num_kv_heads, prefix_len, head_dim] float32, post-RoPE.
         answers: in the order of the questions.
+        frequencies: [head_dim / 2] radians a position, of RoPE that turns channels i and i + head_dim / 2 together.
     """
 
     name: str
     keys: Tensor
     values: Tensor
     answers: list[Answered]
+    frequencies: Tensor
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -75,11 +77,12 @@ class Capturing:
 
     Args:
         model: a Hugging Face folder.
+        chat: of the model's tokenizer.
         device: to compute on, in float32.
     """
 
-    def __init__(self, model: str, device: torch.device) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+    def __init__(self, model: str, chat: Chat, device: torch.device) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.masking_utils import sdpa_mask
 
@@ -92,17 +95,10 @@ class Capturing:
         AttentionMaskInterface.register("queries_seen", sdpa_mask)
         self._seen: dict[int, Tensor] = {}
         self._device = device
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._model = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="queries_seen"
         ).to(device)
-        self.chat = Chat(self._tokenizer)
-
-    @property
-    def frequencies(self) -> Tensor:
-        """[head_dim / 2] radians a position, of RoPE that turns channels i and i + head_dim / 2 together."""
-        found: Tensor = self._model.model.rotary_emb.inv_freq
-        return found
+        self._chat = chat
 
     @torch.no_grad()
     def capture(self, document: Document, steps: int, temperature: float = 0.0) -> Captured:
@@ -116,17 +112,17 @@ class Capturing:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
-        prefix = self.chat.prefix(document.text)
+        prefix = self._chat.prefix(document.text)
         self._read(prefix, cache)
         keys, values = _layers(cache, 0)
         answers = []
         for turns in document.conversations:
             answers.append(self._answer(turns[0], cache, len(prefix), steps, temperature))
             cache.crop(len(prefix))
-        return Captured(document.name, keys, values, answers)
+        return Captured(document.name, keys, values, answers, self._model.model.rotary_emb.inv_freq)
 
     def _answer(self, question: Question, cache: Any, prefix_len: int, steps: int, temperature: float) -> Answered:
-        logits = self._read(self.chat.question(question, first=True), cache)
+        logits = self._read(self._chat.question(question, first=True), cache)
         drawn = torch.Generator(self._device).manual_seed(0)
         tokens, queries = list[int](), list[Tensor]()
         for _ in range(steps):
@@ -138,7 +134,7 @@ class Capturing:
             logits = self._read(tokens[-1:], cache)
             queries.append(torch.stack([self._seen[layer] for layer in sorted(self._seen)]))
         keys, values = _layers(cache, prefix_len)
-        return Answered(question.task, torch.stack(queries), keys, values, self.chat.text(tokens))
+        return Answered(question.task, torch.stack(queries), keys, values, self._chat.text(tokens))
 
     def _read(self, ids: list[int], cache: Any) -> Tensor:
         """Logits [vocab_size] behind these tokens; the cache grows by them."""

@@ -5,7 +5,6 @@
     python benchmarks/query_prediction.py --out rows.jsonl            # Qwen, the tasks of answers.py and long answers
     python benchmarks/query_prediction.py --out rows.jsonl --model-path .models/smollm2-135m-instruct
     python benchmarks/query_prediction.py --table rows.jsonl          # what docs/selection.md shows
-    python benchmarks/query_prediction.py --table rows.jsonl --layers # per layer, the best predictor
 
 A layer selects prefix tokens by the exact scores of a predicted query, maximum over the query heads of a KV head, sink
 and window inside the budget, as serving does. Queries, keys and values are those of dense decode in float32. They are
@@ -17,7 +16,8 @@ captured once, into `--work`, and judged from there. Rows are appended; what the
     error    |output - dense output| / |dense output| of a query head
 
 A step counts from the second decode step on; a window that decode has not filled yet is shorter. `lagged`: blocks of 16
-by their INT4 means, scored by the last query, name so many budgets of candidates, which the true query ranks.
+by their INT4 means, scored by the last query, name so many budgets of candidates, which the true query ranks; `lagged
+tokens`: the tokens' own scores by the last query name them; `blocks`: the blocks do, by the true query.
 `repair`: of the tokens of the blocks that the true query wants, those missing are attended, by block score, up to that
 share of the budget. Layer 0 does not select.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from answers_data import RULER_TASKS, Document, documents, ruler
+from answers_data import RULER_TASKS, Chat, Document, documents, ruler
 from engines import Row, append, read
 from kernel_rows import origin
 from query_capture import TEMPERATURE, Answered, Captured, Capturing, long_documents
@@ -50,24 +50,24 @@ from sglang_ext.options import SparseAttnConfig
 SUITES = ("documents", "ruler", "long")
 KEPT = (1 / 8, 1 / 20)
 WINDOWS = (4, 8, 16, 32)
-LAGS = (1, 2, 4, 8, 16)
-"""Old queries used unchanged; 1 is the last query. AsyncSpade, 3.1: over 40% within 16 tokens, at 1/8."""
+LAGS = (2, 4, 8, 16)
+"""Older queries than the last, used unchanged. AsyncSpade, 3.1: over 40% within 16 tokens, at 1/8."""
 CANDIDATES = (4, 8)
-"""Budgets that lagged blocks name."""
+"""Budgets that are named for the true query to rank."""
 REPAIRS = (1 / 8, 1 / 4)
 """Of the budget: what an exact second pass attends at most."""
-REPAIRED = ("last", "ridge 16", "exponential 4")
-TRUE = "true query"
+TRUE, UNDONE = "true query", "RoPE undone"
+REPAIRED = ("last", "ridge 16", f"exponential 4, {UNDONE}")
 
 
 def predictors(frequencies: Tensor) -> dict[str, Predictor]:
     """All that are compared, by name; `frequencies` of RoPE, for those that undo it."""
-    found: dict[str, Predictor] = {"last" if lag == 1 else f"lag {lag}": Lag(lag) for lag in LAGS}
+    found: dict[str, Predictor] = {"last": Lag(1)}
     for name, kind in (("ridge", Ridge), ("mean", Mean), ("exponential", Exponential)):
         found |= {f"{name} {window}": kind(window) for window in WINDOWS}
-    found |= {f"linear {window}, RoPE undone": Rotated(Linear(window), frequencies) for window in (2, *WINDOWS)}
-    turned: dict[str, Predictor] = {"last": Lag(1), "ridge 16": Ridge(16), "exponential 4": Exponential(4)}
-    return found | {f"{name}, RoPE undone": Rotated(one, frequencies) for name, one in turned.items()}
+    undone = {**found, **{f"linear {window}": Linear(window) for window in (2, *WINDOWS)}}
+    found |= {f"{name}, {UNDONE}": Rotated(one, frequencies) for name, one in undone.items()}
+    return found | {f"lag {lag}": Lag(lag) for lag in LAGS}
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,20 @@ class Step:
         """[num_kv_heads, prefix_len]: each token's log share by the mean of its block."""
         return ABSparseSelector(ABSparseSpec()).token_scores(self.blocks, query[None], self.args)
 
-    def lagged(self, budget: int, times: int) -> Tensor:
-        """bool [num_kv_heads, prefix_len]: candidates by the last query's blocks, ranked by the true query."""
-        named = self.top(self.wanted(self.last), min(times * budget, self.keys.shape[1]))
+    def ranked(self, named: Tensor, budget: int) -> Tensor:
+        """bool [num_kv_heads, prefix_len]: the best by the true query of those named; it ranks among these alone."""
         raw = block_scores_mean(self.query[None], self.keys).masked_fill(~named[:, None, None], -torch.inf)
         return self.top(pool_scores(raw, self.args.sm_scale), budget)
+
+    def candidates(self, budget: int) -> dict[str, Tensor]:
+        """By name, what the true query selects of candidates: [num_kv_heads, prefix_len] bool."""
+        last = pool_scores(block_scores_mean(self.last[None], self.keys), self.args.sm_scale)
+        named = {"lagged blocks": self.wanted(self.last), "lagged tokens": last, "blocks": self.wanted(self.query)}
+        return {
+            f"{name} x {times}": self.ranked(self.top(scores, min(times * budget, scores.shape[1])), budget)
+            for name, scores in named.items()
+            for times in CANDIDATES
+        }
 
     def repaired(self, selected: Tensor, budget: int, share: float) -> Tensor:
         """`selected` bool [..., num_kv_heads, prefix_len], and the missing tokens of the blocks that are wanted."""
@@ -169,18 +178,17 @@ class Sums:
         }
 
 
-def judge(captured: Captured, answer: Answered, known: dict[str, Predictor], every: int) -> Iterator[Row]:
+def judge(captured: Captured, answer: Answered, every: int) -> Iterator[Row]:
     """Rows of one answer: a row for each share kept and each way of selecting.
 
     Args:
         captured: the document.
         answer: one of its answers.
-        known: the predictors by name.
         every: of so many decode steps one is judged, from the second on.
     """
     steps = list(range(1, len(answer.queries), every))
     layers, device = answer.queries.shape[1], answer.queries.device
-    config = SparseAttnConfig()
+    config, known = SparseAttnConfig(), predictors(captured.frequencies)
     sums: dict[tuple[float, str], Sums] = {}
     reach = max(one.reach for one in known.values())
     lags = torch.tensor([[max(step - lag, 0) for lag in range(1, reach + 1)] for step in steps], device=device)
@@ -220,9 +228,9 @@ def compared(step: Step, names: Sequence[str]) -> Iterator[tuple[float, list[str
     for kept in KEPT:
         budget = int(kept * step.keys.shape[1])
         selected = step.top(scores, budget)
-        lagged = torch.stack([step.lagged(budget, times) for times in CANDIDATES])
-        ways = [(TRUE, *names, *(f"lagged blocks x {times}" for times in CANDIDATES))]
-        masks = [torch.cat([selected, lagged])]
+        candidates = step.candidates(budget)
+        ways = [(TRUE, *names, *candidates)]
+        masks = [torch.cat([selected, torch.stack(list(candidates.values()))])]
         some = [names.index(name) for name in REPAIRED if name in names]
         for share in REPAIRS:
             ways.append(tuple(f"{names[i]}, repair 1/{round(1 / share)}" for i in some))
@@ -233,46 +241,50 @@ def compared(step: Step, names: Sequence[str]) -> Iterator[tuple[float, list[str
             yield kept, list(way), {"overlap": (both - fixed) / (budget - fixed), "mass": mass, "error": error}
 
 
-def asked(args: argparse.Namespace, capturing: Capturing) -> Iterator[tuple[str, Document, int, float]]:
-    """(suite, document with the questions that are asked, decode steps, temperature), in a fixed order."""
+def asked(args: argparse.Namespace, chat: Chat) -> Iterator[tuple[str, Document]]:
+    """(suite, document with the questions that are asked), in a fixed order."""
     for length in args.lengths:
-        own = list(documents(args.packages, capturing.chat, length, args.documents, args.seed))
+        own = list(documents(args.packages, chat, length, args.documents, args.seed))
         for document in own if "documents" in args.suites else ():
             # One conversation, of which the first turn is answered, of each kind.
             kinds = {turns[0].task: turns for turns in document.conversations}
-            yield "documents", replace(document, conversations=tuple(kinds.values())), args.steps, 0.0
+            yield "documents", replace(document, conversations=tuple(kinds.values()))
         if "long" in args.suites:
-            for document in long_documents(capturing.chat, own[0], length):
-                yield "long", document, args.new_tokens, TEMPERATURE
+            yield from (("long", one) for one in long_documents(chat, own[0], length))
         for task in args.tasks if "ruler" in args.suites else ():
-            for document in ruler(args.packages, args.model_path, args.work, task, length, args.samples):
-                yield "ruler", document, args.steps, 0.0
+            found = ruler(args.packages, args.model_path, args.work, task, length, args.samples)
+            yield from (("ruler", one) for one in found)
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Capture and judge what the result file does not hold."""
+    """Capture what is not there, then judge what the result file does not hold."""
+    from transformers import AutoTokenizer
+
     device = torch.device(args.device)
-    known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args), "device": args.device}
-    args.work = args.work / known["model"] / f"seed-{args.seed}-{args.steps}-{args.new_tokens}"
+    known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
+    args.work = args.work / known["model"] / f"seed-{args.seed}-{args.steps}-{args.new_tokens}-{args.device}"
     args.work.mkdir(parents=True, exist_ok=True)
+    chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
+    plan = [(suite, document, args.work / f"{document.name}.pt") for suite, document in asked(args, chat)]
+    missing = [one for one in plan if not one[2].exists()]
+    capturing = Capturing(args.model_path, chat, device) if missing else None
+    for suite, document, path in tqdm(missing, unit=" captures"):
+        assert capturing is not None
+        long = suite == "long"
+        steps, temperature = (args.new_tokens, TEMPERATURE) if long else (args.steps, 0.0)
+        capturing.capture(document, steps, temperature).save(path)
     rows = read([args.out]) if Path(args.out).exists() else []
     same = ("model", "seed", "commit", "device")
-    done = {(row["document"], row["task"], row["every"]) for row in rows if all(row[key] == known[key] for key in same)}
-    capturing = Capturing(args.model_path, device)
-    ways = predictors(capturing.frequencies)
-    plan = list(asked(args, capturing))
-    for suite, document, steps, temperature in tqdm(plan, unit=" documents"):
-        every = args.long_every if suite == "long" else args.every
-        wanted = [turns[0].task for turns in document.conversations]
-        if all((document.name, task, every) in done for task in wanted):
+    done = {(row["document"], row["task"]) for row in rows if all(row[key] == known[key] for key in same)}
+    for suite, document, path in tqdm(plan, unit=" documents"):
+        if all((document.name, turns[0].task) in done for turns in document.conversations):
             continue
-        path = args.work / f"{document.name}.pt"
-        if not path.exists():
-            capturing.capture(document, steps, temperature).save(path)
         captured = Captured.load(path, device)
+        every = args.long_every if suite == "long" else args.every
         for answer in captured.answers:
-            if (document.name, answer.task, every) not in done:
-                for row in judge(captured, answer, ways, every):
+            if (document.name, answer.task) not in done:
+                found = list(judge(captured, answer, every))
+                for row in found:
                     append(args.out, {"suite": suite, "every": every, **row, **known})
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/query_prediction.py`: the predictors' mathematics, what is captured of a real model, and the figures."""
+"""`benchmarks/query_prediction.py`: the predictors' mathematics, what is captured of a model, and the figures."""
 
 from __future__ import annotations
 
@@ -130,31 +130,31 @@ def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     for path in SHIPPED.iterdir():
         (model / path.name).symlink_to(path)
     (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
-    text = AutoTokenizer.from_pretrained(SHIPPED).decode(torch.arange(3, 900).repeat(2).tolist())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text, chat = tokenizer.decode(torch.arange(3, 900).repeat(2).tolist()), data.Chat(tokenizer)
     asked = [data.Question(str(n), f"ASK {n}", "", (), "all", 0) for n in range(2)]
     document = data.Document("planted", text, tuple((one,) for one in asked))
-    capturing = capture.Capturing(str(model), torch.device("cpu"))
-    return capturing, document, capturing.capture(document, 6)
+    return chat, document, capture.Capturing(str(model), chat, torch.device("cpu")).capture(document, 6)
 
 
 def test_what_is_captured_is_what_the_models_own_network_computes(captured: Any, load: Any, tmp_path: Any) -> None:
-    capturing, document, found = captured
+    chat, document, found = captured
     path = tmp_path / "planted.pt"
     found.save(path)
     found = type(found).load(path, torch.device("cpu"))
     network = load_network(SHIPPED, torch.float32, "cpu")
     plan = LayerPlan.from_dict({"layers": ["anchor"] * 6}, num_layers=6, num_kv_heads=2)
-    prefix = capturing.chat.prefix(document.text)
+    prefix = chat.prefix(document.text)
     assert found.keys.shape == found.values.shape == (6, 2, len(prefix), 64)
     replayer = load("replay_model").replay_model.Replayer(network, plan, max_len=len(prefix) + 100)
     for (question,), answer in zip(document.conversations, found.answers, strict=True):
-        prompt = prefix + capturing.chat.question(question, first=True)
+        prompt = prefix + chat.question(question, first=True)
         tokens = list[int]()
         for _ in range(len(answer.queries)):
             out = replayer.run(prompt, tokens, [None] * len(tokens))
             tokens.append(int(out.logits[-1].argmax()))
         out = replayer.run(prompt, tokens, [None] * len(tokens))
-        assert capturing.chat.text(tokens) == answer.text
+        assert chat.text(tokens) == answer.text
         for layer in range(6):
             torch.testing.assert_close(answer.queries[:, layer], out.queries[layer][1:], rtol=1e-3, atol=1e-3)
         cache = replayer._cache[:, :, :, : len(prompt) + len(tokens)]
@@ -210,27 +210,34 @@ def test_a_repair_takes_missing_tokens_of_wanted_blocks_within_its_budget(step: 
                 assert scores[head][added[head]].min() >= scores[head][missing[head] & ~added[head]].max()
 
 
-def test_lagged_blocks_are_named_by_the_last_query_and_ranked_by_the_true_one(step: Any) -> None:
-    lagged = step.lagged(64, 2)
-    named = step.top(step.wanted(step.last), 128)
-    assert not (lagged & ~named).any()
-    assert lagged.sum(1).tolist() == [64, 64]
-    torch.testing.assert_close(step.lagged(64, 8), step.top(step.scores()[0], 64))
-    known = replace(step, last=step.query).lagged(64, 2)
-    best = step.top(step.scores()[0], 64)
-    assert int((known & best).sum()) > int((lagged & best).sum())
+def test_candidates_are_named_by_the_last_query_and_ranked_by_the_true_one(step: Any, benchmark: Any) -> None:
+    found, best = step.candidates(64), step.top(step.scores()[0], 64)
+    assert all(mask.sum(1).tolist() == [64, 64] for mask in found.values())
+    named = {"lagged blocks": step.wanted(step.last), "lagged tokens": step.scores()[1]}
+    for name, scores in named.items():
+        assert not (found[f"{name} x 4"] & ~step.top(scores, 256)).any()
+        torch.testing.assert_close(found[f"{name} x 8"], best)  # 512 candidates are all
+    right = {name: int((mask & best).sum()) for name, mask in found.items()}
+    assert right["lagged blocks x 4"] < right["blocks x 4"] < right["lagged tokens x 4"] < 128
+    sure = replace(step, last=step.query).candidates(64)
+    torch.testing.assert_close(sure["lagged blocks x 4"], found["blocks x 4"])
+    torch.testing.assert_close(sure["lagged tokens x 4"], best)
 
 
 def test_rows_of_an_answer(benchmark: Any, captured: Any) -> None:
-    capturing, _, found = captured
-    ways = benchmark.predictors(capturing.frequencies)
-    rows = list(benchmark.judge(found, found.answers[0], ways, 2))
+    found = captured[2]
+    rows = list(benchmark.judge(found, found.answers[0], 2))
     assert {row["steps"] for row in rows} == {3}
     names = [row["selection"] for row in rows if row["kept"] == benchmark.KEPT[0]]
     repaired = len(benchmark.REPAIRED) * len(benchmark.REPAIRS)
-    assert len(names) == len(set(names)) == 1 + len(ways) + len(benchmark.CANDIDATES) + repaired
+    assert (
+        len(names)
+        == len(set(names))
+        == 1 + len(benchmark.predictors(FREQUENCIES)) + 3 * len(benchmark.CANDIDATES) + repaired
+    )
     for row in rows:
-        assert (len(row["overlap"]), len(row["overlap"][0]), len(row["mass"]), len(row["error"])) == (5, 2, 5, 5)
+        assert torch.tensor(row["overlap"]).shape == (5, 2)
+        assert len(row["mass"]) == len(row["error"]) == 5
         assert min(map(min, row["overlap"])) >= 0
         assert max(map(max, row["overlap"])) <= 1
         assert max(row["mass"]) <= 1
