@@ -262,10 +262,11 @@ def measure(args: argparse.Namespace) -> None:
 
     device = torch.device(args.device)
     known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
-    args.work = args.work / known["model"] / f"seed-{args.seed}-{args.steps}-{args.new_tokens}-{args.device}"
-    args.work.mkdir(parents=True, exist_ok=True)
+    args.work = args.work / known["model"]
+    captures = args.work / f"seed-{args.seed}-{args.steps}-{args.new_tokens}-{args.device}"
+    captures.mkdir(parents=True, exist_ok=True)
     chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
-    plan = [(suite, document, args.work / f"{document.name}.pt") for suite, document in asked(args, chat)]
+    plan = [(suite, document, captures / f"{document.name}.pt") for suite, document in asked(args, chat)]
     missing = [one for one in plan if not one[2].exists()]
     capturing = Capturing(args.model_path, chat, device) if missing else None
     for suite, document, path in tqdm(missing, unit=" captures"):
