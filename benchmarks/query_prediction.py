@@ -57,7 +57,8 @@ CANDIDATES = (4, 8)
 REPAIRS = (1 / 8, 1 / 4)
 """Of the budget: what an exact second pass attends at most."""
 TRUE, UNDONE = "true query", "RoPE undone"
-REPAIRED = ("last", "ridge 16", f"exponential 4, {UNDONE}")
+WATCHED = ("last", "ridge 16", f"ridge 4, {UNDONE}")
+"""Predictors whose selections are repaired, too, and whose overlap is written down by layer and KV head."""
 
 
 def predictors(frequencies: Tensor) -> dict[str, Predictor]:
@@ -168,14 +169,12 @@ class Sums:
             self.figures.setdefault(name, value.new_zeros(layers, len(value)))[layer] += value
 
     def means(self, steps: int) -> Row:
-        """Overlap per layer and KV head, the others per layer; layer 0 is left out."""
-        found = {name: (value[1:] / steps).cpu() for name, value in self.figures.items()}
-        return {
-            name: [[round(one, 4) for one in row] for row in value.tolist()]
-            if name == "overlap"
-            else [round(one, 4) for one in value.mean(1).tolist()]
-            for name, value in found.items()
-        }
+        """Means over steps, layers and KV heads; layer 0 is left out."""
+        return {name: round(float(value[1:].mean()) / steps, 4) for name, value in self.figures.items()}
+
+    def by_head(self, steps: int) -> list[list[float]]:
+        """Overlap by layer, from layer 1 on, and KV head."""
+        return [[round(one, 3) for one in heads] for heads in (self.figures["overlap"][1:] / steps).tolist()]
 
 
 def judge(captured: Captured, answer: Answered, every: int) -> Iterator[Row]:
@@ -218,7 +217,8 @@ def judge(captured: Captured, answer: Answered, every: int) -> Iterator[Row]:
                     sums.setdefault((kept, name), Sums()).add(layer, layers, **one)
     shared = {"task": answer.task, "document": captured.name, "prefix_len": captured.keys.shape[2]}
     for (kept, name), of in sums.items():
-        yield {**shared, "steps": len(steps), "kept": kept, "selection": name, **of.means(len(steps))}
+        row = {**shared, "steps": len(steps), "kept": kept, "selection": name, **of.means(len(steps))}
+        yield {**row, "by_head": of.by_head(len(steps))} if name in WATCHED else row
 
 
 def compared(step: Step, names: Sequence[str]) -> Iterator[tuple[float, list[str], dict[str, Tensor]]]:
@@ -231,7 +231,7 @@ def compared(step: Step, names: Sequence[str]) -> Iterator[tuple[float, list[str
         candidates = step.candidates(budget)
         ways = [(TRUE, *names, *candidates)]
         masks = [torch.cat([selected, torch.stack(list(candidates.values()))])]
-        some = [names.index(name) for name in REPAIRED if name in names]
+        some = [names.index(name) for name in WATCHED if name in names]
         for share in REPAIRS:
             ways.append(tuple(f"{names[i]}, repair 1/{round(1 / share)}" for i in some))
             masks.append(step.repaired(selected[1:][some], budget, share))
@@ -317,7 +317,7 @@ def mean_of(rows: Sequence[Row], figure: str) -> float:
     """Over tasks, of each over its answers, layers and KV heads alike."""
     tasks: dict[str, list[float]] = {}
     for row in rows:
-        tasks.setdefault(row["task"], []).append(float(torch.tensor(row[figure]).mean()))
+        tasks.setdefault(row["task"], []).append(row[figure])
     return fmean(fmean(one) for one in tasks.values())
 
 
