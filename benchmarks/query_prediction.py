@@ -290,35 +290,41 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: a line for each way of selecting, means over tasks of the means over layers and KV heads."""
-    lines = []
+    """Markdown: overlap, mass and error of each way of selecting; then the overlap of each layer, from layer 1 on."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    groups = [(model, kept) for model in models for kept in KEPT]
-    lines.append("| selection | " + " | ".join(f"{model}, 1/{round(1 / kept)}" for model, kept in groups) + " |")
-    lines.append("|---|" + "---|" * len(groups))
+    columns = [(model, kept) for model in models for kept in KEPT]
+    heads = (f"{model}, {kept:.1%}" for model, kept in columns)
+    lines = ["| selection | " + " | ".join(heads) + " |", "|---|" + "---|" * len(columns)]
     for name in dict.fromkeys(row["selection"] for row in rows):
-        cells = [cell([row for row in of(rows, model, kept) if row["selection"] == name]) for model, kept in groups]
+        found = [mean_of(rows, model, kept, name) for model, kept in columns]
+        cells = (f"{one['overlap']:.1%}, {one['mass']:.3f}, {one['error']:.3f}" for one in found)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for model, kept in columns:
+        layers = " ".join(f"{one:.0%}" for one in by_layer(rows, model, kept, WATCHED[-1]))
+        lines.append(f"\n{model}, {kept:.1%}, {WATCHED[-1]}, overlap by layer: {layers}")
     return "\n".join(lines)
 
 
-def of(rows: Sequence[Row], model: str, kept: float) -> list[Row]:
-    """Those of one model and share."""
-    return [row for row in rows if (row["model"], row["kept"]) == (model, kept)]
-
-
-def cell(rows: Sequence[Row]) -> str:
-    """Overlap, mass, error."""
-    overlap, mass, error = (mean_of(rows, name) for name in ("overlap", "mass", "error"))
-    return f"{overlap:.1%} {mass:.3f} {error:.3f}"
-
-
-def mean_of(rows: Sequence[Row], figure: str) -> float:
-    """Over tasks, of each over its answers, layers and KV heads alike."""
-    tasks: dict[str, list[float]] = {}
+def chosen(rows: Sequence[Row], model: str, kept: float, name: str) -> dict[str, list[Row]]:
+    """Rows of one model, share kept and way of selecting, by task."""
+    tasks: dict[str, list[Row]] = {}
     for row in rows:
-        tasks.setdefault(row["task"], []).append(row[figure])
-    return fmean(fmean(one) for one in tasks.values())
+        if (row["model"], row["kept"], row["selection"]) == (model, kept, name):
+            tasks.setdefault(row["task"], []).append(row)
+    return tasks
+
+
+def mean_of(rows: Sequence[Row], model: str, kept: float, name: str) -> dict[str, float]:
+    """Overlap, mass and error: means over tasks, of each over its answers."""
+    tasks = chosen(rows, model, kept, name).values()
+    return {figure: fmean(fmean(row[figure] for row in of) for of in tasks) for figure in ("overlap", "mass", "error")}
+
+
+def by_layer(rows: Sequence[Row], model: str, kept: float, name: str) -> list[float]:
+    """Overlap of a watched predictor by layer, from layer 1 on: means over tasks and KV heads."""
+    tasks = chosen(rows, model, kept, name).values()
+    means = [torch.tensor([row["by_head"] for row in of]).mean((0, 2)) for of in tasks]
+    return [float(one) for one in torch.stack(means).mean(0)]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
