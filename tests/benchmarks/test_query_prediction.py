@@ -60,7 +60,7 @@ def test_ridge_is_the_mean_over_the_windows_that_are_filled(predicting: Any, hel
         w = of_lstsq(queries[:held].numpy(), window) if held > 1 else np.zeros(1)
         shares = np.exp(w) / np.exp(w).sum()
         expected.append(shares @ queries[:window].numpy())
-    queries[held:] = torch.nan
+    queries[held:] = torch.tensor([torch.nan, 1e6]).repeat(5)[: 9 - held, None]
     found = predicting.Ridge(8, EPSILON).predict(queries, torch.tensor(held))
     np.testing.assert_allclose(found, np.mean(expected, axis=0), rtol=1e-9)
 
@@ -75,7 +75,7 @@ def test_ridge_weighs_most_what_regressed_the_newest_query(predicting: Any) -> N
 def test_the_weights_of_short_windows(predicting: Any) -> None:
     queries, held = drawn(4, 8, seed=3), torch.tensor(2)
     one, two = queries[0], queries[1]
-    queries[2:] = torch.nan
+    queries[2], queries[3] = torch.nan, 1e6
     for predictor, expected in (
         (predicting.Lag(1), one),
         (predicting.Lag(4), two),
@@ -223,6 +223,25 @@ def test_candidates_are_named_by_the_last_query_and_ranked_by_the_true_one(step:
     torch.testing.assert_close(sure["lagged blocks x 4"], found["blocks x 4"])
     # Each query head's shares are now of the candidates alone.
     assert int((sure["lagged tokens x 4"] & best).sum()) > right["lagged tokens x 4"]
+
+
+def test_a_step_has_the_tokens_and_queries_up_to_its_own(
+    benchmark: Any, captured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, steps = captured[2], []
+    monkeypatch.setattr(benchmark, "compared", lambda step, names: steps.append(step) or [])
+    answer = found.answers[0]
+    assert not list(benchmark.judge(found, answer, 2))
+    asked = answer.keys.shape[2] - 6
+    for i, step in enumerate(steps):
+        layer, t = 1 + i // 3, 1 + 2 * (i % 3)
+        torch.testing.assert_close(step.query, answer.queries[t, layer])
+        torch.testing.assert_close(step.last, answer.queries[t - 1, layer])
+        torch.testing.assert_close(step.predicted[0], step.last)
+        torch.testing.assert_close(step.own_keys, answer.keys[layer, :, : asked + t + 1])
+        assert step.own_keys.shape == step.own_values.shape
+        torch.testing.assert_close(step.values, found.values[layer])
+    assert len(steps) == 5 * 3
 
 
 def test_rows_of_an_answer(benchmark: Any, captured: Any) -> None:
