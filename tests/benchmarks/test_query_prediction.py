@@ -14,7 +14,7 @@ from scripts.needle_network import load as load_network
 from scripts.needle_network import rotate
 from sglang_ext.methods.base import SelectArgs
 from sglang_ext.methods.layer_plan import LayerPlan
-from tests.benchmarks.results import ROOT
+from tests.benchmarks.results import RESULTS, ROOT, documented_table, prose
 
 SHIPPED = ROOT / "models" / "needle"
 FREQUENCIES = 1e6 ** (-torch.arange(32, dtype=torch.float64) / 32)
@@ -262,3 +262,34 @@ def test_rows_of_an_answer(benchmark: Any, captured: Any) -> None:
             heads = torch.tensor(row["by_head"])
             assert heads.shape == (5, 2)
             assert float(heads.mean()) == pytest.approx(row["overlap"], abs=1e-3)
+
+
+def test_the_documented_predictions_are_the_rows(benchmark: Any) -> None:
+    rows = benchmark.read([RESULTS / "query-prediction-cpu.jsonl.xz"])
+    columns = [(model, kept) for model in dict.fromkeys(row["model"] for row in rows) for kept in benchmark.KEPT]
+
+    def figures(name: str, figure: str) -> list[float]:
+        return [benchmark.mean_of(rows, *column, name)[figure] for column in columns]
+
+    shown = documented_table("selection", "| selected by | Qwen, 1/8 |")
+    for bold, *said in shown:
+        name = bold.strip("*")
+        pairs = zip(figures(name, "overlap"), figures(name, "error"), strict=True)
+        assert said == [f"{overlap:.1%}, {error:.3f}" for overlap, error in pairs], name
+    known = list(benchmark.predictors(FREQUENCIES))
+    best = max(known, key=lambda name: sum(figures(name, "overlap")))
+    assert [name for name, *_ in shown if name.startswith("**")] == [f"**{best}**"]
+    for figure, sign in (("overlap", 1), ("error", -1)):
+        gain = np.array(figures("last", figure)) - figures("ridge 16", figure)
+        assert (sign * gain > 0).all()
+    worse = [name for name in known if name.startswith(("mean", "exponential", "linear"))]
+    assert min(sum(figures(name, "error")) for name in worse) > sum(figures("last", "error"))
+    assert max(np.array(figures(best, "error")) - figures("last", "error")) < 0.001
+    ahead = [name for name, *_ in shown if name != benchmark.TRUE]
+    errors = [[float(cell.split()[1]) for cell in row[1:]] for row in shown if row[0] != benchmark.TRUE]
+    assert ahead[int(np.sum(errors, axis=1).argmin())] == "lagged tokens x 4"
+    text, old = prose("selection"), figures("lag 16", "overlap")
+    assert "Queries 16 steps old overlap by {:.1%} and {:.1%} at 1/8".format(*old[::2]) in text
+    layers = [benchmark.by_layer(rows, model, kept, best) for model, kept in columns[1::2]]
+    ranges = [f"{min(one):.0%} to {max(one):.0%}" for one in layers]
+    assert "Its overlap at 5% by layer: {}, {}.".format(*ranges) in text
