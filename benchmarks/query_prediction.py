@@ -25,6 +25,7 @@ share of the budget. Layer 0 does not select.
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -262,6 +263,7 @@ def measure(args: argparse.Namespace) -> None:
 
     device = torch.device(args.device)
     known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
+    known |= {"device": platform.processor() or "CPU"} if device.type == "cpu" else {}
     args.work = args.work / known["model"]
     captures = args.work / f"seed-{args.seed}-{args.steps}-{args.new_tokens}-{args.device}"
     captures.mkdir(parents=True, exist_ok=True)
@@ -350,7 +352,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in ("steps", "new_tokens"):
         if getattr(args, name) < 2:
-            parser.error(f"expected --{name.replace('_', '-')} of at least 2: the first one has no query before it")
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(
+                f"expected {flag} of at least 2, as a first step has no query before it, got {getattr(args, name)}"
+            )
     return args
 
 

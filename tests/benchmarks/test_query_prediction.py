@@ -264,6 +264,14 @@ def test_rows_of_an_answer(benchmark: Any, captured: Any) -> None:
             assert float(heads.mean()) == pytest.approx(row["overlap"], abs=1e-3)
 
 
+def test_answers_of_one_step_are_refused(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--new-tokens", "1"])
+    assert (
+        "expected --new-tokens of at least 2, as a first step has no query before it, got 1" in capsys.readouterr().err
+    )
+
+
 def test_the_documented_predictions_are_the_rows(benchmark: Any) -> None:
     rows = benchmark.read([RESULTS / "query-prediction-cpu.jsonl.xz"])
     columns = [(model, kept) for model in dict.fromkeys(row["model"] for row in rows) for kept in benchmark.KEPT]
