@@ -91,6 +91,7 @@ METRICS = (
     Metric("guard_tokens", "Next tokens compared with exact attention's, those alike.", "part", ("compared", "agreed")),
     Metric("guard_recall", "Attention mass recall, mean of the indexes.", "layer", gauge=True),
     Metric("guard_output_error", "Relative output error, mean of the indexes.", "layer", gauge=True),
+    Metric("draft_tokens", "Tokens drafted by an index, those accepted.", "part", ("drafted", "accepted")),
     Metric("device_bytes", "Device bytes of indexes.", gauge=True),
     Metric("store_indexes", "Usable indexes in the store.", gauge=True),
     Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),
@@ -103,6 +104,7 @@ class Counters:
 
     Attributes:
         hits: requests that found an index, at admission.
+        drafted, accepted: tokens that lossless decode drafted, and those that exact steps said, too.
 
     Args:
         num_layers: layers of the model.
@@ -115,6 +117,7 @@ class Counters:
         self.sparse_rows = 0
         self.dense_rows = 0
         self.hits = 0
+        self.drafted = self.accepted = 0
         self.largest_group = 0
         self.cascade_steps = 0
         self.cascade_rows = 0
@@ -204,6 +207,7 @@ class Counters:
             "timed_steps": dict(self._timed),
             "saved_seconds": {path: us / 1e6 for path, us in self._saved_us.items()},
             "hit": self.hits,
+            "draft_tokens": {"drafted": self.drafted, "accepted": self.accepted},
             "store_indexes": indexes,
             "store_bytes": nbytes,
             "store_problems": problems,

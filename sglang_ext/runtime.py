@@ -61,6 +61,7 @@ class SparseRuntime:
     Attributes:
         config, started: with the budget in force, and as the server was started; `administration` replaces them.
         loaded_profile: in force; None without one.
+        took: how the last decode step was attended here; None: it was not.
         index_hits: requests that found an index, by its digest.
         index_bytes: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool says.
 
@@ -111,6 +112,7 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
+        self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
         self.index_hits: Counter[str] = Counter()
 
@@ -283,13 +285,16 @@ class SparseRuntime:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
-            self._settle(forward_batch.rids)
+            if self.planner.drafts is None:
+                self._settle(forward_batch.rids)
             planned = self._planned(forward_batch)
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(
                 "dense" if planned is None else planned.path.counted, timed=planned is None or planned.guarded is None
             )
-            self._step = Step(planned, () if self.builds is None else self.builds.decode(forward_batch))
+            builds = self.builds if self.planner.drafts is None else None
+            self._step = Step(planned, () if builds is None else builds.decode(forward_batch))
+            self.took = self.path
         else:
             self.counters.begin_step(None)
             if self.builds is not None and mode.is_extend():
@@ -330,6 +335,41 @@ class SparseRuntime:
         if expected is not None and tokens is not None:
             guarded.compare(expected, tokens)
         return output
+
+    def begin_round(self, forward_batch: Any) -> list[bool]:
+        """A round of lossless decode begins (see docs/lossless.md): what is done once for each decode step of others.
+
+        Args:
+            forward_batch: SGLang's, of a decode step whose rows are the round's requests.
+
+        Returns:
+            Per row, whether an index of its prefix is ready to draft with.
+        """
+        self._settle(forward_batch.rids)
+        if self.builds is not None:
+            self.builds.decode(forward_batch)
+        try:
+            return self.planner.drafters(forward_batch, self.ready.usable)
+        except Exception as error:
+            self._step_failed(forward_batch.rids, error)
+            return [False] * forward_batch.batch_size
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Within the block decode steps draft: no request is told what they say."""
+        self.planner.drafts = True
+        try:
+            yield
+        finally:
+            self.planner.drafts = False
+
+    def verified(self, rids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """A round ended: tokens that each request drafted, and how many of them the exact step said, too."""
+        self.counters.drafted += sum(drafted)
+        self.counters.accepted += sum(accepted)
+        for rid, *tokens in zip(rids, drafted, accepted, strict=True):
+            if (attachment := self.requests.get(rid)) is not None:
+                attachment.drafts = tuple(map(sum, zip(attachment.drafts, tokens, strict=True)))
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
