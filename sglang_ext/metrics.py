@@ -91,7 +91,6 @@ METRICS = (
     Metric("guard_tokens", "Next tokens compared with exact attention's, those alike.", "part", ("compared", "agreed")),
     Metric("guard_recall", "Attention mass recall, mean of the indexes.", "layer", gauge=True),
     Metric("guard_output_error", "Relative output error, mean of the indexes.", "layer", gauge=True),
-    Metric("draft_tokens", "Tokens drafted by an index, those accepted.", "part", ("drafted", "accepted")),
     Metric("device_bytes", "Device bytes of indexes.", gauge=True),
     Metric("store_indexes", "Usable indexes in the store.", gauge=True),
     Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),
@@ -207,7 +206,6 @@ class Counters:
             "timed_steps": dict(self._timed),
             "saved_seconds": {path: us / 1e6 for path, us in self._saved_us.items()},
             "hit": self.hits,
-            "draft_tokens": {"drafted": self.drafted, "accepted": self.accepted},
             "store_indexes": indexes,
             "store_bytes": nbytes,
             "store_problems": problems,
@@ -236,6 +234,8 @@ class Counters:
         layers, suffix = len(self._attended), self._suffix_tokens
         return {
             "hits": self.hits,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
             "sparse_steps": self.sparse_steps,
             "sparse_rows": self.sparse_rows,
             "dense_rows": self.dense_rows,

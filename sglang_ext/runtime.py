@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prefix_index import IndexEntry, canonical_digest
 from sglang_ext.config import Settings
+from sglang_ext.decode.drafts import DraftLengths
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
 from sglang_ext.decode.types import StepPath
@@ -112,6 +113,7 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
+        self._drafts = DraftLengths(config.draft_tokens)
         self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
         self.index_hits: Counter[str] = Counter()
@@ -336,23 +338,24 @@ class SparseRuntime:
             guarded.compare(expected, tokens)
         return output
 
-    def begin_round(self, forward_batch: Any) -> list[bool]:
+    def begin_round(self, forward_batch: Any) -> list[int]:
         """A round of lossless decode begins (see docs/lossless.md): what is done once for each decode step of others.
 
         Args:
             forward_batch: SGLang's, of a decode step whose rows are the round's requests.
 
         Returns:
-            Per row, whether an index of its prefix is ready to draft with.
+            Per row, tokens to draft; 0 where no index of its prefix is ready.
         """
         self._settle(forward_batch.rids)
         if self.builds is not None:
             self.builds.decode(forward_batch)
         try:
-            return self.planner.drafters(forward_batch, self.ready.usable)
+            digests = self.planner.drafters(forward_batch, self.ready.usable)
         except Exception as error:
             self._step_failed(forward_batch.rids, error)
-            return [False] * forward_batch.batch_size
+            return [0] * forward_batch.batch_size
+        return [0 if one is None else self._drafts.wanted(one) for one in digests]
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -368,8 +371,10 @@ class SparseRuntime:
         self.counters.drafted += sum(drafted)
         self.counters.accepted += sum(accepted)
         for rid, *tokens in zip(rids, drafted, accepted, strict=True):
-            if (attachment := self.requests.get(rid)) is not None:
+            attachment = self.requests.get(rid)
+            if attachment is not None and attachment.index is not None:
                 attachment.drafts = tuple(map(sum, zip(attachment.drafts, tokens, strict=True)))
+                self._drafts.verified(attachment.index.entry.digest, *tokens)
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sglang_ext.compat import lossless, scheduler_hooks
 from sglang_ext.compat.server_args import settings_of
+from sglang_ext.decode.planner import MAX_BATCH
 from sglang_ext.decode.types import StepPath
 
 _NO_CHOICE = {
@@ -57,7 +58,6 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         if settings_of(server_args) is None:
             raise RuntimeError(f"expected --sparse-attn, with exactness verify, for {lossless.NAME}; got none of it")
         self._target_worker = target_worker
-        self._most = int(server_args.speculative_num_draft_tokens) - 1
         self._rounds: deque[tuple[list[str], list[int]]] = deque()
 
     @property
@@ -145,16 +145,22 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
                 break  # it was an exact step, no faster than verifying
         return drafts
 
-    def _wanted(self, batch: Any, ready: Sequence[bool]) -> list[int]:
-        """Per request, tokens to draft: rows of the exact step are no more than requests that may run."""
-        drafting = [row for row, may in enumerate(ready) if may and is_greedy(batch.reqs[row])]
-        room = int(self.model_runner.max_running_requests) - len(ready)
-        most = min(self._most, room // len(drafting)) if drafting and not batch.return_hidden_states else 0
-        wanted = [0] * len(ready)
+    def _wanted(self, batch: Any, wanted: Sequence[int]) -> list[int]:
+        """Per request, tokens to draft: rows of the exact step are no more than requests that may run.
+
+        Args:
+            batch: of the round.
+            wanted: per request, tokens that its index may draft.
+        """
+        drafting = [row for row, count in enumerate(wanted) if count and is_greedy(batch.reqs[row])]
+        room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(wanted)
+        most = room // len(drafting) if drafting and not batch.return_hidden_states else 0
+        found = [0] * len(wanted)
         for row in drafting:
             req = batch.reqs[row]
-            wanted[row] = max(0, min(most, req.sampling_params.max_new_tokens - len(req.output_ids) - 1))
-        return wanted
+            left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
+            found[row] = max(0, min(most, wanted[row], left))
+        return found
 
     def _step(
         self, batch: Any, rows: Sequence[int], depths: Sequence[int], tokens: Tensor, *, whole: bool = False

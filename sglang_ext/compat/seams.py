@@ -13,7 +13,7 @@ from types import FunctionType, NoneType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
-from sglang_ext.compat import administration, lossless, memory, server_args
+from sglang_ext.compat import administration, lossless_algorithm, memory, server_args
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.seam import Seam, declare, here
 
@@ -118,6 +118,6 @@ def wanted(loaded: Iterable[str]) -> tuple[Seam, ...]:
 def register() -> None:
     """Register this process's hooks; SGLang applies them right after all plugins registered theirs."""
     logs.install()
-    lossless.register()
+    lossless_algorithm.register()
     for seam in wanted(sys.modules):
         HookRegistry.register(seam.target, seam.hook, seam.kind)

@@ -264,9 +264,9 @@ class DecodePlanner:
         self._counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
         return step
 
-    def drafters(self, forward_batch: Any, usable: Usable) -> list[bool]:
-        """Begin a round of lossless decode: which of its requests may draft. The steps of a round are one to what
-        learns of slots, which may still change between two.
+    def drafters(self, forward_batch: Any, usable: Usable) -> list[str | None]:
+        """Begin a round of lossless decode: digests of the indexes that its requests may draft with. The steps of a
+        round are one to what learns of slots, as these may still change between the first two steps of others.
 
         Args:
             forward_batch: of a step whose rows are the round's requests.
@@ -277,10 +277,10 @@ class DecodePlanner:
         if batch is None or self.refusal is not None:
             for one in attachments if batch is not None else ():
                 usable(one, waits=False)  # counts why not
-            return [False] * len(attachments)
+            return [None] * len(attachments)
         self._tracker.learn(batch)
         ready = [usable(one) for one in attachments]
-        return [one is not None and self.uses_indexes and not self.paused for one in ready]
+        return [None if one is None or self.paused else one.entry.digest for one in ready]
 
     def _prepare(
         self,
