@@ -1,8 +1,8 @@
 """Lossless decode as SGLang knows it: a speculative algorithm of the scheduler, and of nothing else.
 
 Drafts and their verification are ordinary decode steps of the one model: an exact step attends a request and its drafts
-as so many rows of different lengths on the same slots. So the model runner must not know of speculation, which would
-capture graphs of another forward mode; the scheduler must, as a step gives several tokens.
+as so many rows of different lengths on the same slots. So the worker makes its model runner forget of speculation,
+which would capture graphs of another forward mode; the scheduler must know of it, as a step gives several tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +16,9 @@ from sglang_ext.compat import lossless
 
 
 class Lossless(CustomSpecAlgo):  # type: ignore[misc]
-    """Speculative to the scheduler, not to the model runner. What SGLang asks of NGRAM, which has no draft model
-    either, holds here, too.
-    """
+    """What SGLang asks of NGRAM, which has no draft model either, holds here, too."""
 
     create_future_map = SpeculativeAlgorithm.create_future_map
-
-    def is_speculative(self) -> bool:
-        """What the model runner asks."""
-        return False
 
     def is_ngram(self) -> bool:
         return True

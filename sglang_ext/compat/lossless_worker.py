@@ -20,6 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 from torch import Tensor
 
@@ -58,6 +59,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         if settings_of(server_args) is None:
             raise RuntimeError(f"expected --sparse-attn, with exactness verify, for {lossless.NAME}; got none of it")
         self._target_worker = target_worker
+        self.model_runner.spec_algorithm = SpeculativeAlgorithm.NONE  # before it captures graphs
         self._rounds: deque[tuple[list[str], list[int]]] = deque()
 
     @property
@@ -178,7 +180,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         at, behind = at.to(batch.device), behind.to(batch.device)
         begins = batch.seq_lens[at] + behind
         step = copy.copy(batch)
-        step.forward_mode, step.spec_info, step.input_ids = ForwardMode.DECODE, None, tokens
+        step.forward_mode, step.input_ids = ForwardMode.DECODE, tokens
+        step.spec_algorithm, step.spec_info = SpeculativeAlgorithm.NONE, None
         step.reqs = [batch.reqs[row] for row in rows]
         if batch.multimodal_inputs is not None:
             step.multimodal_inputs = [batch.multimodal_inputs[row] for row in rows]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from benchmarks import index_faults
 from tests.server.harness import SPARSE_CONFIG, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
+from tests.server.test_schedules import SMALL_POOL
 
 CONFIG: dict[str, Any] = {
     **SPARSE_CONFIG, "exactness": "verify", "draft_tokens": 3, "share_prefixes": True, "min_shared_tokens": 512,
@@ -114,3 +117,45 @@ def _drafts_nothing(server: Server, prompt: str) -> None:
 
 def _flat(found: list[Any]) -> list[Any]:
     return [one for item in found for one in (item if isinstance(item[0], list) else [item])]
+
+
+@pytest.mark.full
+@pytest.mark.boot("lossless-dense")
+def test_tokens_are_those_of_a_server_without_the_plugin(serve: Pool, spoilt: Path, texts: Any) -> None:
+    """Long answers behind a whole index, a shuffled one and none; the lossless server without the overlap schedule."""
+    prompts = [texts.ask(one, n) for one in (texts.first, texts.large, texts.unindexed) for n in range(2)]
+    server = serve(None, page_size="16")
+    dense = [server.generate(prompt, 160) for prompt in prompts]
+    server = serve(spoilt, {**CONFIG, "share_prefixes": False, "draft_tokens": 7}, max_running_requests="32")
+    for drafted in (
+        [server.generate(prompt, 160) for prompt in prompts],
+        server.together(_calls(server, prompts, 160)),
+    ):
+        assert [one.ids for one in drafted] == [one.ids for one in dense]
+        assert [one.text for one in drafted] == [one.text for one in dense]
+
+
+@pytest.mark.full
+@pytest.mark.boot("lossless-small")
+def test_retracted_and_aborted_requests_leave_nothing_behind(serve: Pool, store: Path, texts: Any) -> None:
+    server = serve(store, CONFIG, **SMALL_POOL)
+    prompts = [texts.ask(texts.first, n) for n in range(4)]
+    for _attempt in range(5):  # a request that is late finds room
+        batch, delta = server.compared_together(prompts, 100, cold=True)
+        if sum(answer.num_retractions for answer in batch):
+            break
+    assert sum(answer.num_retractions for answer in batch) > 0, "expected the pool to be too small for four requests"
+    assert delta.drafted > 0
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        delta = server.delta()
+        running = [pool.submit(server.generate, prompt, 200, rid=f"one-{n}") for n, prompt in enumerate(prompts)]
+        server.until(lambda state: state["drafted"] > delta.before["drafted"])
+        server.post("/abort_request", {"abort_all": True})
+        ended = [future.exception(120) or future.result() for future in running]
+    assert any(isinstance(one, Answer) and one.meta["finish_reason"]["type"] == "abort" for one in ended)
+    server.done(delta)
+    server.compared(prompts[:1], 30)
+
+
+def _calls(server: Server, prompts: list[str], tokens: int) -> list[Callable[[], Answer]]:
+    return [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]  # type: ignore[misc]
