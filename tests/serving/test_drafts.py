@@ -1,11 +1,25 @@
-"""How many tokens are drafted behind a prefix: by what exact steps kept of earlier drafts."""
+"""Lossless decode: how many tokens are drafted behind a prefix, and which way the steps of a round go."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+pytest.importorskip("triton")
+
+from prefix_kernels.launching import block_of
+from sglang_ext.config import config_from_dict
 from sglang_ext.decode.drafts import AGAIN, DraftLengths
 from sglang_ext.decode.grouping import SharedPrefixes
+from sglang_ext.decode.types import StepPath
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import State
+from tests.serving.admitting import Request
+from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of, path_of, planner
+from tests.serving.test_step_paths import COSTS
 
 ROUNDS = 400
 
@@ -55,3 +69,44 @@ def test_a_request_and_its_drafts_share_its_own_slots() -> None:
     short.add(1, 200, {})
     short.add(2, 180, {1: 32})
     assert [(group.rows, group.length) for group in short.groups([1, 1, 2, 2])] == [((0, 1), 200), ((2, 3), 180)]
+
+
+# -- the steps of a round ----------------------------------------------------------------------------------------------
+
+
+def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
+    """By costs selecting never pays here: that a round drafts was decided before."""
+    roles = ["dense", "anchor"]
+    config = config_from_dict({
+        "exactness": "verify", "layer_plan": roles, "share_prefixes": True, "min_top_k": 32, "min_shared_tokens": 64,
+        "guard_every": 2,
+    })  # fmt: skip
+    requests, index = RequestTable(), blank_index(2)
+    index.state = State.READY
+    plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
+    steps = planner(config, requests, Counters(2), plan, 8, 1)
+    assert steps.guard is None, "every draft is compared"
+    assert steps.sparse is not None
+    steps.sparse._costs[block_of(8)] = COSTS
+    capture_all(steps, 8)
+    held = [Request(), Request()]
+    for row, request in enumerate(held):
+        requests.add(request, Attachment(f"r{row}", index=index))
+        requests.enter(request)
+
+    def usable(attachment: Attachment | None, *, waits: bool = True) -> Any:
+        return index if attachment is requests.get("r0") else None
+
+    def path(rids: list[str], rows: list[int], lens: list[int]) -> StepPath | None:
+        return path_of(steps, forward_of(rids, rows, lens), usable)
+
+    exact = ["r0", "r0", "r0", "r1"], [0, 0, 0, 1], [PREFIX + 2, PREFIX + 3, PREFIX + 4, PREFIX + 2]
+    for number in range(4):
+        whole = forward_of(["r0", "r1"], [0, 1], [PREFIX + 2] * 2)
+        assert steps.drafters(whole, usable) == ["d", None]
+        steps.drafts = True
+        assert path(["r0"], [0], [PREFIX + 2]) is StepPath.SPARSE
+        steps.drafts = False
+        assert path(*exact) is (StepPath.CASCADE if number >= 2 else None), "slots are known from the third round on"
+    steps.paused = True
+    assert steps.drafters(whole, usable) == [None, None]
