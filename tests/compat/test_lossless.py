@@ -1,0 +1,80 @@
+"""Lossless decode, and SGLang's own objects: which requests draft, and what the scheduler is told of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from tests.compat.sglang_process import GROUP, in_sglang
+
+pytestmark = GROUP
+
+GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "stop": "a", "n": 2}]
+OTHERS: list[dict[str, Any]] = [
+    *({}, {"temperature": 0.5}, {"temperature": 0.0, "logit_bias": {"3": 1.0}}),
+    *({"temperature": 0.0, name: 0.5} for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")),
+    *({"temperature": 0.0, name: "a"} for name in ("json_schema", "regex", "ebnf", "structural_tag")),
+    {"temperature": 0.0, "min_new_tokens": 2},
+]
+ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": "p"}, {"return_hidden_states": True})
+
+
+def looked_at(
+    greedy: list[dict[str, Any]], others: list[dict[str, Any]], asked: list[dict[str, Any]]
+) -> dict[str, Any]:
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_ext.compat import lossless, lossless_algorithm, lossless_worker
+
+    nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None, "return_hidden_states": False}
+
+    def is_greedy(given: dict[str, Any], **more: Any) -> bool:
+        return lossless_worker.is_greedy(SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | more))
+
+    lossless_algorithm.register()
+    lossless_algorithm.register()  # as a process that loads plugins twice does
+    algorithm = SpeculativeAlgorithm.from_string(lossless.NAME.lower())
+    result, published = SimpleNamespace(), []
+    tokens, lens = torch.tensor([7, 8, -1, 4, 5, 6, 9, -1, -1]), torch.tensor([2, 3, 1], dtype=torch.int32)
+    lossless_worker._told(result, tokens, lens, torch.tensor([10, 20, 30]), published.append)
+    kept = result.next_draft_input
+    before = kept.accept_tokens.tolist()
+    kept.filter_batch(torch.tensor([0, 2]))
+    return {
+        "greedy": [is_greedy(one) for one in greedy],
+        "others": [is_greedy(one) for one in others],
+        "asked": [is_greedy(greedy[0], **one) for one in asked],
+        "unknown": sorted(lossless_worker._NO_CHOICE - set(SamplingParams.__struct_fields__)),
+        "algorithm": (algorithm.is_none(), algorithm.has_draft_kv(), algorithm.create_worker is not None),
+        "width": result.speculative_num_draft_tokens,
+        "last": before,
+        "filtered": (kept.accept_tokens.tolist(), kept.new_seq_lens.tolist()),
+        "published": [one.tolist() for one in published],
+    }
+
+
+@pytest.fixture(scope="module")
+def seen() -> Any:
+    return in_sglang("tests.compat.test_lossless:looked_at", GREEDY, OTHERS, list(ASKED))
+
+
+def test_requests_draft_whose_next_token_is_the_most_probable_one(seen: dict[str, Any]) -> None:
+    assert seen["greedy"] == [True] * len(GREEDY)
+    assert seen["others"] == [False] * len(OTHERS)
+    assert seen["asked"] == [False] * len(ASKED)
+    assert seen["unknown"] == [], "names of parameters that this SGLang does not have"
+
+
+def test_the_next_round_begins_with_the_last_token_that_was_kept(seen: dict[str, Any]) -> None:
+    assert seen["width"] == 3
+    assert seen["last"] == [8, 6, 9]
+    assert seen["filtered"] == ([8, 9], [10, 30])
+    assert seen["published"] == [[10, 20, 30]]
+    assert seen["algorithm"] == (False, False, True)
