@@ -367,14 +367,16 @@ class SparseRuntime:
             self.planner.drafts = False
 
     def verified(self, rids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """A round ended: tokens that each request drafted, and how many of them the exact step said, too."""
-        self.counters.drafted += sum(drafted)
-        self.counters.accepted += sum(accepted)
+        """A round ended: tokens that each request drafted, and how many of them the exact step said, too. Of a request
+        that ended before, as the overlap schedule runs a round ahead, nothing is counted.
+        """
         for rid, *tokens in zip(rids, drafted, accepted, strict=True):
             attachment = self.requests.get(rid)
             if attachment is not None and attachment.index is not None:
                 attachment.drafts = tuple(map(sum, zip(attachment.drafts, tokens, strict=True)))
                 self._drafts.verified(attachment.index.entry.digest, *tokens)
+                self.counters.drafted += tokens[0]
+                self.counters.accepted += tokens[1]
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
