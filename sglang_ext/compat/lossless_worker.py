@@ -117,14 +117,9 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         sampled = replace(out.logits_output, next_token_logits=logits[first])
         said[first] = self.model_runner.sample(sampled, step).to(said.dtype)
         _list_logprobs(sampled)
-        width = max(counts) + 1
-        at = torch.tensor([row * width + depth for row, depth in places], device=batch.device)
-        exact, drafted = (last.new_full((len(rows) * width,), nothing) for nothing in (-1, -2))
-        exact[at], drafted[at] = said, tokens
-        alike = exact.view(-1, width)[:, :-1] == drafted.view(-1, width)[:, 1:]
-        lens = 1 + alike.to(torch.int32).cumprod(dim=1).sum(dim=1)
+        exact, lens = _kept(said, tokens, counts)
         result = GenerationBatchResult(logits_output=sampled, can_run_cuda_graph=out.can_run_graph)
-        return _told(result, exact, lens.to(torch.int32), batch.seq_lens + lens, on_publish)
+        return _told(result, exact, lens, batch.seq_lens + lens, on_publish)
 
     def on_verify_complete_cpu(self, accepted: list[int], batch_size: int = 0) -> None:
         """SGLang has a round's outcome on the host: of each request, drafts that were kept."""
@@ -198,6 +193,27 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
 
 def _ones(batch: Any) -> Tensor:
     return torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.device)
+
+
+def _kept(said: Tensor, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What requests keep of a round.
+
+    Args:
+        said, tokens: [rows] int64, what the exact step says behind each row's token, and that token; a request's rows
+            follow each other.
+        counts: per request, its drafts: one less than its rows.
+
+    Returns:
+        [requests * width] int64, per request the tokens that it goes on with, and behind them whatever there is; and
+        [requests] int32, how many they are: drafts that were said, too, and one token more.
+    """
+    width = max(counts) + 1
+    places = [row * width + depth for row, count in enumerate(counts) for depth in range(count + 1)]
+    at = torch.tensor(places, device=said.device)
+    exact, drafted = (said.new_full((len(counts) * width,), nothing) for nothing in (-1, -2))
+    exact[at], drafted[at] = said, tokens
+    alike = exact.view(-1, width)[:, :-1] == drafted.view(-1, width)[:, 1:]
+    return exact, (1 + alike.to(torch.int32).cumprod(dim=1).sum(dim=1)).to(torch.int32)
 
 
 def _list_logprobs(output: Any) -> None:

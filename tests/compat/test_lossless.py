@@ -41,6 +41,8 @@ def looked_at(
     lossless_algorithm.register()
     lossless_algorithm.register()  # as a process that loads plugins twice does
     algorithm = SpeculativeAlgorithm.from_string(lossless.NAME.lower())
+    said, drafted = torch.tensor([5, 6, 7, 8, 4, 1, 2, 9]), torch.tensor([3, 5, 0, 7, 3, 0, 1, 2])
+    exact, kept_of = lossless_worker._kept(said, drafted, [3, 0, 2])
     result, published = SimpleNamespace(), []
     tokens, lens = torch.tensor([7, 8, -1, 4, 5, 6, 9, -1, -1]), torch.tensor([2, 3, 1], dtype=torch.int32)
     lossless_worker._told(result, tokens, lens, torch.tensor([10, 20, 30]), published.append)
@@ -53,6 +55,7 @@ def looked_at(
         "asked": [is_greedy(greedy[0], **one) for one in asked],
         "unknown": sorted(lossless_worker._NO_CHOICE - set(SamplingParams.__struct_fields__)),
         "algorithm": (algorithm.is_none(), algorithm.has_draft_kv(), algorithm.create_worker is not None),
+        "kept": (exact.view(3, -1).tolist(), kept_of.tolist()),
         "width": result.speculative_num_draft_tokens,
         "last": before,
         "filtered": (kept.accept_tokens.tolist(), kept.new_seq_lens.tolist()),
@@ -70,6 +73,13 @@ def test_requests_draft_whose_next_token_is_the_most_probable_one(seen: dict[str
     assert seen["others"] == [False] * len(OTHERS)
     assert seen["asked"] == [False] * len(ASKED)
     assert seen["unknown"] == [], "names of parameters that this SGLang does not have"
+
+
+def test_drafts_are_kept_as_far_as_the_exact_step_says_the_same(seen: dict[str, Any]) -> None:
+    """Of one request the first draft of three, though the third was said, too; of one without drafts one token; both of
+    two drafts.
+    """
+    assert seen["kept"] == ([[5, 6, 7, 8], [4, -1, -1, -1], [1, 2, 9, -1]], [2, 1, 3])
 
 
 def test_the_next_round_begins_with_the_last_token_that_was_kept(seen: dict[str, Any]) -> None:
