@@ -98,7 +98,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
     def _round(self, batch: Any, on_publish: Any) -> Any:
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         rows = list(range(len(batch.reqs)))
-        last = batch.spec_info.accept_tokens.to(torch.int64)
+        last = batch.spec_info.accept_tokens
         step = self._step(batch, rows, [0] * len(rows), last, whole=True)
         drafts = self._drafts(batch, step, last)
         counts = [len(one) for one in drafts]
@@ -235,7 +235,7 @@ def _told(result: Any, tokens: Tensor, lens: Tensor, seq_lens: Tensor, on_publis
         on_publish: see `LosslessWorker.forward_batch_generation`.
     """
     width = len(tokens) // len(lens)
-    last = tokens.view(-1, width).gather(1, lens[:, None].to(torch.int64) - 1)[:, 0]
+    last = tokens.to(torch.int64).view(-1, width).gather(1, lens[:, None].to(torch.int64) - 1)[:, 0]
     result.next_token_ids, result.accept_lens, result.new_seq_lens = tokens, lens, seq_lens
     result.speculative_num_draft_tokens = width
     result.next_draft_input = NgramVerifyInput(
