@@ -36,6 +36,8 @@ _NO_CHOICE = {
     *("skip_special_tokens", "spaces_between_special_tokens"),
 }
 """Parameters that do not change which token a greedy request says next. One that a release adds is not among them."""
+_OF_ALL_ROWS = ("return_hidden_states", "return_routed_experts", "return_indexer_topk")
+"""What a request may ask of each token's step that a round does not give: the batch of such a one drafts nothing."""
 
 
 def is_greedy(req: Any) -> bool:
@@ -43,7 +45,7 @@ def is_greedy(req: Any) -> bool:
     params = req.sampling_params
     defaults = SamplingParams()
     fields = (name for name in params.__struct_fields__ if name not in _NO_CHOICE)
-    asked = req.return_logprob or req.grammar is not None or req.custom_logit_processor or req.return_hidden_states
+    asked = req.return_logprob or req.grammar is not None or req.custom_logit_processor
     return params.top_k == 1 and not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
 
 
@@ -114,7 +116,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         logits = out.logits_output.next_token_logits
         first = torch.tensor([n for n, (_, depth) in enumerate(places) if not depth], device=batch.device)
         said = logits.argmax(dim=-1)
-        sampled = replace(out.logits_output, next_token_logits=logits[first])
+        sampled = replace(out.logits_output, next_token_logits=logits[first], customized_info=None)
         said[first] = self.model_runner.sample(sampled, step).to(said.dtype)
         _list_logprobs(sampled)
         exact, lens = _kept(said, tokens, counts)
@@ -151,7 +153,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         """
         drafting = [row for row, count in enumerate(wanted) if count and is_greedy(batch.reqs[row])]
         room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(wanted)
-        most = room // len(drafting) if drafting and not batch.return_hidden_states else 0
+        single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
+        most = room // len(drafting) if drafting and not single else 0
         found = [0] * len(wanted)
         for row in drafting:
             req = batch.reqs[row]

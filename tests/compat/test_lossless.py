@@ -19,7 +19,7 @@ OTHERS: list[dict[str, Any]] = [
     *({"temperature": 0.0, name: "a"} for name in ("json_schema", "regex", "ebnf", "structural_tag")),
     {"temperature": 0.0, "min_new_tokens": 2},
 ]
-ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": "p"}, {"return_hidden_states": True})
+ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": "p"})
 
 
 def looked_at(
@@ -33,7 +33,7 @@ def looked_at(
 
     from sglang_ext.compat import lossless, lossless_algorithm, lossless_worker
 
-    nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None, "return_hidden_states": False}
+    nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None}
 
     def is_greedy(given: dict[str, Any], **more: Any) -> bool:
         return lossless_worker.is_greedy(SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | more))
