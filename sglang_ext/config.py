@@ -18,7 +18,7 @@ from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
-from sglang_ext.options import Build, DecodePath, SparseAttnConfig
+from sglang_ext.options import Build, DecodePath, Exactness, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, holds_indexes, make_folder, remote_addresses
 
@@ -27,6 +27,10 @@ ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
 
 #: Tokens of one page: the finest block, and the unit that prompts are hashed by.
 PAGE_TOKENS = prefix_index.PAGE_TOKENS
+
+
+MOST_DRAFTED = PAGE_TOKENS - 1
+"""Tokens of a round; fewer than `suffix_dense_tokens` leaves uncovered, so no index of a suffix holds a draft."""
 
 
 class ConfigError(ValueError):
@@ -107,6 +111,7 @@ def check_ranges(config: SparseAttnConfig) -> None:
             config.build is not Build.CAPTURE or bool(config.capture_folder),
             "a folder when build is 'capture'",
         ),
+        ("draft_tokens", 1 <= config.draft_tokens <= MOST_DRAFTED, f"1 to {MOST_DRAFTED} tokens"),
         ("store_timeout_s", 0.0 < config.store_timeout_s < float("inf"), "a finite time above 0 seconds"),
     )
     for name, good, expected in rules:
@@ -159,6 +164,19 @@ def _check_ahead(config: SparseAttnConfig) -> None:
         raise _fail("search_period 1 with select_ahead", config.search_period, "Remove one of them.")
 
 
+def _check_exactness(config: SparseAttnConfig) -> None:
+    """What reads the steps of a request one by one knows nothing of drafts."""
+    if config.exactness is not Exactness.VERIFY:
+        return
+    if config.build not in (Build.OFF, Build.SHARED):
+        todo = "Remove one of them: a job that builds or captures has nothing to verify."
+        raise _fail("build off or shared with exactness verify", config.build.value, todo)
+    for name in ("trace_folder", "quality_slo"):
+        if getattr(config, name) is not None:
+            todo = f"Remove {name!r}: every draft is compared with the exact step, and wrong ones are dropped."
+            raise _fail(f"{name} null with exactness verify", getattr(config, name), todo)
+
+
 def _check_access(config: SparseAttnConfig) -> None:
     try:
         Access.of(config.store_mode, config.store_group)
@@ -209,6 +227,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     _check_methods(config)
     _check_suffix_part(config)
     _check_ahead(config)
+    _check_exactness(config)
     _check_access(config)
     _check_remote(config)
     return config

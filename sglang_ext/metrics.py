@@ -103,6 +103,7 @@ class Counters:
 
     Attributes:
         hits: requests that found an index, at admission.
+        drafted, accepted: tokens that lossless decode drafted, and those that exact steps said, too.
 
     Args:
         num_layers: layers of the model.
@@ -115,6 +116,7 @@ class Counters:
         self.sparse_rows = 0
         self.dense_rows = 0
         self.hits = 0
+        self.drafted = self.accepted = 0
         self.largest_group = 0
         self.cascade_steps = 0
         self.cascade_rows = 0
@@ -232,6 +234,8 @@ class Counters:
         layers, suffix = len(self._attended), self._suffix_tokens
         return {
             "hits": self.hits,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
             "sparse_steps": self.sparse_steps,
             "sparse_rows": self.sparse_rows,
             "dense_rows": self.dense_rows,

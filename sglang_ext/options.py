@@ -36,6 +36,13 @@ class DecodePath(str, Enum):
     SPARSE = "sparse"
 
 
+class Exactness(str, Enum):
+    """Whether answers are those of steps by an index, or of dense steps that verify what such steps drafted."""
+
+    SELECTED = "selected"
+    VERIFY = "verify"
+
+
 SUM_EVERY = 16
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
 
@@ -61,6 +68,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             `false` also keeps indexes out of decode graphs.
         min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
         decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `cascade`, `sparse`).
+        exactness: `selected`: steps by an index answer. `verify`: they draft, an exact step keeps what dense greedy
+            decoding would have said. See docs/lossless.md.
+        draft_tokens: with `verify`: tokens that a request drafts for one exact step, at most.
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
             change searches anew.
         select_ahead: whether a step's anchor layers select among candidates that the step before named, by its queries,
@@ -127,6 +137,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     share_prefixes: bool | None = None
     min_shared_tokens: int = 8192
     decode_path: DecodePath = DecodePath.AUTO
+    exactness: Exactness = Exactness.SELECTED
+    draft_tokens: int = 4
     search_period: int = 1
     select_ahead: bool = False
     suffix_dense_tokens: int | None = None

@@ -56,6 +56,7 @@ def server_args(*, config: dict[str, Any] | None = None, store: str | None = Non
         >>> engine = sglang.Engine(server_args=server_args(model_path="M", config={"keep_ratio": 0.1}))
     """
     import json
+    from types import SimpleNamespace
 
     from sglang.srt.plugins import load_plugins
 
@@ -65,12 +66,15 @@ def server_args(*, config: dict[str, Any] | None = None, store: str | None = Non
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
+    from sglang_ext.compat import lossless
     from sglang_ext.compat.seam import assert_in_place
     from sglang_ext.compat.server_args import attach, model_folder
     from sglang_ext.config import make_settings
 
     kwargs.setdefault("log_level", "error")
-    record = ServerArgs(**kwargs)
+    folder = model_folder(SimpleNamespace(**kwargs))
+    settings = make_settings(json.dumps(config) if config else None, store, folder)
+    record = ServerArgs(**kwargs, **lossless.arguments(settings.config))
     assert_in_place(launcher=True)
-    attach(record, make_settings(json.dumps(config) if config else None, store, model_folder(record)))
+    attach(record, settings)
     return record

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prefix_index import IndexEntry, canonical_digest
 from sglang_ext.config import Settings
+from sglang_ext.decode.drafts import DraftLengths
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
 from sglang_ext.decode.types import StepPath
@@ -61,6 +62,7 @@ class SparseRuntime:
     Attributes:
         config, started: with the budget in force, and as the server was started; `administration` replaces them.
         loaded_profile: in force; None without one.
+        took: how the last decode step was attended here; None: it was not.
         index_hits: requests that found an index, by its digest.
         index_bytes: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool says.
 
@@ -111,6 +113,8 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
+        self._drafts = DraftLengths(config.draft_tokens)
+        self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
         self.index_hits: Counter[str] = Counter()
 
@@ -283,13 +287,16 @@ class SparseRuntime:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
-            self._settle(forward_batch.rids)
+            if self.planner.drafts is None:
+                self._settle(forward_batch.rids)
             planned = self._planned(forward_batch)
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(
                 "dense" if planned is None else planned.path.counted, timed=planned is None or planned.guarded is None
             )
-            self._step = Step(planned, () if self.builds is None else self.builds.decode(forward_batch))
+            builds = self.builds if self.planner.drafts is None else None
+            self._step = Step(planned, () if builds is None else builds.decode(forward_batch))
+            self.took = self.path
         else:
             self.counters.begin_step(None)
             if self.builds is not None and mode.is_extend():
@@ -330,6 +337,46 @@ class SparseRuntime:
         if expected is not None and tokens is not None:
             guarded.compare(expected, tokens)
         return output
+
+    def begin_round(self, forward_batch: Any) -> list[int]:
+        """A round of lossless decode begins (see docs/lossless.md): what is done once for each decode step of others.
+
+        Args:
+            forward_batch: SGLang's, of a decode step whose rows are the round's requests.
+
+        Returns:
+            Per row, tokens to draft; 0 where no index of its prefix is ready.
+        """
+        self._settle(forward_batch.rids)
+        if self.builds is not None:
+            self.builds.decode(forward_batch)
+        try:
+            digests = self.planner.drafters(forward_batch, self.ready.usable)
+        except Exception as error:
+            self._step_failed(forward_batch.rids, error)
+            return [0] * forward_batch.batch_size
+        return [0 if one is None else self._drafts.wanted(one) for one in digests]
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Within the block decode steps draft: no request is told what they say."""
+        self.planner.drafts = True
+        try:
+            yield
+        finally:
+            self.planner.drafts = False
+
+    def verified(self, rids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """A round ended: tokens that each request drafted, and how many of them the exact step said, too. Of a request
+        that ended before, as the overlap schedule runs a round ahead, nothing is counted.
+        """
+        for rid, *tokens in zip(rids, drafted, accepted, strict=True):
+            attachment = self.requests.get(rid)
+            if attachment is not None and attachment.index is not None:
+                attachment.drafts = tuple(map(sum, zip(attachment.drafts, tokens, strict=True)))
+                self._drafts.verified(attachment.index.entry.digest, *tokens)
+                self.counters.drafted += tokens[0]
+                self.counters.accepted += tokens[1]
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""

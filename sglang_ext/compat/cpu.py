@@ -132,6 +132,21 @@ def extend_new_rows(original: Callable[..., Any], backend: Any, *args: Any, **kw
     return output
 
 
+def no_copies(_original: Callable[..., Any], pool: Any, *_args: Any) -> None:
+    """`MHATokenToKVPool._init_kv_copy_and_warmup`, which compiles what moves accepted drafts: none of ours move."""
+    pool._kv_copy_config = None
+
+
+def assign_slots(
+    _original: Callable[..., Any], rows: Any, table: Any, begins: Any, ends: Any, slots: Any, _size: int
+) -> None:
+    """`assign_req_to_token_pool_func`: slots of tokens to come, which a step with drafts takes ahead."""
+    at = 0
+    for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
+        table[row, begin:end] = slots[at : at + end - begin]
+        at += end - begin
+
+
 def register() -> None:
     """Entry point: mend what is missing, on machines without an accelerator only."""
     if not _no_accelerator():
@@ -143,6 +158,10 @@ def register() -> None:
         allocator = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
         HookRegistry.register(f"{allocator}.alloc_extend", alloc_extend, HookType.AROUND)
         HookRegistry.register(f"{allocator}.alloc_decode", alloc_decode, HookType.AROUND)
+    assign = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+    HookRegistry.register(assign, assign_slots, HookType.AROUND)
+    pool = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+    HookRegistry.register(f"{pool}._init_kv_copy_and_warmup", no_copies, HookType.AROUND)
     if os.environ.get("SGLANG_EXT_CPU_SHORT_EXTEND") == "1":
         backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         HookRegistry.register(f"{backend}._run_sdpa_forward_extend", extend_new_rows, HookType.AROUND)

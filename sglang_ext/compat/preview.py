@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from prefix_index import ModelFingerprint
-from sglang_ext.compat import adoption, memory, scheduler_hooks
+from sglang_ext.compat import adoption, lossless, memory, scheduler_hooks
 from sglang_ext.compat.checkpoint import checkpoint_fingerprint, model_config_of, weights_of
 from sglang_ext.compat.engine import checked_record
 from sglang_ext.compat.request_tokens import RequestTokens
@@ -78,6 +78,7 @@ class ServerPreview:
         return (
             adoption.name_refusal(self.attention_backends)
             or kv_dtype_refusal(self._kv_dtype)
+            or (settings and lossless.refusal(self._args, settings.config, decode_graphs=self.decode_graphs))
             or (settings and scheduler_hooks.graph_refusal(self.device, settings.config.build, self._has_graphs))
             or None
         )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from prefix_index import printable_values
-from sglang_ext.compat import administration, tensor_parallel
+from sglang_ext.compat import administration, lossless, tensor_parallel
 from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
@@ -53,6 +53,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     view = RunnerView(runner)
     for message in (
         unsupported(runner.server_args),
+        lossless.refusal(runner.server_args, settings.config, decode_graphs=view.decode_graphs),
         tensor_parallel.refusal(runner.server_args, settings.config),
         refusal(wrapped),
         view.refusal(),
@@ -245,12 +246,12 @@ def around_model_runner_forward(
         return original(runner, forward_batch, *args, **kwargs)
     with _runtime.step(forward_batch):
         forward = partial(original, runner, forward_batch, *args, **kwargs)
-        output = _runtime.forward(forward, partial(_next_tokens, runner))
+        output = _runtime.forward(forward, partial(next_tokens, runner))
         _runtime.prefilled(in_graph=bool(getattr(output, "can_run_graph", False)))
         return output
 
 
-def _next_tokens(runner: Any, output: Any) -> Any:
+def next_tokens(runner: Any, output: Any) -> Any:
     """[rows], the most probable next tokens by the output of a forward, which another one may follow; or None.
 
     A replay tells the scheduler, before it ends, that it may write to the batch again. The next forward still reads it.

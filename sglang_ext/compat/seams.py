@@ -13,7 +13,7 @@ from types import AsyncGeneratorType, FunctionType, NoneType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
-from sglang_ext.compat import administration, memory, response, server_args
+from sglang_ext.compat import administration, lossless_algorithm, memory, response, server_args
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.seam import Seam, declare, here
 
@@ -126,5 +126,6 @@ def wanted(loaded: Iterable[str]) -> tuple[Seam, ...]:
 def register() -> None:
     """Register this process's hooks; SGLang applies them right after all plugins registered theirs."""
     logs.install()
+    lossless_algorithm.register()
     for seam in wanted(sys.modules):
         HookRegistry.register(seam.target, seam.hook, seam.kind)

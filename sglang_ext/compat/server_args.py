@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from prefix_index import printable
-from sglang_ext.compat import administration, tensor_parallel
+from sglang_ext.compat import administration, lossless, tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.config import ENV_CONFIG, ConfigError, Settings, enabled_by_env, make_settings, settings_from_env
 from sglang_ext.profiles import local_folder
@@ -27,7 +27,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("enable_nvidia_megakernel", False, "fused decode kernels (--enable-nvidia-megakernel)"),
     ("enable_amd_monokernel", False, "fused decode kernels (--enable-amd-monokernel)"),
     ("enable_torch_compile", False, "torch.compile (--enable-torch-compile)"),
-    ("speculative_algorithm", None, "speculative decoding (--speculative-algorithm)"),
+    ("speculative_algorithm", lossless.NAME, "speculative decoding (--speculative-algorithm)"),
     ("disaggregation_mode", "null", "disaggregation (--disaggregation-mode)"),
     ("dllm_algorithm", None, "diffusion language models (--dllm-algorithm)"),
     ("encoder_only", False, "encoder-only serving (--encoder-only)"),
@@ -105,6 +105,10 @@ def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse
             "expected --sparse-attn together with --sparse-attn-config or --sparse-attn-store; got one of these "
             "alone. Add --sparse-attn, or remove it."
         )
+    if settings is not None:
+        if message := lossless.given_twice(args, settings.config):
+            refuse(message)
+        vars(args).update(lossless.arguments(settings.config))
     record = original(cls, args)
     if settings is not None:
         attach(record, settings)
@@ -134,6 +138,7 @@ def after_check_server_args(_result: None, record: Any) -> None:
     from sglang_ext.compat import checkpoint
 
     message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
+    message = message or lossless.refusal(record, settings.config, decode_graphs=False)  # its process knows of these
     message = message or checkpoint.model_refusal(record, settings)
     if message:
         refuse(message)

@@ -104,6 +104,8 @@ class SharedPrefixes:
 
     def _common(self, one: int | None, other: int | None) -> int:
         known = self._known.get(one) if one is not None else None
+        if known is not None and one == other:  # a request and its drafts
+            return known.length
         return 0 if known is None or other is None else known.common.get(other, 0)
 
     def _best(self, rows: list[int], serials: Sequence[int | None]) -> tuple[int, list[PrefixGroup]]:

@@ -28,7 +28,7 @@ from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.model_view import ModelView
-from sglang_ext.options import DecodePath, SparseAttnConfig
+from sglang_ext.options import DecodePath, Exactness, SparseAttnConfig
 from sglang_ext.prefix.requests import ALONE, CASCADE, SPARSE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixRules
@@ -92,6 +92,7 @@ class DecodePlanner:
         refusal: why no step is attended here; None where some may be.
         forced: whether a ready index is used whatever it costs: `decode_path` is sparse, or there are no decode graphs.
         saved_us: by digest of an index, microseconds that it saved by measured costs, a step's by the tokens not read.
+        drafts: of lossless decode, whether the next step drafts; None where steps by an index answer.
         paused: whether an operator leaves all steps to SGLang for now; what is known of slots is kept up.
 
     Args:
@@ -125,6 +126,7 @@ class DecodePlanner:
         self._view, self._requests, self._counters = view, requests, counters
         self._kept_steps = 0
         self._costs: dict[int, StepCosts] = {}
+        self.drafts = False if config.exactness is Exactness.VERIFY else None
         self.paused = False
         self.saved_us: defaultdict[str, float] = defaultdict(float)
         self.cascade: CascadeDecode | None = None
@@ -158,7 +160,7 @@ class DecodePlanner:
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
         if config.decode_path is not DecodePath.CASCADE:
             self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks)
-        if self.sparse is not None and config.guard_every:
+        if self.sparse is not None and config.guard_every and self.drafts is None:
             exact = self.cascade or CascadeDecode(shape, self._tracker, self._room(arena_size), view.device)
             backends = self.sparse, exact, self._tracker.max_batch, view.device
             publish = counters.set_guard
@@ -260,6 +262,24 @@ class DecodePlanner:
         self._counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
         return step
 
+    def drafters(self, forward_batch: Any, usable: Usable) -> list[str | None]:
+        """Begin a round of lossless decode: digests of the indexes that its requests may draft with. The steps of a
+        round are one to what learns of slots, as these may still change between the first two steps of others.
+
+        Args:
+            forward_batch: of a step whose rows are the round's requests.
+            usable: as for `prepare`.
+        """
+        attachments = [self._requests.get(rid) for rid in forward_batch.rids]
+        batch = self._batch(forward_batch, attachments)
+        if batch is None or self.refusal is not None:
+            for one in attachments if batch is not None else ():
+                usable(one, waits=False)  # counts why not
+            return [None] * len(attachments)
+        self._tracker.learn(batch)
+        ready = [usable(one) for one in attachments]
+        return [None if one is None or self.paused else one.entry.digest for one in ready]
+
     def _prepare(
         self,
         forward_batch: Any,
@@ -272,8 +292,9 @@ class DecodePlanner:
                 usable(one, waits=False)  # counts why not
             self.step_elsewhere()
             return None
-        self._tracker.learn(batch)
-        ready = [usable(one) for one in attachments]
+        if self.drafts is None:
+            self._tracker.learn(batch)
+        ready = [None if self.drafts is False else usable(one) for one in attachments]
         if self.paused:
             self.step_elsewhere()
             return None
@@ -298,7 +319,8 @@ class DecodePlanner:
                     return PlannedStep(self.guard.exact, StepPath.CASCADE, guarded)
                 if path is not None:
                     self._count_sparse(plan, path, batch, cost)
-                    for read, prefix in zip(plan.reads, plan.selects.prefixes, strict=False):  # then those of suffixes
+                    found = () if self.drafts else zip(plan.reads, plan.selects.prefixes, strict=False)
+                    for read, prefix in found:  # then those of suffixes
                         _note(SPARSE, prefix.rows, batch, attachments, read.budget)
                     surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
                     self._count_fallback("no_room", attachments, surplus)
@@ -350,7 +372,7 @@ class DecodePlanner:
 
     def _pays(self, selecting: float | None, exact: CascadePlan | None) -> bool:
         """Whether selecting, which takes so many microseconds, is faster than attending all, those of groups once."""
-        if self.forced:
+        if self.forced or self.drafts:
             return True
         if self.cascade is None or exact is None:
             return False
@@ -369,7 +391,8 @@ class DecodePlanner:
         rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
         serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
         known = [serial for serial in serials if serial is not None]
-        if len(rids) != forward_batch.batch_size or len(set(known)) < len(known):  # padded or beam batches
+        several = len(set(known)) < len(known) and self.drafts is not False  # rows of a request and its drafts
+        if len(rids) != forward_batch.batch_size or several:  # padded or beam batches
             self._count_fallback("unsupported_mode", attachments, attachments)
             return None
         if len(rids) > self._tracker.max_batch or (lens is None and self._view.decode_graphs):

@@ -76,6 +76,7 @@ class Attachment:
         suffix: index of its suffix tokens; None where all of them are attended in full.
         prompt_len: tokens of its own prompt.
         steps: which way its decode steps went.
+        drafts: tokens that lossless decode drafted for it, and how many of them exact steps said, too.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request, in this order.
     """
@@ -89,6 +90,7 @@ class Attachment:
     suffix: SuffixIndex | None = None
     prompt_len: int = 0
     steps: StepLog = field(default_factory=StepLog)
+    drafts: tuple[int, ...] = (0, 0)
     serial: int = field(default_factory=_serials.__next__)
     reported: list[str] = field(default_factory=list)
 
@@ -106,6 +108,7 @@ class Attachment:
             "selected_tokens": self.steps.selected,
             "guarded_steps": self.steps.guarded,
             "reasons": sorted(self.reported),
+            **(dict(zip(("drafted", "accepted"), self.drafts, strict=True)) if self.drafts[0] else {}),
         }
 
     def count(self, reason: str, counters: Counters) -> None:

@@ -170,7 +170,7 @@ def test_between_two_forwards_of_a_step_nobody_is_told_that_its_inputs_may_chang
     (name,) = [one for one in scheduler_hooks.READS_ENDED if f"self.{one}" in source]
     runner, logits = SimpleNamespace(**{name: "an event"}), torch.tensor([[0.0, 2.0], [3.0, 1.0]])
     output = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
-    assert scheduler_hooks._next_tokens(runner, output).tolist() == [1, 0]
+    assert scheduler_hooks.next_tokens(runner, output).tolist() == [1, 0]
     assert vars(runner) == {name: None}
 
 

@@ -125,6 +125,18 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
         ["--tp-size", "2", "--sparse-attn-config", '{"build": "capture", "capture_folder": "c"}'],
         ["tensor parallelism (--tp-size)", "build='capture'", "tp_size=2", "calibrate on one GPU"],
     ),
+    "verify, with speculation of SGLang's own": (
+        ["--sparse-attn-config", '{"exactness": "verify"}', "--speculative-algorithm", "NGRAM"],
+        ["expected no --speculative-algorithm with exactness verify", "remove --speculative-algorithm"],
+    ),
+    "verify, with several ranks": (
+        ["--sparse-attn-config", '{"exactness": "verify"}', "--tp-size", "2"],
+        ["tensor parallelism (--tp-size) beside exactness verify", "tp_size=2"],
+    ),
+    "verify's algorithm without verify": (
+        ["--speculative-algorithm", "SPARSE_VERIFY"],
+        ["expected exactness verify", "got selected"],
+    ),
     "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
     "another model's profile": (
         ["--sparse-attn-config", '{"profile": "OTHER"}'],

@@ -65,11 +65,27 @@ class Server:
         lens = [self.lens[serial] for serial in serials]
         rows = torch.tensor([self.rows[serial] for serial in serials])
         used = self.prepare(DecodeBatch(serials, lens, self.table, rows, torch.tensor(lens)))
+        return self.attended(used, rows, lens, padded)
+
+    def verify(self, serials: list[int], drafts: int) -> bool:
+        """One exact step of a round: a row for each request, and for each of its drafts."""
+        for serial in serials:
+            begin = self.lens[serial]
+            self.table[self.rows[serial], begin : begin + drafts + 1] = self.slots(drafts + 1)
+        several = [serial for serial in serials for _ in range(drafts + 1)]
+        lens = [self.lens[serial] + 1 + draft for serial in serials for draft in range(drafts + 1)]
+        rows = torch.tensor([self.rows[serial] for serial in several])
+        batch = DecodeBatch(several, lens, self.table, rows, torch.tensor(lens))
+        plan = self.decode.plan(batch)
+        used = plan is not None and plan.saved > 0 and self.decode.begin(plan, batch) is StepPath.CASCADE
+        return self.attended(used, rows, lens)
+
+    def attended(self, used: bool, rows: torch.Tensor, lens: list[int], padded: int = 0) -> bool:
         if used:
-            q = torch.randn(len(serials) + padded, KV_HEADS * GQA, DIM)
+            q = torch.randn(len(lens) + padded, KV_HEADS * GQA, DIM)
             out = self.decode.run(q, self.kv, 0, 0.3)
             assert out.shape == q.shape
-            assert not out[len(serials) :].any()
+            assert not out[len(lens) :].any()
             for i, (row, length) in enumerate(zip(rows.tolist(), lens, strict=True)):
                 listed = self.table[row, :length].long()
                 wanted = dense_attention(q[i : i + 1], self.kv.k_cache[listed], self.kv.v_cache[listed], 0.3).out
@@ -96,6 +112,22 @@ def test_a_plan_serves_until_a_list_is_full() -> None:
         server.join(serial, prefix, own)
     assert sum(server.step([1, 2, 3, 4]) for _ in range(150)) == 148
     assert server.decode.plans == 2
+
+
+def test_drafts_share_the_slots_of_their_request() -> None:
+    """Of one request, then of two that share some, and as other drafts than those of the round before."""
+    server = Server()
+    prefix = server.slots(300)
+    server.join(1, prefix, 5)
+    assert not server.verify([1], 3), "nothing is known of its slots"
+    assert not any(server.step([1]) for _ in range(3))
+    assert server.verify([1], 3)
+    server.lens[1] += 2
+    assert server.verify([1], 5)
+    server.join(2, prefix, 9)
+    assert [server.step([1, 2]) for _ in range(3)] == [False, False, True]
+    assert server.verify([1, 2], 3)
+    assert [group.length for group in server.tracker.prefixes.groups([1, 1, 2])] == [300]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 3))])

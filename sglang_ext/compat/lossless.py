@@ -1,0 +1,65 @@
+"""Lossless decode: what it sets on a server's record, and what it does not go with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.compat.tensor_parallel import conflict
+from sglang_ext.options import Exactness, SparseAttnConfig
+
+NAME = "SPARSE_VERIFY"
+"""What SGLang knows it by."""
+
+_FIELDS = ("speculative_algorithm", "speculative_num_draft_tokens", "speculative_num_steps", "speculative_eagle_topk")
+
+#: (field of ServerArgs, value that is fine, name the user knows it by)
+_UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+    ("enable_mixed_chunk", False, "mixed chunks (--enable-mixed-chunk)"),
+    ("tp_size", 1, "tensor parallelism (--tp-size)"),
+    ("enable_lora", False, "LoRA (--enable-lora)"),
+)
+
+
+def arguments(config: SparseAttnConfig) -> dict[str, Any]:
+    """What a server's record must say, by field; empty where steps by an index answer."""
+    if config.exactness is not Exactness.VERIFY:
+        return {}
+    return dict(zip(_FIELDS, (NAME, config.draft_tokens + 1, config.draft_tokens, 1), strict=True))
+
+
+def given_twice(given: Any, config: SparseAttnConfig) -> str | None:
+    """What flags say that lossless decode sets, as a message; None where they say nothing of it."""
+    for name in arguments(config):
+        if getattr(given, name, None) is not None:
+            flag = "--" + name.replace("_", "-")
+            return f"--sparse-attn: expected no {flag} with exactness verify, which sets it; remove {flag}."
+    return None
+
+
+def refusal(record: Any, config: SparseAttnConfig, *, decode_graphs: bool) -> str | None:
+    """Why a server cannot verify, as a message; None where it can, or does not.
+
+    Args:
+        record: SGLang's ServerArgs.
+        config: ours.
+        decode_graphs: whether decode steps replay CUDA graphs, as far as is known.
+    """
+    named = getattr(record, "speculative_algorithm", None) == NAME
+    if config.exactness is not Exactness.VERIFY:
+        if not named:
+            return None
+        return (
+            f"--sparse-attn: expected exactness verify in --sparse-attn-config with {NAME}; got "
+            f"{config.exactness.value}. Set it, and leave --speculative-algorithm out."
+        )
+    if not named:
+        return (
+            "--sparse-attn: expected the server to be started with --sparse-attn-config, or by "
+            "sglang_ext.plugin.server_args, for exactness verify; the configuration came later, by the environment."
+        )
+    if decode_graphs:
+        return (
+            "--sparse-attn: expected decode CUDA graphs to be off with exactness verify, which was not tried in them; "
+            "they are on. Add --disable-decode-cuda-graph, or remove exactness."
+        )
+    return conflict(record, _UNSUPPORTED, " beside exactness verify")

@@ -1,0 +1,249 @@
+"""What SGLang's scheduler calls in place of its worker for lossless decode.
+
+A round: requests whose prefix has an index draft some tokens by sparse decode steps. Then one exact decode step has a
+row for each request and each of its drafts: row j is the request's sequence with j drafts. In each layer it writes the
+K and V of all rows anew, before it attends. A request keeps its drafts as far as the exact step says the same, and one
+token more. Whatever an index selects, all tokens come out of exact steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
+from torch import Tensor
+
+from sglang_ext.compat import lossless, scheduler_hooks
+from sglang_ext.compat.server_args import settings_of
+from sglang_ext.decode.planner import MAX_BATCH
+from sglang_ext.decode.types import StepPath
+
+_NO_CHOICE = {
+    *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim", "n", "stream_interval"),
+    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "custom_params", "is_normalized"),
+    *("temperature", "top_p", "top_k", "min_p", "sampling_seed"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+}
+"""Parameters that do not change which token a greedy request says next. One that a release adds is not among them."""
+_OF_ALL_ROWS = ("return_hidden_states", "return_routed_experts", "return_indexer_topk")
+"""What a request may ask of each token's step that a round does not give: the batch of such a one drafts nothing."""
+
+
+def is_greedy(req: Any) -> bool:
+    """Whether a request's next token is the most probable one by the model, and nothing else is asked of its step."""
+    params = req.sampling_params
+    defaults = SamplingParams()
+    fields = (name for name in params.__struct_fields__ if name not in _NO_CHOICE)
+    asked = req.return_logprob or req.grammar is not None or req.custom_logit_processor
+    return params.top_k == 1 and not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
+
+
+class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
+    """See the module.
+
+    Args:
+        target_worker: SGLang's own.
+    """
+
+    def __init__(self, *, server_args: Any, target_worker: Any, **_places: Any) -> None:
+        super().__init__()
+        if settings_of(server_args) is None:
+            raise RuntimeError(f"expected --sparse-attn, with exactness verify, for {lossless.NAME}; got none of it")
+        self._target_worker = target_worker
+        self.model_runner.spec_algorithm = SpeculativeAlgorithm.NONE  # before it captures graphs
+        self._rounds: deque[tuple[list[str], list[int]]] = deque()
+
+    @property
+    def draft_worker(self) -> None:
+        """There is no draft model."""
+        return None
+
+    @property
+    def model_runner(self) -> Any:
+        return self._target_worker.model_runner
+
+    def update_weights_from_disk(self, _request: Any) -> tuple[bool, str]:
+        """The target's are all there are."""
+        return True, "Succeeded to update model weights."
+
+    update_weights_from_ipc = update_weights_from_disk
+
+    def update_weights_from_tensor(self, request: Any) -> Any:
+        """SGLang asks one of both workers."""
+        return self._target_worker.update_weights_from_tensor(request)
+
+    def forward_batch_generation(self, batch: Any, on_publish: Any = None, **more: Any) -> Any:
+        """One prefill step, or a round.
+
+        Args:
+            batch: SGLang's; its sequences are one token shorter than in a decode step without speculation.
+            on_publish: takes the sequences' new lengths as soon as they are known.
+        """
+        stream = torch.get_device_module(batch.device).current_stream()
+        record_stream_for_v2_verify(batch, None, stream)
+        if batch.forward_mode.is_decode():
+            return self._round(batch, on_publish)
+        result = self._target_worker.forward_batch_generation(batch, **more)
+        return _told(result, result.next_token_ids, _ones(batch), batch.seq_lens.clone(), on_publish)
+
+    def _round(self, batch: Any, on_publish: Any) -> Any:
+        self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
+        rows = list(range(len(batch.reqs)))
+        last = batch.spec_info.accept_tokens
+        step = self._step(batch, rows, [0] * len(rows), last, whole=True)
+        drafts = self._drafts(batch, step, last)
+        counts = [len(one) for one in drafts]
+        self._rounds.append(([req.rid for req in batch.reqs], counts))
+        if not any(counts):
+            result = self._target_worker.forward_batch_generation(None, forward_batch=step)
+            _list_logprobs(result.logits_output)
+            return _told(result, result.next_token_ids, _ones(batch), batch.seq_lens + 1, on_publish)
+        places = [(row, depth) for row, count in enumerate(counts) for depth in range(count + 1)]
+        tokens = torch.stack([last[row] if not depth else drafts[row][depth - 1] for row, depth in places])
+        verify = self._step(batch, [row for row, _ in places], [depth for _, depth in places], tokens)
+        out = self.model_runner.forward(verify)
+        logits = out.logits_output.next_token_logits
+        first = torch.tensor([n for n, (_, depth) in enumerate(places) if not depth], device=batch.device)
+        said = logits.argmax(dim=-1)
+        sampled = replace(out.logits_output, next_token_logits=logits[first], customized_info=None)
+        said[first] = self.model_runner.sample(sampled, step).to(said.dtype)
+        _list_logprobs(sampled)
+        exact, lens = _kept(said, tokens, counts)
+        result = GenerationBatchResult(logits_output=sampled, can_run_cuda_graph=out.can_run_graph)
+        return _told(result, exact, lens, batch.seq_lens + lens, on_publish)
+
+    def on_verify_complete_cpu(self, accepted: list[int], batch_size: int = 0) -> None:
+        """SGLang has a round's outcome on the host: of each request, drafts that were kept."""
+        rids, drafted = self._rounds.popleft()
+        scheduler_hooks.runtime().verified(rids, drafted, accepted)
+
+    def _drafts(self, batch: Any, step: Any, last: Tensor) -> list[list[Tensor]]:
+        """Per request, its drafted tokens, each [] int64."""
+        drafts: list[list[Tensor]] = [[] for _ in batch.reqs]
+        runtime = scheduler_hooks.runtime()
+        wanted = self._wanted(batch, runtime.begin_round(step))
+        for depth in range(max(wanted)):
+            rows = [row for row, count in enumerate(wanted) if count > depth]
+            tokens = torch.stack([drafts[row][-1] if depth else last[row] for row in rows])
+            with runtime.drafting():
+                out = self.model_runner.forward(self._step(batch, rows, [depth] * len(rows), tokens))
+            for row, token in zip(rows, scheduler_hooks.next_tokens(self.model_runner, out), strict=True):
+                drafts[row].append(token)
+            if runtime.took not in (StepPath.SPARSE, StepPath.KEPT):
+                break  # it was an exact step, no faster than verifying
+        return drafts
+
+    def _wanted(self, batch: Any, wanted: Sequence[int]) -> list[int]:
+        """Per request, tokens to draft: rows of the exact step are no more than requests that may run.
+
+        Args:
+            batch: of the round.
+            wanted: per request, tokens that its index may draft.
+        """
+        drafting = [row for row, count in enumerate(wanted) if count and is_greedy(batch.reqs[row])]
+        room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(wanted)
+        single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
+        most = room // len(drafting) if drafting and not single else 0
+        found = [0] * len(wanted)
+        for row in drafting:
+            req = batch.reqs[row]
+            left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
+            found[row] = max(0, min(most, wanted[row], left))
+        return found
+
+    def _step(
+        self, batch: Any, rows: Sequence[int], depths: Sequence[int], tokens: Tensor, *, whole: bool = False
+    ) -> Any:
+        """A decode step in SGLang's form.
+
+        Args:
+            batch: of the round.
+            rows, depths: per row of the step, the request's row of the batch, and drafts that its token follows.
+            tokens: [len(rows)] int64, what the step is given.
+            whole: whether the rows are the requests, whose tokens are sampled.
+        """
+        at, behind = (torch.tensor(given, dtype=torch.int64) for given in (rows, depths))
+        on_host = batch.seq_lens_cpu[at] + behind
+        at, behind = at.to(batch.device), behind.to(batch.device)
+        begins = batch.seq_lens[at] + behind
+        step = copy.copy(batch)
+        step.forward_mode, step.input_ids = ForwardMode.DECODE, tokens
+        step.spec_algorithm, step.spec_info = SpeculativeAlgorithm.NONE, None
+        step.reqs = [batch.reqs[row] for row in rows]
+        if batch.multimodal_inputs is not None:
+            step.multimodal_inputs = [batch.multimodal_inputs[row] for row in rows]
+        step.req_pool_indices = batch.req_pool_indices[at]
+        step.seq_lens, step.seq_lens_cpu, step.seq_lens_sum = begins + 1, on_host + 1, None
+        step.orig_seq_lens = (begins + 1).to(batch.orig_seq_lens.dtype)
+        table = batch.req_to_token_pool.req_to_token
+        step.out_cache_loc = table[step.req_pool_indices, begins].to(torch.int64)
+        if not whole:
+            step.sampling_info = step.top_logprobs_nums = step.token_ids_logprobs = None
+            step.return_logprob = step.has_grammar = False
+        return ForwardBatch.init_new(step, self.model_runner, return_hidden_states_before_norm=False)
+
+
+def _ones(batch: Any) -> Tensor:
+    return torch.ones(len(batch.reqs), dtype=torch.int32, device=batch.device)
+
+
+def _kept(said: Tensor, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What requests keep of a round.
+
+    Args:
+        said, tokens: [rows] int64, what the exact step says behind each row's token, and that token; a request's rows
+            follow each other.
+        counts: per request, its drafts: one less than its rows.
+
+    Returns:
+        [requests * width] int64, per request the tokens that it goes on with, and behind them whatever there is; and
+        [requests] int32, how many they are: drafts that were said, too, and one token more.
+    """
+    width = max(counts) + 1
+    places = [row * width + depth for row, count in enumerate(counts) for depth in range(count + 1)]
+    at = torch.tensor(places, device=said.device)
+    exact, drafted = (said.new_full((len(counts) * width,), nothing) for nothing in (-1, -2))
+    exact[at], drafted[at] = said, tokens
+    alike = exact.view(-1, width)[:, :-1] == drafted.view(-1, width)[:, 1:]
+    return exact, (1 + alike.to(torch.int32).cumprod(dim=1).sum(dim=1)).to(torch.int32)
+
+
+def _list_logprobs(output: Any) -> None:
+    """Log-probabilities of tokens as SGLang takes them of a round: a list per request, here of its first token. One
+    whose log-probabilities are asked for drafts nothing.
+    """
+    if output.next_token_logprobs is not None:
+        output.next_token_logprobs = output.next_token_logprobs[:, None]
+
+
+def _told(result: Any, tokens: Tensor, lens: Tensor, seq_lens: Tensor, on_publish: Any) -> Any:
+    """What the scheduler takes of a step.
+
+    Args:
+        result: of the forward.
+        tokens: [requests * width], per request its next tokens, and behind them whatever there is.
+        lens: [requests] int32, how many they are.
+        seq_lens: [requests], tokens that K and V are there of now.
+        on_publish: see `LosslessWorker.forward_batch_generation`.
+    """
+    width = len(tokens) // len(lens)
+    last = tokens.to(torch.int64).view(-1, width).gather(1, lens[:, None].to(torch.int64) - 1)[:, 0]
+    result.next_token_ids, result.accept_lens, result.new_seq_lens = tokens, lens, seq_lens
+    result.speculative_num_draft_tokens = width
+    result.next_draft_input = NgramVerifyInput(
+        draft_token_num=1, new_seq_lens=seq_lens, accept_tokens=last, accept_lens=torch.ones_like(lens)
+    )
+    if on_publish is not None:
+        on_publish(seq_lens)
+    return result

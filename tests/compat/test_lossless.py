@@ -1,0 +1,93 @@
+"""Lossless decode, and SGLang's own objects: which requests draft, and what the scheduler is told of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from tests.compat.sglang_process import GROUP, in_sglang
+
+pytestmark = GROUP
+
+GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "stop": "a", "n": 2}]
+OTHERS: list[dict[str, Any]] = [
+    *({}, {"temperature": 0.5}, {"temperature": 0.0, "logit_bias": {"3": 1.0}}),
+    *({"temperature": 0.0, name: 0.5} for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")),
+    *({"temperature": 0.0, name: "a"} for name in ("json_schema", "regex", "ebnf", "structural_tag")),
+    {"temperature": 0.0, "min_new_tokens": 2},
+]
+ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": "p"})
+
+
+def looked_at(
+    greedy: list[dict[str, Any]], others: list[dict[str, Any]], asked: list[dict[str, Any]]
+) -> dict[str, Any]:
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_ext.compat import lossless, lossless_algorithm, lossless_worker
+
+    nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None}
+
+    def is_greedy(given: dict[str, Any], **more: Any) -> bool:
+        return lossless_worker.is_greedy(SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | more))
+
+    lossless_algorithm.register()
+    lossless_algorithm.register()  # as a process that loads plugins twice does
+    algorithm = SpeculativeAlgorithm.from_string(lossless.NAME.lower())
+    said, drafted = torch.tensor([5, 6, 7, 8, 4, 1, 2, 9]), torch.tensor([3, 5, 0, 7, 3, 0, 1, 2])
+    exact, kept_of = lossless_worker._kept(said, drafted, [3, 0, 2])
+    result, published = SimpleNamespace(), []
+    tokens = torch.tensor([7, 8, -1, 4, 5, 6, 9, -1, -1], dtype=torch.int32)  # as SGLang samples
+    lens = torch.tensor([2, 3, 1], dtype=torch.int32)
+    lossless_worker._told(result, tokens, lens, torch.tensor([10, 20, 30]), published.append)
+    kept = result.next_draft_input
+    before = kept.accept_tokens.tolist()
+    kept.filter_batch(torch.tensor([0, 2]))
+    return {
+        "greedy": [is_greedy(one) for one in greedy],
+        "others": [is_greedy(one) for one in others],
+        "asked": [is_greedy(greedy[0], **one) for one in asked],
+        "unknown": sorted(lossless_worker._NO_CHOICE - set(SamplingParams.__struct_fields__)),
+        "algorithm": (algorithm.is_none(), algorithm.has_draft_kv(), algorithm.create_worker is not None),
+        "kept": (exact.view(3, -1).tolist(), kept_of.tolist()),
+        "width": result.speculative_num_draft_tokens,
+        "last": before,
+        "of": str(kept.accept_tokens.dtype),
+        "filtered": (kept.accept_tokens.tolist(), kept.new_seq_lens.tolist()),
+        "published": [one.tolist() for one in published],
+    }
+
+
+@pytest.fixture(scope="module")
+def seen() -> Any:
+    return in_sglang("tests.compat.test_lossless:looked_at", GREEDY, OTHERS, list(ASKED))
+
+
+def test_requests_draft_whose_next_token_is_the_most_probable_one(seen: dict[str, Any]) -> None:
+    assert seen["greedy"] == [True] * len(GREEDY)
+    assert seen["others"] == [False] * len(OTHERS)
+    assert seen["asked"] == [False] * len(ASKED)
+    assert seen["unknown"] == [], "names of parameters that this SGLang does not have"
+
+
+def test_drafts_are_kept_as_far_as_the_exact_step_says_the_same(seen: dict[str, Any]) -> None:
+    """Of one request the first draft of three, though the third was said, too; of one without drafts one token; both of
+    two drafts.
+    """
+    assert seen["kept"] == ([[5, 6, 7, 8], [4, -1, -1, -1], [1, 2, 9, -1]], [2, 1, 3])
+
+
+def test_the_next_round_begins_with_the_last_token_that_was_kept(seen: dict[str, Any]) -> None:
+    assert seen["width"] == 3
+    assert seen["last"] == [8, 6, 9]
+    assert seen["of"] == "torch.int64", "the overlap schedule of 0.5.23 keeps them in a buffer of the first one's type"
+    assert seen["filtered"] == ([8, 9], [10, 30])
+    assert seen["published"] == [[10, 20, 30]]
+    assert seen["algorithm"] == (False, False, True)

@@ -1,0 +1,158 @@
+"""Lossless decode in a real server: every token is dense greedy decoding's, whatever an index says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import index_faults
+from tests.server.harness import SPARSE_CONFIG, Answer, Pool, Server
+from tests.server.jobs import Prebuilt
+from tests.server.test_schedules import SMALL_POOL
+
+CONFIG: dict[str, Any] = {
+    **SPARSE_CONFIG, "exactness": "verify", "draft_tokens": 3, "share_prefixes": True, "min_shared_tokens": 512,
+}  # fmt: skip
+FLAGS = {"disable_overlap_schedule": None, "max_running_requests": "32"}
+TOKENS = 40
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    (found,) = answer.meta["sparse_attn"]
+    return dict(found)
+
+
+@pytest.fixture
+def spoilt(built: Prebuilt, tmp_path: Path) -> Path:
+    """A store in which `large` and `second` have shuffled positions; `first` is whole."""
+    store = Path(shutil.copytree(built.store, tmp_path / "store"))
+    for name in ("large", "second"):
+        index_faults.shuffle(store, built.line(name)["digest"])
+    return store
+
+
+@pytest.fixture
+def lossless(serve: Pool, spoilt: Path) -> Server:
+    return serve(spoilt, CONFIG, fresh=True, **FLAGS)
+
+
+@pytest.mark.boot("lossless")
+def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Server, texts: Any) -> None:
+    """One server's life: alone, together, beside requests that draft nothing; at the end of an answer; sampled."""
+    server = lossless
+    whole, hostile = ([texts.ask(one, n) for n in range(2)] for one in (texts.first, texts.large))
+    for prompts in (whole, hostile):
+        answers, delta = server.compared(prompts, TOKENS)
+        counts = [told(one) for one in answers]
+        assert delta.drafted == sum(one.get("drafted", 0) for one in counts) > 0
+        assert delta.accepted == sum(one.get("accepted", 0) for one in counts)
+        if prompts is hostile:
+            assert delta.accepted < delta.drafted / 2, "expected a shuffled index to draft badly"
+        else:
+            assert delta.accepted > delta.drafted / 2
+            assert all(one.meta["spec_accept_length"] > 1.5 for one in answers)
+    # Together, of different lengths, one prompt without an index among them.
+    jobs = [(prompt, 5 + 9 * n) for n, prompt in enumerate([*whole, *hostile, texts.ask(texts.unindexed, 0)])]
+    _, delta = server.compared_together(jobs, TOKENS, lambda found: found.cascade_steps > 5, times=2)
+    assert delta.drafted > delta.accepted > 0
+    assert delta.cascade_steps > 5, "expected rows of requests and their drafts to share reads"
+    for count in range(1, 6):
+        server.compared(whole[:1], count)
+    _ends_alike(server, whole[0])
+    _drafts_nothing(server, whole[1])
+
+
+def _ends_alike(server: Server, prompt: str) -> None:
+    """At its own end, at a string, at a token, where a round may have more."""
+    long = server.generate(prompt, TOKENS, sparse=False)
+    ends: list[dict[str, Any]] = [{}]
+    ends += [{"stop": [word]} for word in dict.fromkeys(long.text.split()[2:6])]
+    ends += [{"stop_token_ids": [token]} for token in dict.fromkeys(long.ids[3:7])]
+    for end in ends:
+        answers = []
+        for sparse in (False, True):
+            sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, **end}
+            sampling |= {} if sparse else {"custom_params": {"sparse_attn": False}}
+            answers.append(server.post("/generate", {"text": prompt, "sampling_params": sampling}))
+        dense, drafted = answers
+        assert drafted["text"] == dense["text"]
+        assert drafted["output_ids"] == dense["output_ids"]
+        for name in ("finish_reason", "completion_tokens"):
+            assert drafted["meta_info"][name] == dense["meta_info"][name]
+
+
+def _drafts_nothing(server: Server, prompt: str) -> None:
+    """Requests that ask more of a step than its most probable token: each round decodes one token, exactly."""
+    asked: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"temperature": 0.8, "top_k": 20}, {}),
+        ({"repetition_penalty": 1.3}, {}),
+        ({"frequency_penalty": 0.7}, {}),
+        ({"min_new_tokens": 6}, {}),
+        ({"logit_bias": {"7": 5.0}}, {}),
+        ({}, {"return_logprob": True, "top_logprobs_num": 2}),
+    ]
+    for more, fields in asked:
+        answers = []
+        for sparse in (False, True):
+            sampling = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True, **more}
+            sampling |= {} if sparse else {"custom_params": {"sparse_attn": False}}
+            answers.append(server.post("/generate", {"text": prompt, "sampling_params": sampling, **fields}))
+        dense, exact = answers
+        assert "drafted" not in exact["meta_info"]["sparse_attn"][0], more
+        assert exact["meta_info"]["spec_verify_ct"] == exact["meta_info"]["completion_tokens"] - 1
+        if "temperature" not in more:
+            assert exact["output_ids"] == dense["output_ids"], more
+        for name in ("output_token_logprobs", "output_top_logprobs") if fields else ():
+            pairs = zip(_flat(exact["meta_info"][name]), _flat(dense["meta_info"][name]), strict=True)
+            assert all(abs(one[0] - other[0]) < 1e-4 and one[1] == other[1] for one, other in pairs)
+
+
+def _flat(found: list[Any]) -> list[Any]:
+    return [one for item in found for one in (item if isinstance(item[0], list) else [item])]
+
+
+@pytest.mark.full
+@pytest.mark.boot("lossless-dense")
+def test_tokens_are_those_of_a_server_without_the_plugin(serve: Pool, spoilt: Path, texts: Any) -> None:
+    """Long answers behind a whole index, a shuffled one and none; the lossless server without the overlap schedule."""
+    prompts = [texts.ask(one, n) for one in (texts.first, texts.large, texts.unindexed) for n in range(2)]
+    server = serve(None, page_size="16")
+    dense = [server.generate(prompt, 160) for prompt in prompts]
+    server = serve(spoilt, {**CONFIG, "share_prefixes": False, "draft_tokens": 7}, max_running_requests="32")
+    for drafted in (
+        [server.generate(prompt, 160) for prompt in prompts],
+        server.together(_calls(server, prompts, 160)),
+    ):
+        assert [one.ids for one in drafted] == [one.ids for one in dense]
+        assert [one.text for one in drafted] == [one.text for one in dense]
+
+
+@pytest.mark.full
+@pytest.mark.boot("lossless-small")
+def test_retracted_and_aborted_requests_leave_nothing_behind(serve: Pool, store: Path, texts: Any) -> None:
+    server = serve(store, CONFIG, **SMALL_POOL)
+    prompts = [texts.ask(texts.first, n) for n in range(4)]
+    for _attempt in range(5):  # a request that is late finds room
+        batch, delta = server.compared_together(prompts, 100, cold=True)
+        if sum(answer.num_retractions for answer in batch):
+            break
+    assert sum(answer.num_retractions for answer in batch) > 0, "expected the pool to be too small for four requests"
+    assert delta.drafted > 0
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        delta = server.delta()
+        running = [pool.submit(server.generate, prompt, 200, rid=f"one-{n}") for n, prompt in enumerate(prompts)]
+        server.until(lambda state: state["drafted"] > delta.before["drafted"])
+        server.post("/abort_request", {"abort_all": True})
+        ended = [future.exception(120) or future.result() for future in running]
+    assert any(isinstance(one, Answer) and one.meta["finish_reason"]["type"] == "abort" for one in ended)
+    server.done(delta)
+    server.compared(prompts[:1], 30)
+
+
+def _calls(server: Server, prompts: list[str], tokens: int) -> list[Callable[[], Answer]]:
+    return [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]  # type: ignore[misc]

@@ -1,0 +1,112 @@
+"""Lossless decode: how many tokens are drafted behind a prefix, and which way the steps of a round go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from prefix_kernels.launching import block_of
+from sglang_ext.config import config_from_dict
+from sglang_ext.decode.drafts import AGAIN, DraftLengths
+from sglang_ext.decode.grouping import SharedPrefixes
+from sglang_ext.decode.types import StepPath
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import State
+from tests.serving.admitting import Request
+from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of, path_of, planner
+from tests.serving.test_step_paths import COSTS
+
+ROUNDS = 400
+
+
+def after(lengths: DraftLengths, accepted: int, drafted: int = 4) -> DraftLengths:
+    for _ in range(ROUNDS):
+        lengths.verified("one", drafted, accepted)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("accepted", "share", "wanted"), [(4, 1.0, 8), (3, 3 / 4, 2), (2, 2 / 3, 1), (1, 1 / 2, 1), (0, 0.0, 0)]
+)
+def test_the_last_draft_is_likelier_kept_than_dropped(accepted: int, share: float, wanted: int) -> None:
+    lengths = DraftLengths(8)
+    assert (lengths.wanted("one"), lengths.acceptance("one")) == (8, 1.0)
+    after(lengths, accepted)
+    assert lengths.acceptance("one") == pytest.approx(share, abs=0.01)
+    assert lengths.wanted("one") == wanted
+    assert lengths.wanted("another") == 8
+
+
+def test_an_index_that_drafts_badly_is_tried_again_and_trusted_when_it_drafts_well() -> None:
+    lengths = after(DraftLengths(4), 0)
+    tried = [lengths.wanted("one") for _ in range(3 * AGAIN)]
+    assert sum(tried) == 3
+    assert max(tried) == 1
+    after(lengths, 1, drafted=1)
+    assert lengths.wanted("one") == 4
+
+
+def test_a_round_without_drafts_says_nothing() -> None:
+    lengths = DraftLengths(4)
+    lengths.verified("one", 0, 0)
+    assert lengths.acceptance("one") == 1.0
+
+
+def test_a_request_and_its_drafts_share_its_own_slots() -> None:
+    """Rows of one request are a group of as many tokens as its slots were compared of, and part of others' groups."""
+    prefixes = SharedPrefixes(16)
+    prefixes.add(1, 200, {})
+    assert [(group.rows, group.length) for group in prefixes.groups([1, 1, None, 1])] == [((0, 1, 3), 200)]
+    prefixes.add(2, 180, {1: 160})
+    assert [(group.rows, group.length) for group in prefixes.groups([1, 1, 2])] == [((0, 1, 2), 160)]
+    assert [(group.rows, group.length) for group in prefixes.groups([2, 1])] == [((0, 1), 160)]
+    short = SharedPrefixes(16)
+    short.add(1, 200, {})
+    short.add(2, 180, {1: 32})
+    assert [(group.rows, group.length) for group in short.groups([1, 1, 2, 2])] == [((0, 1), 200), ((2, 3), 180)]
+
+
+# -- the steps of a round ----------------------------------------------------------------------------------------------
+
+
+def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
+    """By costs selecting never pays here: that a round drafts was decided before."""
+    roles = ["dense", "anchor"]
+    config = config_from_dict({
+        "exactness": "verify", "layer_plan": roles, "share_prefixes": True, "min_top_k": 32, "min_shared_tokens": 64,
+        "guard_every": 2,
+    })  # fmt: skip
+    requests, index = RequestTable(), blank_index(2)
+    index.state = State.READY
+    plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
+    steps = planner(config, requests, Counters(2), plan, 8, 1)
+    assert steps.guard is None, "every draft is compared"
+    assert steps.sparse is not None
+    steps.sparse._costs[block_of(8)] = COSTS
+    capture_all(steps, 8)
+    held = [Request(), Request()]
+    for row, request in enumerate(held):
+        requests.add(request, Attachment(f"r{row}", index=index))
+        requests.enter(request)
+
+    def usable(attachment: Attachment | None, *, waits: bool = True) -> Any:
+        return index if attachment is requests.get("r0") else None
+
+    def path(rids: list[str], rows: list[int], lens: list[int]) -> StepPath | None:
+        return path_of(steps, forward_of(rids, rows, lens), usable)
+
+    exact = ["r0", "r0", "r0", "r1"], [0, 0, 0, 1], [PREFIX + 2, PREFIX + 3, PREFIX + 4, PREFIX + 2]
+    for number in range(4):
+        whole = forward_of(["r0", "r1"], [0, 1], [PREFIX + 2] * 2)
+        assert steps.drafters(whole, usable) == ["d", None]
+        steps.drafts = True
+        assert path(["r0"], [0], [PREFIX + 2]) is StepPath.SPARSE
+        steps.drafts = False
+        assert path(*exact) is (StepPath.CASCADE if number >= 2 else None), "slots are known from the third round on"
+    steps.paused = True
+    assert steps.drafters(whole, usable) == [None, None]
