@@ -322,11 +322,15 @@ def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: SimpleNa
 
 def test_the_figures_of_candidates_ahead_are_the_rows(bench: SimpleNamespace) -> None:
     rows = bench.answers.read([RESULTS / "answers-h100-ahead.jsonl.xz"])
-    ahead, in_line = "two_level, ahead", "two_level, in line"
-    ((one, _),) = bench.answers_table.differences(rows, in_line).values()
-    kl = {key[0]: full["kl"] for key, (_, (full,)) in bench.answers_table.forced(rows).items()}
-    points = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * move for move in (one.difference, one.low, one.high)))
-    assert f"{points} points against naming in line, KL {kl[ahead]:.4f} for {kl[in_line]:.4f}" in prose("selection")
+    ahead, in_line, tokens = "two_level, ahead", "two_level, in line", "tokens ahead"
+    moves = {key[1]: one for key, (one, _) in bench.answers_table.differences(rows, in_line).items()}
+    kl = {key[0]: f"{full['kl']:.4f}" for key, (_, (full,)) in bench.answers_table.forced(rows).items()}
+    points = {
+        name: "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * move for move in (one.difference, one.low, one.high)))
+        for name, one in moves.items()
+    }
+    assert f"{points[ahead]} points against naming in line, KL {kl[ahead]} for {kl[in_line]}" in prose("selection")
+    assert f"Named by `token_index`, {points[tokens]} and {kl[tokens]} (" in prose("selection")
 
 
 def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> None:
