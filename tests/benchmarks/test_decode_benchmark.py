@@ -78,6 +78,9 @@ def test_the_sentences_about_every_layer_and_exact_steps_are_the_rows(bench: Sim
     ratios = [ms / before[key] for key, ms in after.items()]
     assert f"within {min(ratios):.3f} and {max(ratios):.3f} of what it took there" in text
     assert max(ratios) <= 1.01
+    after, before = (by_median(rows_of(RESULTS / f"decode-h100-house-{name}.jsonl")) for name in ("after", "before"))
+    ratios = [ms / before[key] for key, ms in after.items() if key in before]
+    assert f"at 1,024 tokens: {min(ratios):.3f} to {max(ratios):.3f} (" in text
 
 
 def test_the_table_of_the_readme_is_the_rows(bench: SimpleNamespace) -> None:

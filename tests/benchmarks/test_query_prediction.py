@@ -298,6 +298,13 @@ def test_the_documented_predictions_are_the_rows(benchmark: Any) -> None:
     assert ahead[int(np.sum(errors, axis=1).argmin())] == "lagged tokens x 4"
     text, old = prose("selection"), figures("lag 16", "overlap")
     assert "Queries 16 steps old overlap by {:.1%} and {:.1%} at 1/8".format(*old[::2]) in text
+    h100 = benchmark.read([RESULTS / "query-prediction-h100.jsonl.xz"])
+    longer = [
+        benchmark.mean_of(h100, h100[0]["model"], kept, name)["overlap"]
+        for name in ("lagged tokens x 4", "last")
+        for kept in benchmark.KEPT
+    ]
+    assert "overlap of {:.1%} and {:.1%}, the last query's {:.1%} and {:.1%}".format(*longer) in text
     layers = [benchmark.by_layer(rows, model, kept, best) for model, kept in columns[1::2]]
     ranges = [f"{min(one):.0%} to {max(one):.0%}" for one in layers]
     assert "Its overlap at 5% by layer: {}, {}.".format(*ranges) in text
