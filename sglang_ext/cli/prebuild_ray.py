@@ -120,7 +120,8 @@ class Cluster:
             if busy:
                 patient = time.monotonic() + _PATIENCE_S
             elif time.monotonic() > patient:
-                tqdm.write("expected a node with room for an engine, found none yet; see `ray status`", file=sys.stderr)
+                why = "one still loads its model, or no node has room for it: see `ray status`"
+                tqdm.write(f"no engine has started for {_PATIENCE_S:.0f} s: {why}", file=sys.stderr)
                 patient = float("inf")
             done, _ = self._ray.wait([*busy, *self._starting], timeout=1.0)
             for ref in done:
