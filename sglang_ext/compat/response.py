@@ -19,6 +19,7 @@ KEY = "sparse_attn"
 HEADER = b"sglang-sparse-attn"
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _USAGE = b'"usage":{'
+_LENGTH = b"content-length"
 
 
 class Told:
@@ -84,13 +85,14 @@ class OpenAIUsage:
         told: dict[int, list[Any]] = {}
         scope[KEY] = told
         start: dict[str, Any] | None = None
+        promised = False  # the length, to the client
 
         async def write(message: dict[str, Any]) -> None:
-            nonlocal start
+            nonlocal start, promised
             if message["type"] == "http.response.start":
                 start = message  # waits for the body, whose length it holds
                 return
-            if _USAGE in message.get("body", b""):
+            if _USAGE in message.get("body", b"") and not promised:
                 choices = [one for index in sorted(told) for one in told[index] if one is not None]
                 text = json.dumps(choices, separators=(",", ":")).encode()
                 field = b'"%s":%s,' % (KEY.encode(), text)
@@ -98,6 +100,7 @@ class OpenAIUsage:
                 if start is not None:
                     start = {**start, "headers": _grown(start["headers"], len(field), text if len(told) == 1 else None)}
             if start is not None:
+                promised = _LENGTH in dict(start["headers"])
                 await send(start)
                 start = None
             await send(message)
@@ -107,8 +110,7 @@ class OpenAIUsage:
 
 def _grown(headers: Any, added: int, text: bytes | None) -> list[tuple[bytes, bytes]]:
     """Headers of a body that grew by so many bytes; with `text` as ours, if they are of a whole one."""
-    length = b"content-length"
-    if length not in dict(headers):
+    if _LENGTH not in dict(headers):
         return list(headers)
-    grown = [(name, b"%d" % (int(value) + added) if name == length else value) for name, value in headers]
+    grown = [(name, b"%d" % (int(value) + added) if name == _LENGTH else value) for name, value in headers]
     return grown if text is None else [*grown, (HEADER, text)]

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.compat.response import after_generate_request
+from sglang_ext.compat.response import OpenAIUsage, after_generate_request
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
@@ -134,3 +134,27 @@ def test_routes_want_the_admin_key_and_only_the_page_none() -> None:
 def test_outputs_of_what_is_no_openai_request_stay_as_they_are(request_: Any) -> None:
     outputs = object()
     assert after_generate_request(outputs, None, None, request_) is outputs
+
+
+@pytest.mark.parametrize("cut", [None, 10, 18, 28], ids=lambda cut: f"cut at {cut}")
+def test_a_body_is_as_long_as_its_header_says_whatever_pieces_it_comes_in(cut: int | None) -> None:
+    body = b'{"choices":[],"usage":{"a":1}}'
+    pieces = [body] if cut is None else [body[:cut], body[cut:]]
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: dict[str, Any], _receive: Any, send: Any) -> None:
+        scope["sparse_attn"][0] = [{"steps": 1}]
+        await send({"type": "http.response.start", "headers": [(b"content-length", b"%d" % len(body))]})
+        for number, piece in enumerate(pieces, start=1):
+            await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(OpenAIUsage(app)({"type": "http", "path": "/v1/completions"}, None, send))
+    start, *rest = sent
+    said = b"".join(message["body"] for message in rest)
+    assert dict(start["headers"])[b"content-length"] == b"%d" % len(said)
+    whole = cut in (None, 28)  # the first piece has what is written into
+    assert (b"sglang-sparse-attn" in dict(start["headers"])) == whole
+    assert (b'"usage":{"sparse_attn":[{"steps":1}],"a"' in said) == whole
