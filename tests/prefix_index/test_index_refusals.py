@@ -185,6 +185,29 @@ def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path, m
         assert [e.retention for e in store.list()] == [PINNED]
 
 
+def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0], fill=1), retention=Retention(expires=4e9))
+        with monkeypatch.context() as patch:
+            refuse_call(patch, "unlink", lambda name, *_: str(name).endswith(".pfxkeep"))
+            with pytest.raises(StoreFolderError):
+                store.put(sample_payload(IDS[0], fill=2), retention=Retention())
+        store.rescan()
+        with store.get(IDS[0]) as index:
+            assert (index.stats["fill"], store.list()[0].retention) == (1, Retention(expires=4e9))
+
+
+def test_an_index_that_cannot_be_read_now_is_not_told_to_be_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+    refuse(monkeypatch, index_file(folder, IDS[0]), errno.EMFILE)
+    with opened(folder) as store:
+        with pytest.raises(IndexUnreadable):
+            store.retain(IDS[0], PINNED)
+        monkeypatch.undo()
+        assert store.retain(IDS[0], PINNED).retention == PINNED
+
+
 def test_an_index_whose_retention_is_not_known_leaves_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]), retention=PINNED)
