@@ -75,6 +75,31 @@ def damage(path: Path) -> None:
         flip(path, place_of(index, CHANNELS))
 
 
+def test_what_a_dead_maker_of_copies_left_goes_with_a_collection(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload())
+        assert copied(store)
+        left = folder.parent / "dram" / DIGEST[:2] / ".partial-1-deadbeefdeadbeef"
+        left.touch()
+        os.utime(left, (1.0, 1.0))
+        store.rescan(full=True)
+        assert left.exists()
+        store.collect()
+        assert not left.exists()
+
+
+def test_a_copy_is_used_when_its_index_is(folder: Path) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload())
+        assert copied(store)
+        (copy,) = (folder.parent / "dram").rglob("*.pfxindex")
+        os.utime(copy, (1.0, 1.0))
+        with store.get(sample_identity()) as index:
+            assert in_dram(index)
+        (path,) = folder.rglob("*.pfxindex")
+        assert copy.stat().st_atime == pytest.approx(path.stat().st_atime, abs=1e-3)
+
+
 def test_put_and_get_make_a_copy_and_get_opens_it(folder: Path) -> None:
     with opened(folder) as store:
         entry = store.put(sample_payload(fill=7))
