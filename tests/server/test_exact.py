@@ -92,7 +92,7 @@ def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any)
 
     def ask(**fields: Any) -> tuple[list[Any], Any]:
         """The list in the usage of each chunk, and in the header; which steps the guard takes is its own affair."""
-        chunks, header = server.openai("completions", STEPS, prompt=prompt, **fields)
+        chunks, header = server.openai("completions", STEPS, **{"prompt": prompt, **fields})
         lists = [(chunk.get("usage") or {}).get("sparse_attn") for chunk in chunks]
         for one in [one for choices in (*lists, header) if choices for one in choices]:
             one["guarded_steps"] = told["guarded_steps"]
@@ -105,6 +105,10 @@ def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any)
         assert (last, header, set(map(str, before))) == ([told] * n, None, {"None"})
     lists, header = ask(stream=True)
     assert (header, set(map(str, lists))) == (None, {"None"})
+    several: dict[str, Any] = {"prompt": [prompt, texts.ask(texts.unindexed, 4)], "n": 2}
+    for fields in (several, {**several, "stream": True, "stream_options": usage}):
+        lists, header = ask(**fields)
+        assert ([one["index"] for one in lists[-1]], header) == ([told["index"]] * 2 + [None] * 2, None)
     lists, _ = ask(stream=True, stream_options={**usage, "continuous_usage_stats": True})
     assert lists[-3:] == [[], [told], [told]], "a choice tells when it has ended"
 
