@@ -19,6 +19,11 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("enable_lora", False, "LoRA (--enable-lora)"),
 )
 
+MOST_BY_TOKEN = 7
+"""Tokens of a round with pages of one token: SGLang takes slots for two rounds ahead, and makes rows of `req_to_token`
+so long only with longer pages. At the end of the context, the slots of more would stand in the next request's row.
+"""
+
 
 def arguments(config: SparseAttnConfig) -> dict[str, Any]:
     """What a server's record must say, by field; empty where steps by an index answer."""
@@ -61,5 +66,11 @@ def refusal(record: Any, config: SparseAttnConfig, *, decode_graphs: bool) -> st
         return (
             "--sparse-attn: expected decode CUDA graphs to be off with exactness verify, which was not tried in them; "
             "they are on. Add --disable-decode-cuda-graph, or remove exactness."
+        )
+    if getattr(record, "page_size", None) == 1 and config.draft_tokens > MOST_BY_TOKEN:
+        return (
+            f"--sparse-attn: expected draft_tokens of at most {MOST_BY_TOKEN} with pages of one token, for more of "
+            "which SGLang's table of slots has no room at the end of the context; got "
+            f"{config.draft_tokens}. Lower it, or add --page-size 16."
         )
     return conflict(record, _UNSUPPORTED, " beside exactness verify")

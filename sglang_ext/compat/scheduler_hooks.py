@@ -269,6 +269,28 @@ def after_can_run_graph(can: Any, runner: Any, _forward_batch: Any) -> Any:
     return False if guarded else can
 
 
+def around_update_finish_state(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """Whether a request ends is asked behind each token of a round of lossless decode, as dense decoding asks. Asked
+    once for several, SGLang prefers a string to the stop token before it, and before 0.5.23 the length to both.
+    """
+    verifies = _runtime is not None and _runtime.planner.drafts is not None
+    if not verifies or new_accepted_len < 2 or req.finished() or req.to_finish:
+        original(req, new_accepted_len)
+        return
+    tokens = req.output_ids[-new_accepted_len:]
+    del req.output_ids[-new_accepted_len:]
+    for number, token in enumerate(tokens, 1):
+        req.output_ids.append(token)
+        original(req, 1)
+        if req.finished():
+            if req.finished_len is None:
+                req.finished_len = len(req.output_ids)
+            # What stands behind its end is no part of it: not in the prefix cache, nor in the next turn of a session.
+            kept = req if hasattr(req, "kv_committed_len") else req.kv
+            kept.kv_committed_len -= len(tokens) - number
+            return
+
+
 def before_req_to_token_free(pool: Any, req: Any) -> None:
     """Finish, abort and retraction all give the slot back here."""
     from sglang.srt.managers.schedule_batch import Req

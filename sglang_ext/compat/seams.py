@@ -92,6 +92,12 @@ SEAMS: tuple[Seam, ...] = (
         {"": (list, NoneType)},
     ),
     Seam(f"{_MEMORY}.memory_pool.ReqToTokenPool.free", _BEFORE, hooks.before_req_to_token_free, ("req",)),
+    Seam(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        _AROUND,
+        hooks.around_update_finish_state,
+        ("new_accepted_len",),
+    ),
     *(
         Seam(
             f"{_WEIGHTS}.update_weights_from_{where}",

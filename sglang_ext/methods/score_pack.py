@@ -150,13 +150,15 @@ class ScorePack:
         """Select as planned, by the queries [size or more, num_qo_heads, head_dim] of each layer.
 
         Args:
-            size, queries, sm_scale: as of `AheadOp.look_ahead`.
+            size, queries, sm_scale: as of `AheadOp.look_ahead`; fewer rows where a step runs without its graph, which
+                would be padded.
             lists: of all layers, written at `list_entries` times the layer's place; their counts are in the order of
                 the launch: groups of one layer, then of the next.
         """
         packed = self._queries[: len(self._layers) * size]
         # One launch, whatever the strides: queries lie beside keys and values.
-        torch.stack([q[:size] for q in queries], out=packed.view(len(self._layers), size, *packed.shape[1:]))
+        of_layers = packed.view(len(self._layers), size, *packed.shape[1:])
+        torch.stack([q[:size] for q in queries], out=of_layers[:, : len(queries[0])])
         self._of(size).run(ScoreInputs(packed, sm_scale), self._scores, lists)
 
     @property

@@ -65,6 +65,60 @@ def looked_at(
     }
 
 
+#: Tokens are letters: 0 is "a". The most tokens of an answer, and what ends it beside the token 25.
+ENDS: list[dict[str, Any]] = [
+    {"max_new_tokens": most, **more}
+    for most in (3, 5, 9)
+    for more in (
+        {},
+        {"stop_token_ids": [2]},
+        {"stop": ["ef"]},
+        {"stop": ["fg", "cd"]},
+        {"stop": ["cd", "fg"], "stop_token_ids": [1]},
+        {"stop_regex": "d|b", "stop_token_ids": [4]},
+    )
+]
+
+
+def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
+    """How a request ends that is given tokens one by one, and in each two rounds: a list for each of `ends`."""
+    from types import SimpleNamespace
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    load_plugins()
+    from sglang_ext.compat import scheduler_hooks
+
+    scheduler_hooks._runtime = SimpleNamespace(planner=SimpleNamespace(drafts=False))
+    letters = SimpleNamespace(
+        decode=lambda ids: "".join(chr(97 + one) for one in ids),
+        encode=lambda text, **_: list(text),
+        eos_token_id=25,
+        additional_stop_token_ids=None,
+    )
+
+    def told(end: dict[str, Any], rounds: list[list[int]]) -> list[Any]:
+        params = SamplingParams(temperature=0.0, **end)
+        params.normalize(letters)
+        req = Req("a", "", [1], params, vocab_size=26)
+        req.tokenizer = letters
+        kept = req if hasattr(req, "kv_committed_len") else SimpleNamespace()
+        req.kv, kept.kv_committed_len = kept, 0
+        for one in rounds:
+            if not req.finished():
+                req.output_ids.extend(one)
+                kept.kv_committed_len += len(one)
+                req.update_finish_state(len(one))
+        ids = list(req.output_ids)
+        assert ids == list(req.output_ids_through_stop)
+        return [req.finished() and str(req.finished_reason.to_json()), ids, kept.kv_committed_len]
+
+    rounds = [[[one] for one in tokens], *([tokens[:n], tokens[n:]] for n in range(1, len(tokens)))]
+    return [[told(end, one) for one in rounds] for end in ends]
+
+
 @pytest.fixture(scope="module")
 def seen() -> Any:
     return in_sglang("tests.compat.test_lossless:looked_at", GREEDY, OTHERS, list(ASKED))
@@ -91,3 +145,9 @@ def test_the_next_round_begins_with_the_last_token_that_was_kept(seen: dict[str,
     assert seen["filtered"] == ([8, 9], [10, 30])
     assert seen["published"] == [[10, 20, 30]]
     assert seen["algorithm"] == (False, False, True)
+
+
+def test_a_round_ends_a_request_where_one_token_after_another_does() -> None:
+    found = in_sglang("tests.compat.test_lossless:ended", ENDS, [0, 1, 2, 3, 25, 4, 5, 6])
+    assert {len(one) for one in found} == {8}
+    assert [[answer for answer in one if answer != one[0]] for one in found] == [[]] * len(ENDS)

@@ -129,6 +129,10 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
         ["--sparse-attn-config", '{"exactness": "verify"}', "--speculative-algorithm", "NGRAM"],
         ["expected no --speculative-algorithm with exactness verify", "remove --speculative-algorithm"],
     ),
+    "verify, with more drafts than the table of slots has room for": (
+        ["--sparse-attn-config", '{"exactness": "verify", "draft_tokens": 8}', "--page-size", "1"],
+        ["draft_tokens of at most 7 with pages of one token", "got 8", "--page-size 16"],
+    ),
     "verify, with several ranks": (
         ["--sparse-attn-config", '{"exactness": "verify"}', "--tp-size", "2"],
         ["tensor parallelism (--tp-size) beside exactness verify", "tp_size=2"],

@@ -73,6 +73,9 @@ def _ends_alike(server: Server, prompt: str) -> None:
     ends: list[dict[str, Any]] = [{}]
     ends += [{"stop": [word]} for word in dict.fromkeys(long.text.split()[2:6])]
     ends += [{"stop_token_ids": [token]} for token in dict.fromkeys(long.ids[3:7])]
+    # Within one round: a stop token, and the most tokens or a string behind it; the later of two strings named first.
+    ends += [{"stop_token_ids": [long.ids[2]], "max_new_tokens": most} for most in (4, 5)]
+    ends += [{"stop": long.text.split()[n : n + 2][::-1], "stop_token_ids": [long.ids[n]]} for n in (1, 2, 3)]
     for end in ends:
         answers = []
         for sparse in (False, True):

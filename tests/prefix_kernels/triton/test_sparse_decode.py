@@ -354,6 +354,10 @@ def test_queries_that_stay_select_the_same_a_step_later(spec: IndexSpec, device:
     op.look_ahead(6, queries, 0.1)
     assert torch.equal(op._lists.positions, named)
     assert found(op.run_behind) == own
+    op._lists.positions.fill_(-1)
+    op._pack._queries.zero_()  # type: ignore[union-attr]
+    op.look_ahead(6, [q[:5] for q in queries], 0.1)
+    assert torch.equal(op._lists.positions, named), "a step without a graph is not padded"
     op.look_ahead(6, queries[::-1], 0.1)
     assert found(op.run_behind) != own, "candidates of other queries"
 
