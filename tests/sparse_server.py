@@ -305,13 +305,19 @@ def walk_groups(server: Server) -> None:
     assert server.step([4, 2, 6, 3]) == [GroupRead(2, 210, 60), GroupRead(2, 300, 85)]
 
 
-def walk_ahead(server: Server) -> None:
-    """Steps that name candidates for the next one: a group and a request alone, with and without an index."""
+def join_four(server: Server) -> tuple[torch.Tensor, ResidentIndex]:
+    """A group of two, and two requests alone, with and without an index; the group's prefix."""
     first, second = server.prefix(300), server.prefix(210)
     for serial in (1, 2):
         server.join(serial, *first, 5 + serial)
     server.join(3, *second, 9)
     server.join(4, server.slots(77), None, 3)
+    return first
+
+
+def walk_ahead(server: Server) -> None:
+    """Steps that name candidates for the next one."""
+    join_four(server)
     found = searches(server, [1, 2, 3, 4], 7)
     assert found == sorted(found, reverse=True), "once its slots stay, no step names its own"
     assert found.count(False) >= 3

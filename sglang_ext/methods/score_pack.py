@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prefix_kernels.anchor_selection import AnchorSelection, Form
+from prefix_kernels.anchor_selection import AnchorSelection
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.pooled_scores import LEAST_BLOCK, Layers, ScoredGroup, ScoreInputs, array_addresses
@@ -44,7 +44,7 @@ class ScorePack:
     def __init__(
         self, op: ScoredOp, shape: AttentionShape, sizes: ListSizes, list_entries: int, device: torch.device
     ) -> None:
-        self._op, self._sizes, self._list_entries, self._device = op, sizes, list_entries, device
+        self._op, self._sizes, self._list_entries = op, sizes, list_entries
         self._layers, self._heads = list(sizes.ahead), shape.num_kv_heads
         count = len(self._layers)
         self._tokens = LEAST_BLOCK if op.shape.form.is_block else 1
@@ -71,19 +71,9 @@ class ScorePack:
     def _of(self, size: int) -> AnchorSelection:
         config, requests = self._op.tile_of(size, specialized=False)
         if config.block_m not in self._found:
-            on_gpu, count = self._device.type == "cuda", len(self._layers)
-            self._found[config.block_m] = AnchorSelection(
-                self._op.shape,
-                count * requests,
-                count * self._groups_of(requests),
-                self._sizes.max_prefix_len,
-                count * self._list_entries,
-                config,
-                self._device,
-                form=Form.FUSED if on_gpu else Form.UNFUSED,
-                num_programs=None if on_gpu else 2 * self._heads,
-                max_group=requests,
-            )
+            count = len(self._layers)
+            sizes = count * requests, count * self._groups_of(requests), count * self._list_entries
+            self._found[config.block_m] = self._op.selection(config, *sizes, max_group=requests)
         return self._found[config.block_m]
 
     def plan(

@@ -150,21 +150,30 @@ class ScoredOp(ScoringOp):
         """Of an index that `number_of` was asked for."""
         return self._known[index]
 
+    def selection(
+        self, config: AnchorConfig, max_batch: int, max_groups: int, list_entries: int, max_group: int | None = None
+    ) -> AnchorSelection:
+        """What selects for this shape and device; arguments as of `AnchorSelection`."""
+        on_gpu = self._device.type == "cuda"
+        return AnchorSelection(
+            self.shape,
+            max_batch,
+            max_groups,
+            self._sizes.max_prefix_len,
+            list_entries,
+            config,
+            self._device,
+            form=Form.FUSED if on_gpu else Form.UNFUSED,
+            num_programs=None if on_gpu else 2 * self.shape.num_kv_heads,
+            max_group=max_group,
+        )
+
     def _of(self, size: int) -> AnchorSelection:
         config, requests = self.tile_of(size, specialized=self._specialized)
         if config.block_m not in self._found:
-            sizes, on_gpu = self._sizes, self._device.type == "cuda"
-            self._found[config.block_m] = AnchorSelection(
-                self.shape,
-                requests * sizes.groups_of_a_row,
-                min(requests * sizes.groups_of_a_row, sizes.max_groups),
-                sizes.max_prefix_len,
-                sizes.list_entries,
-                config,
-                self._device,
-                form=Form.FUSED if on_gpu else Form.UNFUSED,
-                num_programs=None if on_gpu else 2 * self.shape.num_kv_heads,
-            )
+            rows = requests * self._sizes.groups_of_a_row
+            groups = min(rows, self._sizes.max_groups)
+            self._found[config.block_m] = self.selection(config, rows, groups, self._sizes.list_entries)
         return self._found[config.block_m]
 
     def plan(

@@ -24,6 +24,7 @@ from tests.sparse_server import (
     LAYERS,
     SPEC,
     Server,
+    join_four,
     join_many,
     searches,
     until_search,
@@ -285,11 +286,7 @@ def test_costs_are_measured_on_made_up_indexes_of_many_groups(
 def test_a_selection_serves_its_steps_until_a_group_changes(kind: Any, device: torch.device) -> None:
     """Each anchor layer's own selection, in a step with other queries; suffix tokens grow in all of them."""
     server = Server(device, 6, *kind, search_period=3)
-    first, second = server.prefix(300), server.prefix(210)
-    for serial in (1, 2):
-        server.join(serial, *first, 5 + serial)
-    server.join(3, *second, 9)
-    server.join(4, server.slots(77), None, 3)
+    first = join_four(server)
     # As long as slots may change, and when two requests become a group, every step searches.
     found = searches(server, [1, 2, 3, 4], 7)
     settled = found.index(False) - 1
