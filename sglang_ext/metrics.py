@@ -28,6 +28,7 @@ REASONS = (
     "unsupported_layer",
     "unsupported_mode",
     "no_room",
+    "offloaded",
     "by_request",
     "by_operator",
 )
@@ -91,6 +92,14 @@ METRICS = (
     Metric("guard_tokens", "Next tokens compared with exact attention's, those alike.", "part", ("compared", "agreed")),
     Metric("guard_recall", "Attention mass recall, mean of the indexes.", "layer", gauge=True),
     Metric("guard_output_error", "Relative output error, mean of the indexes.", "layer", gauge=True),
+    Metric(
+        "offload_events",
+        "Prefixes copied to host memory, evicted from it, not copied by an error; requests served from there.",
+        "event",
+        ("copied", "evicted", "failed", "translated"),
+    ),
+    Metric("offload_refused", "Requests whose prefix was not copied to host memory, by reason.", "reason"),
+    Metric("offload_free_pages", "Free pages of offload's host memory.", gauge=True),
     Metric("device_bytes", "Device bytes of indexes.", gauge=True),
     Metric("store_indexes", "Usable indexes in the store.", gauge=True),
     Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),
