@@ -57,7 +57,7 @@ SEAMS: tuple[Seam, ...] = (
         {"": int},
     ),
     Seam(
-        f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers_normal", _AROUND, host_pool.around_create_buffers, ()
+        f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers", _AROUND, host_pool.around_create_buffers, ()
     ),
     Seam(
         f"{_MEMORY}.registry.create_tree_cache",
