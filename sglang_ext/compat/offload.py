@@ -26,6 +26,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("enable_streaming_session", False, "streaming sessions (--enable-streaming-session)"),
     ("enable_session_radix_cache", False, "sessions in the prefix cache (--enable-session-radix-cache)"),
     ("disaggregation_decode_retraction_backup", None, "backups of retracted requests"),
+    ("kv_events_config", None, "KV events (--kv-events-config)"),
     ("enable_lora", False, "LoRA (--enable-lora)"),
 )
 

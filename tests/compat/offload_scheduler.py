@@ -17,7 +17,6 @@ import torch
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.versions import older_than
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.offload.directory import Offload
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
@@ -31,8 +30,8 @@ class PlainPool:
 
     nbytes = 0
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, first_slot: int = 0) -> None:
+        self.num_pages, self._first_slot = num_pages, first_slot
         self._free = list(range(num_pages))
 
     @property
@@ -54,6 +53,7 @@ class PlainPool:
 
     def backup(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         assert len(slots) == len(pages) * PAGE_TOKENS
+        assert int(slots.min()) >= self._first_slot
 
     def stage(self, layer: int, pages: torch.Tensor, begin: int) -> None:
         raise NotImplementedError
@@ -76,7 +76,7 @@ class Loop:
             req_to_token=self.table.req_to_token,
         )  # fmt: skip
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
-        pool = PlainPool(host_pages)
+        pool = PlainPool(host_pages, page_size)
         self.offloading = Offloading(options, view, pool, range(0, 16), page_size)  # type: ignore[arg-type]
         self.attachments: dict[Any, Attachment] = {}
         hooks = OffloadedTree(self.tree, self.offloading, self.attachments.get)
@@ -151,8 +151,7 @@ class Loop:
     def copy_out(self, req: Any) -> None:
         """What a decode step does for its prefix."""
         batch = SimpleNamespace(req_pool_indices=torch.tensor([row_of(req)]))
-        if self.offloading.of_row(row_of(req)) is None:
-            self.offloading.decoding(batch, [self.attachments[req]])
+        self.offloading.decoding(batch, [self.attachments[req]])
 
     def release(self, req: Any, *, insert: bool) -> None:
         """A request ends, or is retracted without insert."""
@@ -191,10 +190,11 @@ class Loop:
             self.tree.inc_lock_ref(node)
         else:
             req.lock = self.tree.lock(node)
-        if wanted + 2 * self.page_size > self.allocator.available_size() + self.tree.evictable_size():
-            self._unlock(req, node)
-            return False
-        return len(self.table.free_slots) > 0
+        room = self.allocator.available_size() + self.tree.evictable_size()
+        if wanted + 2 * self.page_size <= room and len(self.table.free_slots):
+            return True
+        self._unlock(req, node)
+        return False
 
     def _unlock(self, req: Any, node: Any) -> None:
         if _OLD:
@@ -259,7 +259,8 @@ class Loop:
     def check(self) -> None:
         """No slot of the padding page in a tree or in a free list; all slots are somewhere, once."""
         page = self.page_size
-        in_tree = self.tree.all_values_flatten().tolist()
+        empty = self.tree.evictable_size() + self.tree.protected_size() == 0  # 0.5.16 concatenates values, at least one
+        in_tree = [] if empty else self.tree.all_values_flatten().tolist()
         free = _free_slots(self.allocator)
         held: list[int] = []
         for req in self.running:
@@ -282,13 +283,6 @@ class Loop:
 
 
 _OLD = older_than("0.5.23")
-
-
-def published(loop: Loop, req: Any) -> Offload:
-    """The prefix of a request, which must be in host memory."""
-    found = loop.offloading.directory.get(loop.attachments[req].entry.digest)  # type: ignore[union-attr]
-    assert found is not None
-    return found
 
 
 def _free_slots(allocator: Any) -> list[int]:
