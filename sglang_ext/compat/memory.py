@@ -65,10 +65,11 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
     return False
 
 
-def staging_bytes(config: SparseAttnConfig, model_config: Any) -> int:
+def staging_bytes(config: SparseAttnConfig, configurator: Any) -> int:
     """Device bytes of offload's rows behind the KV pool: of all layers, for a server without tensor parallelism."""
     if config.offload is None:
         return 0
+    model_config = configurator.model_config
     widths = int(model_config.head_dim) + int(getattr(model_config, "v_head_dim", None) or model_config.head_dim)
     per_layer = int(model_config.num_key_value_heads) * widths * int(model_config.dtype.itemsize)
     return config.offload.staging_tokens * int(model_config.num_hidden_layers) * per_layer
@@ -109,7 +110,7 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
         return result
     args = configurator.server_args
     off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
-    staging = staging_bytes(settings.config, configurator.model_config)
+    staging = staging_bytes(settings.config, configurator)
     promised = staging + promised_bytes(settings.config, result - staging, graphs=not off)
     if promised >= result:
         config = settings.config

@@ -324,8 +324,7 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
     for req in reqs if _runtime is not None and _rows is not None else ():
         if not isinstance(req, Req):
             continue
-        row, offload = row_of(req), _runtime.offload
-        offloaded = offload is not None and row is not None and offload.slot_taken(req, row)
+        offloaded = _runtime.offload is not None and _runtime.offload.slot_taken(req, row_of(req))
         try:
             attachment = _runtime.slot_taken(req, offloaded=offloaded)
         except Exception:  # one request must not end the server

@@ -56,9 +56,7 @@ SEAMS: tuple[Seam, ...] = (
         ("pre_model_load_memory",),
         {"": int},
     ),
-    Seam(
-        f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers", _AROUND, host_pool.around_create_buffers, ()
-    ),
+    Seam(f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers", _AROUND, host_pool.around_create_buffers, ()),
     Seam(
         f"{_MEMORY}.registry.create_tree_cache",
         _AFTER,

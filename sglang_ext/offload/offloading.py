@@ -199,7 +199,13 @@ class Offloading:
         rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices") if self._rows else ()
         virtual = {place for place, row in enumerate(rows) if row in self._rows}
         for place, one in enumerate(attachments):
-            if place in virtual or one is None or one.entry is None or one.reason in ALONE or one.offload_refusal is not None:
+            if (
+                place in virtual
+                or one is None
+                or one.entry is None
+                or one.reason in ALONE
+                or one.offload_refusal is not None
+            ):
                 continue
             digest, tokens = one.entry.digest, one.entry.identity.num_tokens
             found = self.directory.get(digest)

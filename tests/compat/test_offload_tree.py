@@ -26,7 +26,9 @@ ARRIVE = st.tuples(
     st.just("arrive"), st.integers(0, 2), st.lists(st.integers(1, 2), max_size=40), st.sampled_from([None, 3, 17])
 )
 OTHER = st.tuples(
-    st.sampled_from(["chunk", "decode", "decode", "copy_out", "copy_out", "finish", "abort", "retract", "flush", "drop"]),
+    st.sampled_from(
+        ["chunk", "decode", "decode", "copy_out", "copy_out", "finish", "abort", "retract", "flush", "drop"]
+    ),
     st.integers(0, 5),
     st.integers(1, 20),
 )
