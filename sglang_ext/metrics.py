@@ -39,6 +39,9 @@ PATHS = ("sparse", "cascade", "dense")
 TIERS = ("dram", "disk", "remote")
 """Where the bytes of an index are read from: a service's folder in DRAM, the store's folder, a remote store."""
 
+OFFLOAD = ("copied", "evicted", "failed", "translated", "short", "page_size", "too_long", "host_full")
+"""Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
+
 PREFIX = "sglang:sparse_attn_"
 PERIOD_S = 1.0
 
@@ -92,14 +95,7 @@ METRICS = (
     Metric("guard_tokens", "Next tokens compared with exact attention's, those alike.", "part", ("compared", "agreed")),
     Metric("guard_recall", "Attention mass recall, mean of the indexes.", "layer", gauge=True),
     Metric("guard_output_error", "Relative output error, mean of the indexes.", "layer", gauge=True),
-    Metric(
-        "offload_events",
-        "Prefixes copied to host memory, evicted from it, not copied by an error; requests served from there.",
-        "event",
-        ("copied", "evicted", "failed", "translated"),
-    ),
-    Metric("offload_refused", "Requests whose prefix was not copied to host memory, by reason.", "reason"),
-    Metric("offload_free_pages", "Free pages of offload's host memory.", gauge=True),
+    Metric("offload", "Host memory: what became of prefixes, requests served, why not copied.", "event", OFFLOAD),
     Metric("device_bytes", "Device bytes of indexes.", gauge=True),
     Metric("store_indexes", "Usable indexes in the store.", gauge=True),
     Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),

@@ -244,8 +244,6 @@ class SparseRuntime:
         """
         if self.ready.stale:
             return
-        if self.offload is not None:
-            self.offload.drop(forever=True)
         self.ready.stale = "the weights may have been updated in place; restart the server to use indexes"
         logger.warning("sparse attention: off until a restart: %s", self.ready.stale)
         if self.view.has_kv_scales:  # numbers in our graphs
@@ -253,6 +251,8 @@ class SparseRuntime:
         if self.builds is not None:
             self.builds.close()
             self.builds = None
+        if self.offload is not None:
+            self.offload.drop(forever=True)
 
     def slot_freed(self, request: Hashable, row: int, *, finished: bool, tokens: int = 0) -> None:
         """A request gives its slot back, and with it all that it held; its index is built if it was recorded.
@@ -305,7 +305,7 @@ class SparseRuntime:
             if self.planner.drafts is None:
                 self._settle(forward_batch.rids)
             if staged is not None:
-                self._offloaded(forward_batch)
+                self.planner.offloaded(forward_batch.rids)
             planned = self._planned(forward_batch) if staged is None else None
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(
@@ -409,14 +409,6 @@ class SparseRuntime:
         """No step is attended here any more."""
         self.planner.refuse(why)
         self._looks_up = False
-
-    def _offloaded(self, forward_batch: Any) -> None:
-        """A decode step with rows whose prefix lies in host memory is no planned one: all its rows attend exactly."""
-        for attachment in map(self.requests.get, forward_batch.rids):
-            if attachment is not None:
-                attachment.count(attachment.reason or "offloaded", self.counters)
-        self.planner.step_elsewhere()
-        self.counters.count_step(0, forward_batch.batch_size, 0)
 
     def _planned(self, forward_batch: Any) -> PlannedStep | None:
         try:

@@ -199,13 +199,9 @@ class Offloading:
         rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices") if self._rows else ()
         virtual = {place for place, row in enumerate(rows) if row in self._rows}
         for place, one in enumerate(attachments):
-            if (
-                place in virtual
-                or one is None
-                or one.entry is None
-                or one.reason in ALONE
-                or one.offload_refusal is not None
-            ):
+            if place in virtual or one is None or one.entry is None or one.reason in ALONE:
+                continue
+            if one.offload_refusal is not None:
                 continue
             digest, tokens = one.entry.digest, one.entry.identity.num_tokens
             found = self.directory.get(digest)
@@ -250,11 +246,7 @@ class Offloading:
 
     def figures(self) -> dict[str, Any]:
         """What is exported, by metric."""
-        return {
-            "offload_events": {"translated": self.translated, **self.directory.events},
-            "offload_refused": dict(self.refused),
-            "offload_free_pages": self._pool.free_pages,
-        }
+        return {"offload": {"translated": self.translated, **self.directory.events, **self.refused}}
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""

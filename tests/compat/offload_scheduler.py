@@ -77,7 +77,7 @@ class Loop:
         )  # fmt: skip
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
         pool = PlainPool(host_pages, page_size)
-        self.offloading = Offloading(options, view, pool, range(0, 16), page_size)  # type: ignore[arg-type]
+        self.offloading = Offloading(options, view, pool, range(16), page_size)  # type: ignore[arg-type]
         self.attachments: dict[Any, Attachment] = {}
         hooks = OffloadedTree(self.tree, self.offloading, self.attachments.get)
         hooks.install()

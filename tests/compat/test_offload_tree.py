@@ -25,15 +25,8 @@ PAGES = (1, 4, 16)
 ARRIVE = st.tuples(
     st.just("arrive"), st.integers(0, 2), st.lists(st.integers(1, 2), max_size=40), st.sampled_from([None, 3, 17])
 )
-OTHER = st.tuples(
-    st.sampled_from(
-        ["chunk", "decode", "decode", "copy_out", "copy_out", "finish", "abort", "retract", "flush", "drop"]
-    ),
-    st.integers(0, 5),
-    st.integers(1, 20),
-)
-
-
+OTHERS = ("chunk", "decode", "decode", "copy_out", "copy_out", "finish", "abort", "retract", "flush", "drop")
+OTHER = st.tuples(st.sampled_from(OTHERS), st.integers(0, 5), st.integers(1, 20))
 FIRST = [("arrive", 0, [1], None), ("copy_out", 0, 1), ("arrive", 1, [2], None), ("copy_out", 1, 1), ("finish", 0, 1)]
 """Two documents are in host memory; there is room for no third one."""
 
