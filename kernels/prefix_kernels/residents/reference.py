@@ -46,7 +46,9 @@ def look_up(
     heads = range(shape.num_kv_heads)
     before = state.cell_of_page[number].clone()
     for head in heads:
-        wanted = [_pages(one, head, host_pages, lists).unique_consecutive() for one in groups]
+        pages = [_pages(one, head, host_pages, lists) for one in groups]
+        # Positions ascend: tokens of a page follow each other.
+        wanted: list[Tensor] = [torch.unique_consecutive(one) for one in pages]
         _assign(state, number, head, torch.cat([*wanted, host_pages[:0]]).long(), shape.mode)
     resident = before if shape.mode is Mode.LAGGED else state.cell_of_page[number]
     for one in groups:

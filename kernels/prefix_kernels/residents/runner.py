@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,9 +102,10 @@ class Residents:
                 f"{len(groups)} and {lists_end}; raise the limits"
             )
         tables = sorted((one.table_begin, one.table_begin + one.num_pages) for one in groups)
-        if any(begin < end for (_, end), (begin, _) in zip(tables, tables[1:], strict=False)):
+        if any(begin < end for (_, end), (begin, _) in itertools.pairwise(tables)):
             raise ValueError(
-                f"expected tables of host pages that do not overlap, got {tables}; make one group of a prefix's requests"
+                f"expected tables of host pages that do not overlap, got {tables}; make one group of all requests on "
+                "a prefix"
             )
         needed = sum(one.needed_cells for one in groups)
         if self.shape.mode is Mode.EXACT and needed > self.shape.num_cells:
@@ -236,13 +238,17 @@ class Residents:
             arguments |= {f"HOST_{name}_STRIDE": from_words.stride(0), f"POOL_{name}_STRIDE": to_words.stride(0)}
             arguments |= {f"{name}_WORDS": to_words.shape[2], f"BLOCK_{name}": block_of(to_words.shape[2])}
         unused = self._of_lists_unused() if of_lists is None else of_lists
-        arguments |= unused | self._fetched(number) | {
-            "head_map_ptr": self._arrived if head_map is None else head_map,
-            "num_heads": heads,
-            "num_copying": self._num_copying,
-            "TILE": _FETCH_TILE,
-            "BLOCK_H": block_of(heads),
-        }
+        arguments |= (
+            unused
+            | self._fetched(number)
+            | {
+                "head_map_ptr": self._arrived if head_map is None else head_map,
+                "num_heads": heads,
+                "num_copying": self._num_copying,
+                "TILE": _FETCH_TILE,
+                "BLOCK_H": block_of(heads),
+            }
+        )
         programs = self._num_copying + (0 if of_lists is None else self.max_groups * heads)
         launch_behind(fetch_kernel, (programs,), arguments, num_warps=_FETCH_WARPS)
 
@@ -272,9 +278,9 @@ class Residents:
                         f"expected {name} with adjacent heads of whole words of {_WORD} bytes, got strides "
                         f"{cache.stride()} of {cache.dtype}"
                     )
-        if self.device.type == "cuda" and host.k_cache.device.type == "cpu":
-            if not (host.k_cache.is_pinned() and host.v_cache.is_pinned()):
-                raise ValueError("expected host in pinned memory, which a kernel can read; got pageable memory")
+        on_host = [one for one in (host.k_cache, host.v_cache) if one.device.type == "cpu"]
+        if self.device.type == "cuda" and not all(one.is_pinned() for one in on_host):
+            raise ValueError("expected host in pinned memory, which a kernel can read; got pageable memory")
 
     def _check_lists(self, host_pages: Tensor, lists: SelectedLists) -> None:
         if lists.slots is None:

@@ -178,7 +178,7 @@ class ResidentState:
         """
         # -1, of a free cell, finds the last entry.
         gone = torch.zeros(self.cell_of_page.shape[2] + 1, dtype=torch.bool, device=pages.device)
-        gone.index_fill_(0, pages, True)  # noqa: FBT003
+        gone.index_fill_(0, pages, True)
         self.page_of_cell.masked_fill_(gone[self.page_of_cell], -1)
         self.cell_of_page.index_fill_(2, pages, -1)
 
