@@ -16,6 +16,7 @@ from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.two_level import TwoLevelSpec
 from sglang_ext.methods.two_level.decode_op import TwoLevelOp
 from sglang_ext.methods.union import UnionSpec
+from tests.hosted_server import HostedServer, walk_host
 from tests.sparse_server import (
     FIRST,
     GQA,
@@ -88,6 +89,17 @@ RARER: dict[str, IndexSpec] = {
 @pytest.mark.parametrize("kind", LAST, ids=str)
 def test_every_method(kind: Any, spec: IndexSpec, device: torch.device) -> None:
     walk_groups(Server(device, 6, *kind, spec=spec))
+
+
+@pytest.mark.parametrize("kind", FIRST, ids=str)
+def test_prefixes_in_host_memory(kind: Any, device: torch.device) -> None:
+    dtype, kv_dtype, dim = kind
+    server = HostedServer(device, 60, implementation="triton", dtype=dtype, kv_dtype=kv_dtype, dim=dim)
+    walk_host(server)
+    assert server.sparse.swap is not None
+    wanted, fetched, missed = server.sparse.swap.residents.counters.sum(0).tolist()
+    assert 0 < fetched < wanted
+    assert missed == 0
 
 
 @pytest.mark.parametrize(

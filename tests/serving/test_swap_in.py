@@ -1,0 +1,124 @@
+"""Sparse steps of prefixes in host memory, by the references: each step equals its definition on KV of the device."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.residents import Counter, Mode
+from sglang_ext.decode.types import HostPrefix
+from sglang_ext.methods.registry import parse_spec
+from tests.hosted_server import HostedServer, walk_host
+from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="token index"),
+        pytest.param({"spec": parse_spec({"method": "two_level"})}, id="two levels"),
+        pytest.param({"suffix_dense_tokens": 32}, id="suffixes selected from"),
+    ],
+)
+def test_steps_equal_those_of_prefixes_on_the_device(changes: dict[str, Any]) -> None:
+    server = HostedServer(CPU, 60, kernels=False, **changes)
+    walk_host(server, 3)
+    assert server.sparse.swap is not None
+    counters = server.sparse.swap.residents.counters.sum(0)
+    assert 0 < counters[Counter.TRANSFERRED] < counters[Counter.WANTED]
+    assert counters[Counter.MISSED] == 0
+
+
+def test_steps_that_keep_a_selection_keep_its_pages() -> None:
+    server = HostedServer(CPU, 60, kernels=False, search_period=3)
+    slots, index = server.prefix(304)
+    host = server.offload(slots)
+    for serial in (1, 2):
+        server.join_behind(serial, host, slots, index, 4)
+    assert server.sparse.swap is not None
+    found, wanted = [], [0]
+    for _ in range(9):
+        found += searches(server, [1, 2], 1)
+        wanted.append(int(server.sparse.swap.residents.counters[0, Counter.WANTED]))
+    assert found.count(False) >= 4
+    assert [now > before for before, now in itertools.pairwise(wanted)] == found
+
+
+def test_lagged_steps_attend_what_is_resident_and_fetch_for_the_next_one() -> None:
+    """With queries that stay each layer misses all at first, and nothing a step later."""
+    server = HostedServer(CPU, 60, Mode.LAGGED, kernels=False)
+    slots, index = server.prefix(304)
+    host = server.offload(slots)
+    server.join_behind(1, host, slots, index, 4)
+    swap = server.sparse.swap
+    assert swap is not None
+    lens = [server.lens[1]]
+    batch = server.batch([1], lens)
+    q = torch.randn(1, 4, server.dim, generator=server.gen)
+    outs = []
+    for _ in range(3):
+        plan = server.sparse.plan(batch)
+        assert plan is not None
+        assert server.sparse.begin(plan, batch) is not None
+        before = swap.residents.counters
+        outs.append([server.sparse.run(q, kv, layer, 0.1) for layer, kv in enumerate(server.pools)])
+        assert not any(out.isnan().any() for out in outs[-1])
+        wanted, fetched, missed = (swap.residents.counters - before).sum(0).tolist()
+        assert wanted > 0
+        assert fetched == missed == (wanted if len(outs) == 1 else 0)
+    own = server.slots_of(1, 304, lens[0])
+    kv = server.pools[1]
+    alone = torch.softmax(torch.einsum("hgd,nhd->hgn", q[0].view(KV_HEADS, 2, -1), kv.k_cache[own]) * 0.1, -1)
+    assert torch.allclose(outs[0][1][0], torch.einsum("hgn,nhd->hgd", alone, kv.v_cache[own]).flatten(0, 1), atol=1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(outs[1], outs[2], strict=True))
+    assert not torch.equal(outs[0][1], outs[1][1])
+    assert torch.equal(outs[0][0], outs[1][0]), "a layer that attends all has it on the device"
+
+
+@pytest.mark.parametrize(
+    ("num_cells", "mode", "entries", "planned"),
+    [
+        pytest.param(19, Mode.EXACT, None, True, id="all of its pages"),
+        pytest.param(18, Mode.EXACT, None, False, id="too few cells"),
+        pytest.param(18, Mode.LAGGED, None, True, id="which lagged steps do with"),
+        pytest.param(19, Mode.EXACT, 8, False, id="no room for its lists"),
+    ],
+)
+def test_no_step_attends_virtual_slots(num_cells: int, mode: Mode, entries: int | None, planned: bool) -> None:
+    """A batch that cannot be attended here is not planned, though another row of it could be."""
+    server = HostedServer(CPU, num_cells, mode, kernels=False)
+    if entries is not None:
+        server.sparse._lists.entries = entries
+    slots, index = server.prefix(304)
+    host = server.offload(slots)
+    server.join_behind(1, host, slots, index, 4)
+    server.join(2, *server.prefix(16), 4)
+    batch = server.batch([1, 2], [server.lens[1], server.lens[2]])
+    assert (server.sparse.plan(batch) is not None) == planned
+    real = server.batch([2], [server.lens[2]])
+    assert (server.sparse.plan(real) is not None) == (entries is None)
+
+
+def test_layers_that_attend_all_need_such_a_prefix_on_the_device() -> None:
+    for roles, planned in ((ROLES, False), (["anchor"] * LAYERS, True)):
+        server = HostedServer(CPU, 60, kernels=False, layer_plan=roles)
+        slots, index = server.prefix(304)
+        server.join_behind(1, HostPrefix(server.offload(slots).pages), slots, index, 4)
+        if planned:
+            server.step([1])
+        assert (server.sparse.plan(server.batch([1], [server.lens[1]])) is not None) == planned
+
+
+def test_prefixes_in_host_memory_are_not_ours_without_residents() -> None:
+    server = Server(CPU, kernels=False)
+    slots, index = server.prefix(304)
+    server.join(1, slots, index, 4)
+    batch = server.batch([1], [server.lens[1]])
+    assert server.sparse.plan(batch) is not None
+    assert server.sparse.plan(replace(batch, hosts=[HostPrefix(torch.arange(19))])) is None
