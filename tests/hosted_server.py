@@ -14,7 +14,7 @@ from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, HostPrefix
 from sglang_ext.methods.layer_plan import LayerMode
 from sglang_ext.prefix.residency import ResidentIndex
-from tests.sparse_server import KV_HEADS, LAYERS, SLOTS, Server
+from tests.sparse_server import KV_HEADS, LAYERS, SLOTS, SPEC, Server
 
 HOST_PAGES = 128
 """Of the host's pool."""
@@ -40,8 +40,11 @@ class HostedServer(Server):
         **changes: Any,
     ) -> None:
         self.kv_of_host: list[PagedKV] = []
-        host = HostKV(HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells, mode, implementation)
-        super().__init__(device, host=host, **changes)
+        most_pages = changes.get("spec", SPEC).most_pages
+        layer = self.kv_of_host.__getitem__
+        super().__init__(
+            device, host=HostKV(HOST_PAGES, layer, SLOTS, num_cells, most_pages, mode, implementation), **changes
+        )
         pinned = device.type == "cuda"
         # Behind the cells, layers that attend all have such prefixes in rows of their own.
         self.dense_rows = SLOTS + num_cells * PAGE_TOKENS

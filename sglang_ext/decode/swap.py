@@ -27,6 +27,8 @@ class HostKV:
         resident_begin: row of every layer's pool on the device from which on `num_cells` pages of 16 rows are nobody
             else's.
         num_cells: of a layer and KV head, for all prefixes.
+        most_pages: of a prefix's tokens and a budget, pages that a list names tokens of at most
+            (`IndexSpec.most_pages`); None: each token may have a page of its own.
         mode: when a page that is missing is attended.
         implementation: of `Residents`.
     """
@@ -35,6 +37,7 @@ class HostKV:
     layer: Callable[[int], PagedKV]
     resident_begin: int
     num_cells: int
+    most_pages: Callable[[int, int], int] | None = None
     mode: Mode = Mode.EXACT
     implementation: str | None = None
 
@@ -79,9 +82,11 @@ class SwapIn:
 
     def fits(self, groups: Sequence[SelectionGroup]) -> bool:
         """Whether a step can select from all these prefixes in host memory."""
-        needed = sum(ResidentGroup(0, group).needed_cells for group in groups)
-        pages = sum(ResidentGroup(0, group).num_pages for group in groups)
-        return pages <= len(self._tables) and (self._lagged or needed <= self._host.num_cells)
+        planned = [self._group(0, group, 0) for group in groups]
+        needed = sum(one.needed_cells for one in planned)
+        return sum(one.num_pages for one in planned) <= len(self._tables) and (
+            self._lagged or needed <= self._host.num_cells
+        )
 
     def plan(self, groups: Sequence[SelectionGroup], hosts: Sequence[HostPrefix | None]) -> None:
         """Write the tables of the next steps, without a wait.
@@ -93,12 +98,16 @@ class SwapIn:
         planned, tables, at = list[ResidentGroup](), list[Tensor](), 0
         for number, (group, host) in enumerate(zip(groups, hosts, strict=True)):
             if host is not None:
-                planned.append(ResidentGroup(number, group, at))
+                planned.append(self._group(number, group, at))
                 tables.append(host.pages)
                 at += len(host.pages)
         self.residents.plan(planned)
         if tables:
             send(torch.cat(tables).int(), self._tables)
+
+    def _group(self, number: int, group: SelectionGroup, table_begin: int) -> ResidentGroup:
+        most = None if self._host.most_pages is None else self._host.most_pages(group.prefix_len, group.budget)
+        return ResidentGroup(number, group, table_begin, most)
 
     def before(self, layer: int, lists: SelectedLists, kv: PagedKV) -> None:
         """Between a layer's selection, or the one that it reuses, and its attention.

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.residents import Counter, Mode
+from prefix_kernels.residents import PAGE_TOKENS, Counter, Mode
 from sglang_ext.decode.types import HostPrefix
+from sglang_ext.methods import SelectArgs, make_builder, make_selector
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.base import IndexSpec, LayerProfile
 from sglang_ext.methods.registry import parse_spec
+from sglang_ext.methods.two_level import TwoLevelSpec
 from tests.hosted_server import HostedServer, walk_host
-from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches
+from tests.sparse_server import KV_HEADS, LAYERS, ROLES, SPEC, Server, searches
 
 CPU = torch.device("cpu")
 
@@ -79,6 +83,39 @@ def test_lagged_steps_attend_what_is_resident_and_fetch_for_the_next_one() -> No
     assert all(torch.equal(one, other) for one, other in zip(outs[1], outs[2], strict=True))
     assert not torch.equal(outs[0][1], outs[1][1])
     assert torch.equal(outs[0][0], outs[1][0]), "a layer that attends all has it on the device"
+
+
+BLOCKS = ABSparseSpec(sizes="profile")
+FEW = TwoLevelSpec(first=BLOCKS, candidate_ratio=0.01, candidate_factor=2.0)
+
+
+@pytest.mark.parametrize("spec", [SPEC, ABSparseSpec(), BLOCKS, FEW], ids=lambda spec: spec.method)
+def test_a_selection_has_tokens_of_so_many_pages_at_most(spec: IndexSpec) -> None:
+    gen = torch.Generator().manual_seed(0)
+    most = []
+    for prefix_len, budget, sink in ((1024, 100, 5), (1024, 129, 16), (512, 33, 0), (64, 60, 3)):
+        builder = make_builder(spec, LayerProfile(block_sizes=(16, 64)))
+        # Few values: many blocks tie.
+        keys = torch.randint(0, 2, (prefix_len, KV_HEADS, 16), generator=gen).float()
+        arrays = builder.build_layer(keys, torch.randn(KV_HEADS, 64, 16, generator=gen))
+        args = SelectArgs(prefix_len=prefix_len, budget=budget, num_sink=sink, num_recent=16, sm_scale=0.1)
+        found = make_selector(spec).select(arrays, torch.randn(2, 4, 16, generator=gen), args)
+        pages = [len(set((one // PAGE_TOKENS).tolist())) for one in found.positions]
+        assert max(pages) <= spec.most_pages(prefix_len, budget)
+        most.append(spec.most_pages(prefix_len, budget))
+    assert most == {SPEC: [64, 64, 32, 4], FEW: [15, 19, 7, 4]}.get(spec, [9, 11, 5, 4])
+
+
+def test_few_candidates_do_with_few_cells() -> None:
+    for num_cells, planned in ((9, False), (10, True)):
+        server = HostedServer(CPU, num_cells, kernels=False, spec=FEW)
+        slots, index = server.prefix(304)
+        server.join_behind(1, server.offload(slots), slots, index, 4)
+        assert (server.sparse.plan(server.batch([1], [server.lens[1]])) is not None) == planned
+    for _ in range(6):
+        server.step([1])
+    assert server.sparse.swap is not None
+    assert int(server.sparse.swap.residents.counters[:, Counter.MISSED].sum()) == 0
 
 
 @pytest.mark.parametrize(

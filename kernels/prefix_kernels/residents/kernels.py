@@ -1,6 +1,7 @@
 """Triton kernels of residents: which pages get which cells, and the copy of these, with lists of slots.
 
-What other programs of a launch wrote is read past the first level of caches.
+What other programs of a launch wrote, or the launch before, which may still have been running, is read past the first
+level of caches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _list_of(groups_ptr, counts_ptr, group, head, num_heads):
     fields = groups_ptr + group * GROUP_FIELDS
     count_at = counts_ptr + tl.load(fields) * num_heads + head
     begin = tl.load(fields + 2) + head * tl.load(fields + 3)
-    count = tl.minimum(tl.load(count_at), tl.load(fields + 4).to(tl.int32))
+    count = tl.minimum(tl.load(count_at, cache_modifier=".cg"), tl.load(fields + 4).to(tl.int32))
     return begin, count, tl.load(fields + 1), count_at
 
 
@@ -37,9 +38,9 @@ def _rewrite(positions, slots, count, pages, cell_of_page, resident_begin, TILE:
     for begin in range(0, count, TILE):
         at = begin + tl.arange(0, TILE)
         there = at < count
-        position = tl.load(positions + at, mask=there, other=0)
+        position = tl.load(positions + at, mask=there, other=0, cache_modifier=".cg")
         page = tl.load(pages + position // PAGE, mask=there, other=0)
-        cell = tl.load(cell_of_page + page, mask=there, other=-1)
+        cell = tl.load(cell_of_page + page, mask=there, other=-1, cache_modifier=".cg")
         resident = cell >= 0
         place = kept + tl.cumsum(resident.to(tl.int32), axis=0) - 1
         # All of the tile has been read before any of it is written over.
@@ -54,7 +55,7 @@ def _rewrite(positions, slots, count, pages, cell_of_page, resident_begin, TILE:
 def _ages(page_of_cell, stamps, cell, num_cells, step):
     """Ages [TILE] of cells, as `reference.ages`; 0 of what is none."""
     inside = cell < num_cells
-    page = tl.load(page_of_cell + cell, mask=inside, other=0)
+    page = tl.load(page_of_cell + cell, mask=inside, other=0, cache_modifier=".cg")
     stamp = tl.load(stamps + cell, mask=inside, other=0, cache_modifier=".cg")
     age = step - stamp
     age = tl.where((age < 0) | (age > OLDEST), OLDEST, age)
@@ -157,17 +158,17 @@ def look_up_kernel(
         missing_pages = missing_ptr + list_begin
         cell_of_page = cell_of_page_ptr + head * num_pages
         stamps = stamps_ptr + head * num_cells
-        step = tl.load(steps_ptr + head)
+        step = tl.load(steps_ptr + head, cache_modifier=".cg")
         wanted = 0
         missing = 0
         for begin in range(0, count, TILE):
             at = begin + tl.arange(0, TILE)
             there = at < count
-            own = tl.load(positions + at, mask=there, other=0) // PAGE
-            before = tl.load(positions + at - 1, mask=there & (at > 0), other=-PAGE) // PAGE
+            own = tl.load(positions + at, mask=there, other=0, cache_modifier=".cg") // PAGE
+            before = tl.load(positions + at - 1, mask=there & (at > 0), other=-PAGE, cache_modifier=".cg") // PAGE
             first = there & (own != before)
             page = tl.load(pages + own, mask=first, other=0)
-            cell = tl.load(cell_of_page + page, mask=first, other=0)
+            cell = tl.load(cell_of_page + page, mask=first, other=0, cache_modifier=".cg")
             tl.store(stamps + cell, step, mask=first & (cell >= 0))
             missed = (first & (cell < 0)).to(tl.int32)
             tl.store(missing_pages + missing + tl.cumsum(missed, axis=0) - 1, page, mask=missed > 0)
@@ -230,14 +231,15 @@ def fetch_kernel(
         of_heads = heads
         if HAS_MAP:
             of_heads = tl.load(head_map_ptr + heads, mask=heads < num_heads, other=0)
-        fetched = tl.load(num_fetched_ptr + of_heads, mask=heads < num_heads, other=0)
+        fetched = tl.load(num_fetched_ptr + of_heads, mask=heads < num_heads, other=0, cache_modifier=".cg")
         ends = tl.cumsum(fetched, axis=0)
         for item in range(program, tl.sum(fetched, axis=0), num_copying):
             head = tl.sum((ends <= item).to(tl.int32), axis=0)
             of = tl.sum(tl.where(heads == head, of_heads, 0), axis=0).to(tl.int64)
             rank = item - tl.sum(tl.where(heads < head, fetched, 0), axis=0)
-            page = tl.load(fetched_pages_ptr + of * num_cells + rank).to(tl.int64) * PAGE
-            cell = resident_begin + tl.load(fetched_cells_ptr + of * num_cells + rank).to(tl.int64) * PAGE
+            at = of * num_cells + rank
+            page = tl.load(fetched_pages_ptr + at, cache_modifier=".cg").to(tl.int64) * PAGE
+            cell = resident_begin + tl.load(fetched_cells_ptr + at, cache_modifier=".cg").to(tl.int64) * PAGE
             k, to_k, k_there = _copy_page(
                 host_k_ptr + page * HOST_K_STRIDE + head * K_WORDS, pool_k_ptr + cell * POOL_K_STRIDE + head * K_WORDS,
                 HOST_K_STRIDE, POOL_K_STRIDE, K_WORDS, BLOCK_K,
