@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.demo import CPU_FLAGS, GPU_FLAGS, has_gpu, process, wait_until_ready
+from scripts.demo import CPU_FLAGS, GPU_FLAGS, Progress, has_gpu, process, wait_until_ready
 from scripts.needle.tasks import make_document
 from scripts.servers import free_ports, post, server_state
 
@@ -204,7 +204,7 @@ def main() -> int:
         watch += [f"--storage.tsdb.path={work / 'data'}", f"--web.listen-address=localhost:{own}"]
         prometheus = Prometheus(f"http://localhost:{own}")
         with process(serve, work / "server.log") as server, process(watch, work / "prometheus.log"):
-            wait_until_ready(server, f"http://localhost:{port}", work / "server.log")
+            wait_until_ready(server, f"http://localhost:{port}", work / "server.log", Progress())
             begun = time.time()
             put_load(f"http://localhost:{port}", store, args.seconds)
             good = check(prometheus)

@@ -34,7 +34,10 @@ from scripts.servers import Reply, ask_many, free_port, keep_ratio_between, serv
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".demo"
 TASKS = ("single_needle", "many_keys", "multi_query", "variable_tracking")
-START_SECONDS = 300
+START_SECONDS = 900
+"""FlashInfer compiles its kernels at a machine's first start: 4 minutes on 16 cores."""
+WAITED_SECONDS = 30
+"""Between two lines that say what a start waits for."""
 PREBUILD_SECONDS = 1200
 
 CPU_FLAGS = [
@@ -122,10 +125,15 @@ def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
                 continue
 
 
-def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Return once the server answers; raise when it ends or takes too long."""
+def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path, say: Progress) -> None:
+    """Return once the server answers; raise when it ends or takes too long. Meanwhile say what its log says last."""
     deadline = time.monotonic() + START_SECONDS
+    due = time.monotonic() + WAITED_SECONDS
     while time.monotonic() < deadline:
+        if time.monotonic() > due:
+            due += WAITED_SECONDS
+            last = (log.read_text(errors="replace").splitlines() or [""])[-1]
+            say(f"  still starting (the first start on a GPU compiles kernels): {last[-120:].strip()}")
         if server.poll() is not None:
             raise DemoError(f"The server ended with status {server.returncode} while starting.", log)
         try:
@@ -267,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
     command += ["--sparse-attn-config", args.config]
     say(f"starting SGLang with --sparse-attn on {'the GPU' if gpu else 'the CPU'}, port {args.port}")
     with process(command, log) as server:
-        wait_until_ready(server, url, log)
+        wait_until_ready(server, url, log, say)
         say("building the indexes in a process of its own: sglang-ext prebuild")
         report = prebuild(args, flags, say)
         try:

@@ -469,7 +469,13 @@ class DecodePlanner:
             if self.sparse is not None and backend is self.sparse:
                 costs = self.sparse.measure(size, self._view.kv(0))
                 if costs is not None:
-                    logger.info("sparse attention: costs of %d requests, us a layer: %s", size, costs)
+                    logger.info(
+                        "sparse attention: measured for batches of %d: a layer attends 65,536 tokens in %.0f us, and "
+                        "selects among them in %.0f us",
+                        size,
+                        costs.attend(65536, 1),
+                        costs.select(65536, 1),
+                    )
             elif self.cascade is not None:
                 one = torch.ones(1, dtype=torch.int64, device=self._view.device)
                 self.cascade.warm(DecodeBatch([None], [1], self._view.req_to_token, one - 1, one))
