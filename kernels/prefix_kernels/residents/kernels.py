@@ -70,13 +70,14 @@ def _assign(
 ):  # fmt: skip
     """Cells of what all groups miss for a KV head."""
     group = tl.arange(0, BLOCK_G)
-    counted = group_counts_ptr + (group * num_heads + head) * 2
+    counted = group_counts_ptr + (group * num_heads + head) * 3
     wanted = tl.load(counted, mask=group < num_groups, other=0, cache_modifier=".cg")
     missing = tl.load(counted + 1, mask=group < num_groups, other=0, cache_modifier=".cg")
     ends = tl.cumsum(missing, axis=0)
     total = tl.sum(missing, axis=0)
     given = 0
     if total > 0:
+        tl.store(counted + 2, ends)
         of_age = tl.zeros([AGES], tl.int32)
         for begin in range(0, num_cells, TILE):
             age, _ = _ages(page_of_cell, stamps, begin + tl.arange(0, TILE), num_cells, step)
@@ -105,9 +106,15 @@ def _assign(
         for begin in range(0, given, TILE):
             rank = begin + tl.arange(0, TILE)
             there = rank < given
-            # Which group's, and which of its missing pages.
-            of = tl.sum((ends[None, :] <= rank[:, None]).to(tl.int32), axis=1)
-            before = tl.sum(tl.where(group[None, :] < of[:, None], missing[None, :], 0), axis=1)
+            # Which group's, and which of its missing pages: a search among the groups' ends.
+            of = tl.zeros([TILE], tl.int32)
+            before = tl.zeros([TILE], tl.int32)
+            step_of = BLOCK_G // 2
+            while step_of > 0:
+                end = tl.load(group_counts_ptr + ((of + step_of - 1) * num_heads + head) * 3 + 2)
+                before = tl.where(end <= rank, end, before)
+                of += tl.where(end <= rank, step_of, 0)
+                step_of //= 2
             fields = groups_ptr + of * GROUP_FIELDS
             list_begin = tl.load(fields + 2, mask=there, other=0) + head * tl.load(fields + 3, mask=there, other=0)
             missed = missing_ptr + list_begin + rank - before
@@ -136,7 +143,7 @@ def look_up_kernel(
     num_fetched_ptr, steps_ptr,  # int32 [num_kv_heads]
     counters_ptr,  # int64 [num_kv_heads, 3]
     missing_ptr,  # int32, an arena like the lists': missing pages
-    group_counts_ptr,  # int32 [max_groups, num_kv_heads, 2]: wanted and missing pages
+    group_counts_ptr,  # int32 [BLOCK_G, num_kv_heads, 3]: wanted and missing pages, and these of all groups up to it
     arrived_ptr,  # int32 [num_kv_heads], 0 before and behind
     num_pages, num_cells, resident_begin,
     LAGGED: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr, OVERLAPPED: tl.constexpr,
@@ -179,7 +186,7 @@ def look_up_kernel(
             kept = _rewrite(positions, slots_ptr + list_begin, count, pages, cell_of_page, resident_begin, TILE)
             if num_groups > 0:
                 tl.store(count_at, kept)
-        counted = group_counts_ptr + (group * num_heads + head) * 2
+        counted = group_counts_ptr + (group * num_heads + head) * 3
         tl.store(counted, wanted)
         tl.store(counted + 1, missing)
         tl.debug_barrier()

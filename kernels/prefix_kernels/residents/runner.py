@@ -16,7 +16,7 @@ from prefix_kernels.types import PagedKV, SelectedLists, check_int32
 
 _FIELDS = 6
 """int64 fields of a group, see `kernels.GROUP_FIELDS`."""
-_LOOK_UP_WARPS, _LOOK_UP_TILE = 8, 2048
+_LOOK_UP_WARPS, _LOOK_UP_TILE = 16, 2048
 _FETCH_WARPS, _FETCH_TILE = 4, 1024
 _WORD = 4
 """Bytes of what is copied; four are loaded at a time."""
@@ -78,7 +78,7 @@ class Residents:
 
         self._table = integers(max_groups, _FIELDS, dtype=torch.int64)
         self._missing = integers(list_entries)
-        self._group_counts = integers(max_groups, shape.num_kv_heads, 2)
+        self._group_counts = integers(block_of(max_groups), shape.num_kv_heads, 3)
         self._arrived = integers(shape.num_kv_heads)
         self._groups: tuple[ResidentGroup, ...] = ()
         self.plan(())
