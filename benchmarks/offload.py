@@ -170,14 +170,15 @@ def churn_table(rows: Sequence[Row]) -> str:
     lines = ["| | wanted | churn | " + " | ".join(f"moved with {float(one):.0%}" for one in cells) + " |"]
     lines.append("|---|---|---|" + "---|" * len(cells))
     by_layer = []
-    for key in dict.fromkeys((row["model"], row["document"], row["kept"]) for row in rows):
-        of = [row for row in rows if (row["model"], row["document"], row["kept"]) == key]
+    names = ("model", "document", "selected", "kept")
+    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        of = [row for row in rows if tuple(row[name] for name in names) == key]
         moved = [
             f"{fmean(row['transferred'][one] for row in of):.1%}"
             + (f", missed {missed:.1%}" if (missed := fmean(row["missed"][one] for row in of)) else "")
             for one in cells
         ]
-        name = f"{key[0]}, {key[1]}, {key[2]:.1%} kept"
+        name = f"{key[0]}, {key[1]}, {key[3]:.1%} in {key[2]}"
         means = (f"{fmean(row[figure] for row in of):.1%}" for figure in ("wanted", "churn"))
         lines.append(f"| {name} | " + " | ".join([*means, *moved]) + " |")
         by_layer.append(f"{name}, churn by layer: " + " ".join(f"{row['churn']:.0%}" for row in of))

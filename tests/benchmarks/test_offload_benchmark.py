@@ -102,7 +102,9 @@ def test_a_layers_selection_is_that_of_its_true_queries(counting: Any, load: Any
     answer = capture.Answered("task", queries, keys[:, :, :0], keys[:, :, :0], "")
     captured = capture.Captured("name", keys, keys, [answer], torch.ones(4))
     rows = list(counting.rows(captured, answer, [0.25], [0.5, 1.0]))
-    assert [(row["layer"], row["budget"], row["prefix_len"]) for row in rows] == [(1, 128, 512)]
+    shared = [(row["selected"], row["layer"], row["budget"], row["prefix_len"]) for row in rows]
+    assert shared == [("tokens", 1, 128, 512), ("blocks", 1, 128, 512)]
+    assert rows[1]["wanted"] == 0.25, "whole pages"
     assert 0 < rows[0]["transferred"]["1.0"] < rows[0]["churn"] < 1
     assert rows[0]["missed"] == {"0.5": pytest.approx(rows[0]["missed"]["0.5"]), "1.0": 0.0}
     (found,) = counting.selected(captured, answer, 1, [128])
