@@ -397,7 +397,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         slots = lists.slots
         kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=head_map, head_slots=slots)
         if swap is not None:
-            swap.behind(layer, kv)
+            swap.behind(layer)
         if self._ahead is not None and mode is LayerMode.ANCHOR:
             self._look_ahead(kernels.size, q, layer, sm_scale)
         return out

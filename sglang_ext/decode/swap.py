@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,10 @@ class HostKV:
 class SwapIn:
     """Makes slots of what layers select of such prefixes, and fetches the pages that are missing.
 
+    Lagged pages are fetched on a stream of their own, beside attention and feed-forward of this step, which does not
+    read the cells that they take: it does not want what lay there. The step's last layer that selects or reuses a
+    selection waits for them.
+
     Args:
         host: see there.
         layer_plan: role of each layer; one that reuses a selection has its anchor's cells, in its own pool.
@@ -79,6 +84,9 @@ class SwapIn:
             mapped = None if role.anchor_layer is None else role.head_map
             self._head_maps.append(None if mapped is None else torch.tensor(mapped, dtype=torch.int32, device=device))
         self._anchors = frozenset(anchors)
+        self._last = max((layer for layer, of in enumerate(self._set_of) if of is not None), default=None)
+        aside = self._lagged and device.type == "cuda"
+        self._beside = torch.cuda.Stream(device) if aside else None  # type: ignore[no-untyped-call]
 
     def fits(self, groups: Sequence[SelectionGroup]) -> bool:
         """Whether a step can select from all these prefixes in host memory."""
@@ -120,16 +128,27 @@ class SwapIn:
         number = self._set_of[layer]
         if number is None:
             return
-        if layer in self._anchors:
-            self.residents.run(number, self._tables, lists, self._host.layer(layer), kv)
-        elif not self._lagged:
-            self.residents.fetch(number, self._host.layer(layer), kv, self._head_maps[layer])
+        host, selects = self._host.layer(layer), layer in self._anchors
+        if selects:
+            self.residents.run(number, self._tables, lists, host, kv)
+        if self._lagged or not selects:
+            with self._aside():
+                self.residents.fetch(number, host, kv, self._head_maps[layer])
 
-    def behind(self, layer: int, kv: PagedKV) -> None:
-        """Behind a layer's attention; arguments as of `before`."""
-        number = self._set_of[layer]
-        if self._lagged and number is not None:
-            self.residents.fetch(number, self._host.layer(layer), kv, self._head_maps[layer])
+    def behind(self, layer: int) -> None:
+        """Behind a layer's attention: the last one waits for what was fetched beside the step."""
+        if layer == self._last and self._beside is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the stream beside the step, behind what was launched so far."""
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            yield
 
     def forget(self, pages: Tensor) -> None:
         """Host pages are given to another prefix: before a step that selects from that one.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import block_of, launch_behind, send
+from prefix_kernels.launching import block_of, launch, launch_behind, send
 from prefix_kernels.residents import reference
 from prefix_kernels.residents.state import Mode, ResidentGroup, ResidentShape, ResidentState
 from prefix_kernels.types import PagedKV, SelectedLists, check_int32
@@ -30,8 +30,8 @@ class Residents:
     `reference.look_up` and `reference.fetch` say what is computed, `ResidentState` what is kept. Source: AsyncTLS, 4.2.
     For each set (a layer that selects) `run` follows the selection. With `Mode.EXACT` a layer's attention may follow
     `run`, or `fetch` of a layer that reuses the selection. With `Mode.LAGGED` attention may follow `run` at once, and
-    `fetch` of each layer is to end before the next `run` of the set. A layer that leaves out a fetch holds other pages
-    than its cells are said to: fetch for all layers of a set after each of its runs.
+    `fetch` of each layer, on any stream behind it, is to end before the next `run` of the set. A layer that leaves out
+    a fetch holds other pages than its cells are said to: fetch for all layers of a set after each of its runs.
 
     Args:
         shape: sizes of the state.
@@ -250,7 +250,11 @@ class Residents:
             }
         )
         programs = self._num_copying + (0 if of_lists is None else self.max_groups * heads)
-        launch_behind(fetch_kernel, (programs,), arguments, num_warps=_FETCH_WARPS)
+        if self.shape.mode is Mode.EXACT:
+            launch_behind(fetch_kernel, (programs,), arguments, num_warps=_FETCH_WARPS)
+        else:
+            # It may follow what another stream has launched.
+            launch(fetch_kernel, (programs,), arguments | {"OVERLAPPED": False}, num_warps=_FETCH_WARPS)
 
     def _of_lists_unused(self) -> dict[str, Any]:
         names = ("host_pages_ptr", "positions_ptr", "slots_ptr", "counts_ptr", "cell_of_page_ptr")
