@@ -40,11 +40,10 @@ class HostedServer(Server):
         **changes: Any,
     ) -> None:
         self.kv_of_host: list[PagedKV] = []
+        sizes = HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells
         most_pages = changes.get("spec", SPEC).most_pages
-        layer = self.kv_of_host.__getitem__
-        super().__init__(
-            device, host=HostKV(HOST_PAGES, layer, SLOTS, num_cells, most_pages, mode, implementation), **changes
-        )
+        host = HostKV(*sizes, most_pages=most_pages, mode=mode, implementation=implementation)
+        super().__init__(device, host=host, **changes)
         pinned = device.type == "cuda"
         # Behind the cells, layers that attend all have such prefixes in rows of their own.
         self.dense_rows = SLOTS + num_cells * PAGE_TOKENS
@@ -57,8 +56,8 @@ class HostedServer(Server):
                 mine[:SLOTS] = theirs
                 mine[:PAGE_TOKENS] = torch.nan
             self.pools.append(replace(kv, k_cache=caches[0], v_cache=caches[1]))
-            sizes = (HOST_PAGES * PAGE_TOKENS, *kv.k_cache.shape[1:])
-            made = [torch.full(sizes, torch.nan, dtype=kv.k_cache.dtype, pin_memory=pinned) for _ in "kv"]
+            rows_of_host = (HOST_PAGES * PAGE_TOKENS, *kv.k_cache.shape[1:])
+            made = [torch.full(rows_of_host, torch.nan, dtype=kv.k_cache.dtype, pin_memory=pinned) for _ in "kv"]
             self.kv_of_host.append(PagedKV(made[0], made[1], kv.k_scale, kv.v_scale))
         # The padding page is nobody's.
         self.free = self.free[self.free >= PAGE_TOKENS]

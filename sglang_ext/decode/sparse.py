@@ -297,14 +297,15 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     def _swaps(self, groups: Sequence[tuple[PrefixGroup, Index]], hosts: Sequence[HostPrefix | None]) -> bool:
         """Whether all rows whose prefix lies in host memory can be attended in one step."""
         hosted = [one for one in groups if one[0].host is not None]
+        if not hosted or self.swap is None:
+            return not any(host is not None for host in hosts)
         rows = {row for prefix, _ in hosted for row in prefix.rows}
         if any(host is not None and row not in rows for row, host in enumerate(hosts)):
             return False
-        whole = any(role.mode is LayerMode.DENSE for role in self._layer_plan.layers)
-        if whole and any(host is not None and host.dense_slots is None for host in hosts):
+        dense = any(role.mode is LayerMode.DENSE for role in self._layer_plan.layers) and not self.swap.dense_elsewhere
+        if dense and any(host is not None and host.dense_slots is None for host in hosts):
             return False
-        needed = [selection_group(self._config, one[0].length, self._budget(*one)) for one in hosted]
-        return not hosted or (self.swap is not None and self.swap.fits(needed))
+        return self.swap.fits([selection_group(self._config, one[0].length, self._budget(*one)) for one in hosted])
 
     def _entries_of(self, prefix: PrefixGroup, index: Index) -> int:
         return self._shape.num_kv_heads * list_stride(self._budget(prefix, index))

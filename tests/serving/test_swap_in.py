@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from prefix_kernels.residents import PAGE_TOKENS, Counter, Mode
-from sglang_ext.decode.types import HostPrefix
+from prefix_kernels.types import PagedKV
+from sglang_ext.config import config_from_dict
+from sglang_ext.decode.costs import Line, Lines, StepCosts
+from sglang_ext.decode.swap import HostKV
+from sglang_ext.decode.types import HostPrefix, StepPath
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec, LayerProfile
+from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.registry import parse_spec
 from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, RequestTable
 from tests.hosted_server import HostedServer, walk_host
+from tests.serving.admitting import Request
+from tests.serving.planning import DIM, LONGEST, PREFIX, blank_index, capture_all, forward_of, planner
 from tests.sparse_server import KV_HEADS, LAYERS, ROLES, SPEC, Server, searches
 
 CPU = torch.device("cpu")
@@ -150,6 +159,9 @@ def test_layers_that_attend_all_need_such_a_prefix_on_the_device() -> None:
         if planned:
             server.step([1])
         assert (server.sparse.plan(server.batch([1], [server.lens[1]])) is not None) == planned
+        assert server.sparse.swap is not None
+        server.sparse.swap.dense_elsewhere = True
+        assert server.sparse.plan(server.batch([1], [server.lens[1]])) is not None
 
 
 def test_prefixes_in_host_memory_are_not_ours_without_residents() -> None:
@@ -159,3 +171,41 @@ def test_prefixes_in_host_memory_are_not_ours_without_residents() -> None:
     batch = server.batch([1], [server.lens[1]])
     assert server.sparse.plan(batch) is not None
     assert server.sparse.plan(replace(batch, hosts=[HostPrefix(torch.arange(19))])) is None
+
+
+@pytest.mark.parametrize(
+    ("num_cells", "trial", "path"),
+    [
+        pytest.param(8, False, StepPath.SPARSE, id="cells for all its pages"),
+        pytest.param(7, False, None, id="too few cells"),
+        pytest.param(8, True, None, id="an index on trial"),
+    ],
+)
+def test_a_step_of_such_a_prefix_is_sparse_or_not_ours(num_cells: int, trial: bool, path: StepPath | None) -> None:
+    """Whatever it costs; no group is attended exactly, and no guard compares, by slots that hold nothing."""
+    roles = ["anchor", "anchor"]
+    config = config_from_dict(
+        {"share_prefixes": True, "min_shared_tokens": 16, "layer_plan": roles, "guard_every": 1, "guard_share": 1.0}
+    )
+    plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
+    kv = PagedKV(*(torch.zeros(8 * PAGE_TOKENS, 1, DIM) for _ in "kv"))
+    host = HostKV(8, lambda layer: kv, 3 * LONGEST, num_cells)
+    requests, index = RequestTable(), blank_index(2)
+    made = planner(config, requests, Counters(2), plan, 3, 1, host=host, trial=trial)
+    for row in range(3):
+        request = Request()
+        requests.add(request, Attachment(f"r{row}", index=index))
+        requests.enter(request)
+    assert made.sparse is not None
+    # A search that never pays.
+    made.sparse._costs[4] = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(1e6, 0.0)}), 0, 2, 0)
+    capture_all(made, 3)
+    prefix = HostPrefix(torch.arange(8))
+    for _ in range(4):
+        forward = forward_of(["r0", "r1", "r2"], [0, 1, 2], [PREFIX + 1] * 3)
+        step = made.prepare(forward, lambda one, **_: index, [prefix, prefix, None])
+        assert (None if step is None else step.path) == path
+        assert step is None or step.guarded is None
+        exact = made.prepare(forward, lambda one, **_: None)
+    assert exact is not None
+    assert exact.path is StepPath.CASCADE, "the same rows on real slots"
