@@ -60,12 +60,15 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     Attributes:
         host_bytes: host memory for it, taken at the start; pinned on CUDA.
         min_tokens: shorter prefixes stay on the device.
-        staging_tokens: rows behind SGLang's KV pool, in which a piece of a prefix is attended.
+        staging_tokens: rows behind SGLang's KV pool, in which a piece of a prefix is attended exactly.
+        resident_tokens: rows behind those, in pages of 16, that hold what steps select: of a layer and KV head, for
+            all prefixes of a batch. A step that can select tokens of more pages attends exactly.
     """
 
     host_bytes: int
     min_tokens: int = 8192
     staging_tokens: int = 2048
+    resident_tokens: int = 32768
 
 
 class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,7 +94,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             for all layers at once. Of `two_level` only, with `search_period` 1. A step whose groups changed names its
             own.
         offload: KV of indexed prefixes in host memory, as an object: `host_bytes`, and, where the defaults are not
-            right, `min_tokens` (8192) and `staging_tokens` (2048). null: off. See docs/offload.md.
+            right, `min_tokens` (8192), `staging_tokens` (2048) and `resident_tokens` (32768). null: off. See
+            docs/offload.md.
         suffix_dense_tokens: of a request's suffix behind an indexed prefix the last so many, or half of them, are
             attended in full; the others are selected from, by the rules of a prefix. null: all in full. Of
             `token_index` only.

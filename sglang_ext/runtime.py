@@ -21,9 +21,9 @@ from sglang_ext.config import Settings
 from sglang_ext.decode.drafts import DraftLengths
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
-from sglang_ext.decode.types import StepPath
+from sglang_ext.decode.types import HostPrefix, StepPath
 from sglang_ext.methods import method_specs
-from sglang_ext.methods.layer_plan import heads_of_rank
+from sglang_ext.methods.layer_plan import LayerPlan, heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.metrics import Counters, Exporter, Figures
 from sglang_ext.model_view import ModelView
@@ -52,12 +52,14 @@ class Step:
     Attributes:
         planned: of a decode step that is attended here.
         chunks: of what is recorded.
-        staged: of a step with rows whose prefix lies in host memory.
+        staged: of a step with rows whose prefix lies in host memory, that is attended exactly.
+        virtual: whether it has such rows: nothing but what was planned may attend them.
     """
 
     planned: PlannedStep | None = None
     chunks: Sequence[Chunk] = ()
     staged: StagedStep | None = None
+    virtual: bool = False
 
 
 class SparseRuntime:
@@ -68,7 +70,7 @@ class SparseRuntime:
         loaded_profile: in force; None without one.
         took: how the last decode step was attended here; None: it was not.
         index_hits: requests that found an index, by its digest.
-        offload: prefixes in host memory; whoever makes the runtime sets it. None: there are none.
+        offload: prefixes in host memory; None: there are none.
         index_bytes: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool says.
 
     Args:
@@ -76,6 +78,7 @@ class SparseRuntime:
         view: the target model runner.
         prometheus: export counters.
         ranks: of the tensor-parallel group; None: this process is the only one.
+        offloading: makes what keeps prefixes in host memory, of the layer plan; None: nothing does.
 
     Raises:
         IndexStoreError: the store cannot be used, or its service does not answer.
@@ -85,7 +88,13 @@ class SparseRuntime:
     """
 
     def __init__(
-        self, settings: Settings, view: ModelView, *, prometheus: bool = False, ranks: Ranks | None = None
+        self,
+        settings: Settings,
+        view: ModelView,
+        *,
+        prometheus: bool = False,
+        ranks: Ranks | None = None,
+        offloading: Callable[[LayerPlan], Offloading] | None = None,
     ) -> None:
         config, profile = settings.config, settings.profile
         self.config = self.started = config
@@ -107,7 +116,13 @@ class SparseRuntime:
         self.index_bytes = limit
         self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
         self._trial = trial = config.build is Build.SHARED and profile is None
-        self.planner = DecodePlanner(config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial)
+        self.offload = None if offloading is None else offloading(plan)
+        host = None if self.offload is None else self.offload.host_kv(spec.most_pages)
+        self.planner = DecodePlanner(
+            config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
+        )
+        if self.offload is not None and self.planner.sparse is not None and self.planner.sparse.swap is not None:
+            self.offload.taken = self.planner.sparse.swap.forget
         guard = self.planner.guard
         guarded = guard.records if guard is not None else None
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
@@ -118,7 +133,6 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
-        self.offload: Offloading | None = None
         self._drafts = DraftLengths(config.draft_tokens)
         self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
@@ -300,24 +314,28 @@ class SparseRuntime:
     def step(self, forward_batch: Any) -> Iterator[None]:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
-        staged = None if self.offload is None else self.offload.begin(forward_batch)
+        staged = None
         if mode.is_decode():
             if self.planner.drafts is None:
                 self._settle(forward_batch.rids)
-            if staged is not None:
+            if self.offload is not None and forward_batch.rids:
+                self.offload.decoding(forward_batch, [self.requests.get(rid) for rid in forward_batch.rids])
+            hosts = [] if self.offload is None else self.offload.hosts(forward_batch)
+            planned = self._planned(forward_batch, hosts)
+            if self.offload is not None and hosts and planned is None:
                 self.planner.offloaded(forward_batch.rids)
-            planned = self._planned(forward_batch) if staged is None else None
+                staged = self.offload.begin(forward_batch)
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(
                 "dense" if planned is None else planned.path.counted, timed=planned is None or planned.guarded is None
             )
             builds = self.builds if self.planner.drafts is None else None
-            self._step = Step(planned, () if builds is None else builds.decode(forward_batch), staged)
-            if self.offload is not None and forward_batch.rids:
-                self.offload.decoding(forward_batch, [self.requests.get(rid) for rid in forward_batch.rids])
+            chunks = () if builds is None else builds.decode(forward_batch)
+            self._step = Step(planned, chunks, staged, virtual=bool(hosts))
             self.took = self.path
         else:
             self.counters.begin_step(None)
+            staged = None if self.offload is None else self.offload.begin(forward_batch)
             builds = self.builds if mode.is_extend() else None
             self._step = Step(None, () if builds is None else builds.prefill(forward_batch), staged)
         guard = self.planner.guard if mode.is_decode() else None
@@ -410,9 +428,9 @@ class SparseRuntime:
         self.planner.refuse(why)
         self._looks_up = False
 
-    def _planned(self, forward_batch: Any) -> PlannedStep | None:
+    def _planned(self, forward_batch: Any, hosts: Sequence[HostPrefix | None]) -> PlannedStep | None:
         try:
-            return self.planner.prepare(forward_batch, self.ready.usable)
+            return self.planner.prepare(forward_batch, self.ready.usable, hosts)
         except Exception as error:
             self._step_failed(forward_batch.rids, error)
             return None
@@ -474,7 +492,7 @@ class SparseRuntime:
         step = self._step
         if step.chunks and self.builds is not None:
             self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
-        if step.staged is not None and refusal is not None:
+        if (step.staged is not None or step.virtual) and refusal is not None:
             raise RuntimeError(
                 f"offload: expected layer {layer.layer_id} to be attended from host memory; it has {refusal}. Remove "
                 "offload from --sparse-attn-config"
@@ -498,8 +516,8 @@ class SparseRuntime:
         try:
             return step.planned.run(heads, kv, layer.layer_id, scale).flatten(1)
         except Exception as error:
-            if self.view.decode_graphs and step.planned.guarded is None:
-                raise  # a graph is being captured: the start fails
+            if step.virtual or (self.view.decode_graphs and step.planned.guarded is None):
+                raise  # no one else may attend it; or a graph is being captured: the start fails
             self._step_failed(forward_batch.rids, error)
             self._step = Step(None, step.chunks)
             return None

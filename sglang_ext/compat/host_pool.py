@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from sglang_ext.compat import memory
 from sglang_ext.compat.versions import older_than
 from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.model_view import ModelView
-from sglang_ext.offload.host import rows_of, runs
+from sglang_ext.offload.host import RowsBehind, rows_of, runs
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) -> None:
     """The tensors of the KV pool get staging rows behind those that the allocator knows."""
-    rows = memory.staging_rows(pool.page_size)
+    rows = sum(memory.offload_rows(pool.page_size))
     pool.size += rows
     try:
         original(pool, *args)
@@ -30,27 +31,29 @@ def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) 
         pool.size -= rows
 
 
-def staging_of(pool: Any) -> range:
-    """Rows of a KV pool's tensors that the allocator does not know.
+def rows_behind(pool: Any) -> RowsBehind:
+    """Rows of a KV pool's tensors that the allocator does not know, of all layers.
 
     Raises:
         RuntimeError: there are none.
     """
-    begin, rows = int(pool.size) + int(pool.page_size), memory.staging_rows(pool.page_size)
+    begin, (staging, residents) = int(pool.size) + int(pool.page_size), memory.offload_rows(pool.page_size)
+    end = begin + staging + residents
     held = min(int(buffer.shape[0]) for buffer in (*pool.k_buffer, *pool.v_buffer))
-    if not rows or held < begin + rows:
+    if end == begin or held < end:
         raise RuntimeError(
-            f"--sparse-attn: expected KV tensors of {begin + rows} rows for offload, the last {rows} for staging; got "
+            f"--sparse-attn: expected KV tensors of {end} rows for offload, the last {end - begin} for it; got "
             f"{held}. Another plugin or a changed SGLang is the likely cause: remove offload"
         )
-    return range(begin, begin + rows)
+    return RowsBehind(range(begin, begin + staging), range(begin + staging, end))
 
 
-def offloading(runner: Any, view: ModelView, options: Offload) -> Offloading:
+def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan) -> Offloading:
     """What keeps prefixes in host memory, behind the KV pool of a model runner. Raises RuntimeError: no room for it."""
     pool = runner.token_to_kv_pool
-    staging = staging_of(pool)
-    found = Offloading(options, view, SGLangHostPool(pool, options), staging, int(pool.page_size))
+    rows = rows_behind(pool)
+    host = SGLangHostPool(pool, options, plan.dense_layers, rows.residents.stop)
+    found = Offloading(options, view, host, rows, int(pool.page_size))
     logger.info("sparse attention: offload: %s", found.summary())
     return found
 
@@ -59,14 +62,16 @@ class SGLangHostPool:
     """A `HostPool` of an `MHATokenToKVPoolHost`, layer first, in pages of `PAGE_TOKENS` rows.
 
     Args:
-        device_pool: SGLang's KV pool.
+        device_pool: SGLang's KV pool. Tensors of layers that attend all are replaced by larger ones.
         options: what is to be kept.
+        dense_layers: that attend all: they have it in rows of the device pool, too.
+        dense_begin: first of these rows.
 
     Raises:
         RuntimeError: the host has not so much memory, or it cannot be pinned.
     """
 
-    def __init__(self, device_pool: Any, options: Offload) -> None:
+    def __init__(self, device_pool: Any, options: Offload, dense_layers: Sequence[int], dense_begin: int) -> None:
         self._device = device_pool
         pinned = device_pool.k_buffer[0].device.type == "cuda"
         try:
@@ -78,6 +83,14 @@ class SGLangHostPool:
             ) from error
         self.num_pages = int(self._host.size) // PAGE_TOKENS
         self.nbytes = int(self._host.size) * int(self._host.size_per_token)
+        self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
+        for buffers in (device_pool.k_buffer, device_pool.v_buffer):
+            for layer in dense_layers:
+                before = buffers[layer]
+                buffers[layer] = before.new_zeros(dense_begin + int(self._host.size), *before.shape[1:])
+                buffers[layer][: len(before)] = before
+        if dense_layers:
+            device_pool._init_data_ptrs_and_strides()
 
     @property
     def free_pages(self) -> int:
@@ -100,6 +113,8 @@ class SGLangHostPool:
                 taken = source.index_select(0, slots)
                 for place, page, count in runs(pages):
                     target[rows_of(page, count)].copy_(taken[rows_of(place, count)], non_blocking=True)
+                    if layer in self._dense and self.dense_begin is not None:
+                        source[self.dense_begin :][rows_of(page, count)] = taken[rows_of(place, count)]
 
     def stage(self, layer: int, pages: Tensor, begin: int) -> None:
         targets = self._device.k_buffer[layer][begin:], self._device.v_buffer[layer][begin:]

@@ -68,9 +68,9 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     # One rank exports: all count the same requests.
     prometheus = bool(getattr(runner.server_args, "enable_metrics", False)) and view.tp_rank == 0
     ranks = tensor_parallel.ranks_of(view.tp_rank, view.tp_size)
-    _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks)
-    if settings.config.offload is not None:
-        _runtime.offload = offloading(runner, view, settings.config.offload)
+    options = settings.config.offload
+    make = None if options is None else partial(offloading, runner, view, options)
+    _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks, offloading=make)
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream
 

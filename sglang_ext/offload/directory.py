@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.decode.types import HostPrefix
 from sglang_ext.offload.host import HostPool
 
 
@@ -35,7 +36,10 @@ class Offload:
         key: namespace of its suffixes in SGLang's prefix cache. Not to be guessed: a request that named it would be
             given KV of other positions.
         dropped: it serves no new request, and leaves with its last user.
+        host: what decode steps need to know of it; None until all of it is copied.
     """
+
+    host: HostPrefix | None = None
 
     def __init__(self, digest: str, prefix_len: int, pages: Tensor) -> None:
         self.digest, self.prefix_len, self.pages = digest, prefix_len, pages

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sglang_ext.config import PAGE_TOKENS
+
+
+class RowsBehind(NamedTuple):
+    """Rows of the device pool's tensors behind those that SGLang's allocator knows, of all layers.
+
+    Attributes:
+        staging: a piece of a prefix is attended there; whole pages.
+        residents: cells of `decode.swap`.
+    """
+
+    staging: range
+    residents: range
 
 
 class HostPool(Protocol):
@@ -21,10 +33,13 @@ class HostPool(Protocol):
         num_pages: of the pool.
         free_pages: that nobody has.
         nbytes: of host memory.
+        dense_begin: row of the device pool at which layers that attend all have page 0, too, and all others behind it;
+            None: there is no such layer.
     """
 
     num_pages: int
     nbytes: int
+    dense_begin: int | None
 
     @property
     def free_pages(self) -> int: ...

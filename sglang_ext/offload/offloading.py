@@ -10,17 +10,21 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.decode.swap import HostKV
+from sglang_ext.decode.types import HostPrefix
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.attention import Span, StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
-from sglang_ext.offload.host import HostPool
+from sglang_ext.offload.host import HostPool, RowsBehind
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import ALONE, Attachment
 
@@ -38,19 +42,20 @@ class Offloading:
         page_size: SGLang's.
         refused: requests whose prefix was not copied out, by reason; once for each.
         translated: requests that got their slots behind a prefix in host memory.
+        taken: told of host pages that are another prefix's from now on, [count] int64 on the host, before it is used.
 
     Args:
         options: checked.
         view: of the model runner.
         pool: of host memory.
-        staging: rows of the KV pool's tensors behind the allocator's.
+        behind: rows of the KV pool's tensors behind the allocator's.
         page_size: SGLang's; a prefix is a multiple of it.
     """
 
-    def __init__(self, options: Options, view: ModelView, pool: HostPool, staging: range, page_size: int) -> None:
+    def __init__(self, options: Options, view: ModelView, pool: HostPool, behind: RowsBehind, page_size: int) -> None:
         self._options, self._view, self._pool = options, view, pool
-        self._staging = staging
-        self._attention = StagedAttention(pool, staging)
+        self._behind = behind
+        self._attention = StagedAttention(pool, behind.staging)
         self.directory = OffloadDirectory(pool)
         self.page_size = page_size
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()
@@ -59,6 +64,7 @@ class Offloading:
         self._piece = max(1, COPY_BYTES // (per_token * PAGE_TOKENS)) * PAGE_TOKENS
         self.refused: Counter[str] = Counter()
         self.translated = 0
+        self.taken: Callable[[Tensor], None] = lambda pages: None
         self._off = False
 
     # -- from match to slot ----------------------------------------------------------------------------------
@@ -127,8 +133,31 @@ class Offloading:
 
     # -- a forward -------------------------------------------------------------------------------------------
 
+    def hosts(self, forward_batch: Any) -> list[HostPrefix | None]:
+        """Per row of a decode step, what steps that select need to know of its prefix; empty where no row has one."""
+        fronts = self._fronts(forward_batch) if self._rows else []
+        return [None if one is None else one.host for one in fronts] if any(fronts) else []
+
+    def host_kv(self, most_pages: Callable[[int, int], int]) -> HostKV:
+        """The pool, as steps that select see it.
+
+        Args:
+            most_pages: see there.
+        """
+        residents = self._behind.residents
+
+        def layer(number: int) -> PagedKV:
+            k_host, v_host = self._pool.layer(number)
+            return replace(self._view.kv(number), k_cache=k_host, v_cache=v_host)
+
+        return HostKV(self._pool.num_pages, layer, residents.start, len(residents) // PAGE_TOKENS, most_pages)
+
+    def _fronts(self, forward_batch: Any) -> list[Offload | None]:
+        rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices")[: forward_batch.batch_size]
+        return [self._rows.get(row) for row in rows]
+
     def begin(self, forward_batch: Any) -> StagedStep | None:
-        """How a forward is attended; None: no row of it has virtual slots.
+        """How a forward is attended exactly; None: no row of it has virtual slots.
 
         Raises:
             RuntimeError: one has, and there is no way here to attend this kind of forward.
@@ -212,6 +241,8 @@ class Offloading:
                 one.offload_refusal = begun
                 self.refused[begun] += 1
                 continue
+            if found is None:
+                self.taken(begun.pages)
             self._copy(begun, forward_batch.req_pool_indices[place : place + 1])
             return
 
@@ -232,16 +263,25 @@ class Offloading:
             self.directory.failed(offload)
             return
         self.directory.copied(offload, tokens)
+        if offload.state is OffloadState.HOST:
+            offload.host = self._host_of(offload)
+
+    def _host_of(self, offload: Offload) -> HostPrefix:
+        if self._pool.dense_begin is None:
+            return HostPrefix(offload.pages)
+        rows = self._pool.dense_begin + offload.pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
+        return HostPrefix(offload.pages, rows.flatten().int().to(self._view.device))
 
     # -- what others see -------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """One line for people, at the start."""
         tokens = self._pool.num_pages * PAGE_TOKENS
-        rows, least = self._staging, self._options.min_tokens
+        (staging, residents), least = self._behind, self._options.min_tokens
         return (
             f"{self._pool.nbytes:,} bytes of host memory for {tokens:,} tokens of prefixes of {least:,} or more; "
-            f"{len(rows):,} rows of the KV tensors behind SGLang's, from {rows.start:,} on, for staging"
+            f"{len(staging):,} and {len(residents):,} rows of the KV tensors behind SGLang's, from {staging.start:,} "
+            "on, for staging and residents"
         )
 
     def figures(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.versions import older_than
 from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.offload.host import RowsBehind
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
@@ -31,6 +32,7 @@ class PlainPool:
     nbytes = 0
 
     def __init__(self, num_pages: int, first_slot: int = 0) -> None:
+        self.dense_begin = None
         self.num_pages, self._first_slot = num_pages, first_slot
         self._free = list(range(num_pages))
 
@@ -77,7 +79,8 @@ class Loop:
         )  # fmt: skip
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
         pool = PlainPool(host_pages, page_size)
-        self.offloading = Offloading(options, view, pool, range(16), page_size)  # type: ignore[arg-type]
+        behind = RowsBehind(range(16), range(16, 16))
+        self.offloading = Offloading(options, view, pool, behind, page_size)  # type: ignore[arg-type]
         self.attachments: dict[Any, Attachment] = {}
         hooks = OffloadedTree(self.tree, self.offloading, self.attachments.get)
         hooks.install()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.offload.host import rows_of, runs
+from sglang_ext.offload.host import RowsBehind, rows_of, runs
 
 
 class PlainPools:
@@ -20,13 +20,13 @@ class PlainPools:
     """
 
     def __init__(self, slots: int, staging: int, num_pages: int, layers: int = 2, heads: int = 2, dim: int = 8) -> None:
-        self.num_pages = num_pages
+        self.num_pages, self.dense_begin = num_pages, None
         self.device = [torch.randn(2, slots + staging, heads, dim) for _ in range(layers)]
         self.host = [torch.full((2, num_pages * PAGE_TOKENS, heads, dim), float("nan")) for _ in range(layers)]
         for layer in self.device:
             layer[:, :PAGE_TOKENS] = float("nan")
             layer[:, slots:] = float("nan")
-        self.staging = range(slots, slots + staging)
+        self.behind = RowsBehind(range(slots, slots + staging), range(slots + staging, slots + staging))
         self.nbytes = sum(layer.nbytes for layer in self.host)
         self._free = torch.randperm(num_pages).tolist()
 

@@ -33,7 +33,7 @@ class Served:
             req_to_token=self.table, kv=self.pools.kv,
         )  # fmt: skip
         options = Offload(host_bytes=self.pools.nbytes, min_tokens=min_tokens, staging_tokens=staging)
-        self.offloading = Offloading(options, self.view, self.pools, self.pools.staging, PAGE)
+        self.offloading = Offloading(options, self.view, self.pools, self.pools.behind, PAGE)
         self._next = PAGE
 
     def slots(self, row: int, begin: int, end: int) -> None:

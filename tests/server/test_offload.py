@@ -5,6 +5,7 @@ The padding page, whose slots stand for what lies in host memory, holds NaN.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ FIRST, SECOND, LARGE = 1536, 1280, 5120
 """Tokens of the indexed documents. The pool has room for one of the first two."""
 CONFIG: dict[str, Any] = {
     **PRODUCTION,
-    "offload": {"host_bytes": 2048 * BYTES_OF_TOKEN, "min_tokens": 1024, "staging_tokens": 512},
+    "offload": {
+        "host_bytes": 2048 * BYTES_OF_TOKEN,
+        "min_tokens": 1024,
+        "staging_tokens": 512,
+        "resident_tokens": 1408,
+    },
 }
 FLAGS: dict[str, Any] = {
     "disable_overlap_schedule": None,
@@ -27,6 +33,8 @@ FLAGS: dict[str, Any] = {
     "environment": {"SGLANG_EXT_CPU_SHORT_EXTEND": "1", "SGLANG_EXT_CPU_POISON": "1"},
 }
 TOKENS = 12
+TOO_FEW = ["no_room", "offloaded"]
+"""Behind the first document, all of whose pages are more than there are residents: steps attend exactly."""
 
 
 def offload(server: Server) -> dict[str, Any]:
@@ -43,8 +51,12 @@ def copied_out(server: Server, prompt: str) -> None:
     assert offload(server)["events"]["copied"] == before + 1
 
 
-def served(server: Server, jobs: list[str | tuple[str, int]], prefix: int) -> list[Answer]:
-    """Answers behind a prefix in host memory, one by one and together, are those without; so is the usage."""
+def served(server: Server, jobs: list[str | tuple[str, int]], prefix: int, reasons: Sequence[str] = ()) -> list[Answer]:
+    """Answers behind a prefix in host memory, one by one and together, are those without; so is the usage.
+
+    Args:
+        reasons: why decode steps did not select.
+    """
     before = offload(server)["translated"]
     prompts = [job if isinstance(job, str) else job[0] for job in jobs]
     dense = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
@@ -56,7 +68,8 @@ def served(server: Server, jobs: list[str | tuple[str, int]], prefix: int) -> li
             assert one.meta["prompt_tokens"] == other.meta["prompt_tokens"]
             assert prefix <= one.cached_tokens < one.meta["prompt_tokens"]
             (told,) = one.meta["sparse_attn"]
-            assert told["reasons"] == ["offloaded"]
+            assert told["reasons"] == list(reasons)
+            assert told["steps"]["sparse"] == (0 if reasons else len(one.ids) - 1)
     assert offload(server)["translated"] == before + 2 * len(prompts)
     return answers
 
@@ -70,10 +83,10 @@ def test_answers_behind_host_memory_are_those_without(serve: Pool, store: Path, 
     assert offload(server)["prefixes"] == {}
     first = [texts.ask(texts.first, n) for n in range(3)]
     copied_out(server, first[0])
-    served(server, first, FIRST)
+    served(server, first, FIRST, TOO_FEW)
     # A suffix of several chunks; then what stands behind the prefix comes from SGLang's cache.
     long = f"{texts.first.text} {texts.unindexed.text}"
-    served(server, [long], FIRST)
+    served(server, [long], FIRST, TOO_FEW)
     assert server.generate(f"{long} {first[0]}", TOKENS).cached_tokens >= FIRST + 1152
     _beside_others(server, first, texts)
     _aborted(server, first[0])
@@ -84,14 +97,14 @@ def test_answers_behind_host_memory_are_those_without(serve: Pool, store: Path, 
     assert state["prefixes"] == {}
     assert state["free_pages"] == state["pages"]
     assert server.generate(first[0], TOKENS).cached_tokens == 0
-    served(server, first[:2], FIRST)
+    served(server, first[:2], FIRST, TOO_FEW)
 
 
-def _beside_others(server: Server, first: list[str], texts: Any) -> None:
+def _beside_others(server: Server, hosted: list[str], texts: Any) -> None:
     """Rows with and without a prefix in host memory, in one batch."""
     others = [texts.ask(texts.unindexed, 0), texts.ask(texts.large, 0)]
-    dense = [server.generate(prompt, 30, sparse=False).ids for prompt in [*first, *others]]
-    calls = [lambda p=prompt: server.generate(p, 30) for prompt in [*first, *others[:1]]]  # type: ignore[misc]
+    dense = [server.generate(prompt, 30, sparse=False).ids for prompt in [*hosted, *others]]
+    calls = [lambda p=prompt: server.generate(p, 30) for prompt in [*hosted, *others[:1]]]  # type: ignore[misc]
     calls.append(lambda: server.generate(others[1], 30, sparse=False))
     assert [answer.ids for answer in server.together(calls)] == dense
 
@@ -123,7 +136,9 @@ def _room(server: Server, texts: Any) -> None:
         running.exception(120)
     copied_out(server, prompts[0])
     assert offload(server)["events"]["evicted"] == 1
-    served(server, [prompts[0]], SECOND)
+    second = [texts.ask(texts.second, n) for n in range(3)]
+    served(server, second, SECOND)
+    _beside_others(server, second, texts)
     server.generate(prompts[1], 3)
     assert offload(server)["refused"]["too_long"] == 1
     copied_out(server, texts.ask(texts.first, 0))
