@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.launching import send
-from prefix_kernels.residents import Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import Counter, Mode, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import PagedKV, SelectedLists
 from sglang_ext.decode.types import HostPrefix
@@ -164,6 +164,11 @@ class SwapIn:
             pages: [count] int64 on the host.
         """
         self.residents.state.forget(pages.to(self._device, non_blocking=True))
+
+    def counted(self) -> dict[str, int]:
+        """Pages of all layers and KV heads since the start, by the names of `Counter`; waits for the device."""
+        totals = self.residents.counters.sum(0).tolist()
+        return {one.name.lower(): totals[one] for one in Counter}
 
     @property
     def nbytes(self) -> int:

@@ -129,15 +129,17 @@ def compared_lists() -> None:
     common_slots(*slot_lists(), 3, torch.zeros(8, dtype=torch.int32), implementation="triton")
 
 
-def swapped_in(mode: Mode, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
+def swapped_in(
+    mode: Mode, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, groups: int = 64, kv_heads: int = KV_HEADS
+) -> None:
     """A step of the layer that selects, then the copy of one that reuses its selection."""
-    shape, device = ResidentShape(2, KV_HEADS, 4096, 8, 64, mode), torch.device("cpu")
-    residents = Residents(shape, 64, 64, device, implementation="triton")
+    shape, device = ResidentShape(2, kv_heads, 4096, 8, 64, mode), torch.device("cpu")
+    residents = Residents(shape, groups, 64, device, implementation="triton")
     residents.plan([ResidentGroup(0, SelectionGroup(48, 8, head_stride=8))])
-    cache = torch.zeros(64 + 16 * 4096, KV_HEADS, dim, dtype=dtype)
-    lists, kv = new_lists(64, (8, KV_HEADS), device, with_slots=True), PagedKV(cache, cache)
+    cache = torch.zeros(64 + 16 * 4096, kv_heads, dim, dtype=dtype)
+    lists, kv = new_lists(64, (8, kv_heads), device, with_slots=True), PagedKV(cache, cache)
     residents.run(0, torch.zeros(64, dtype=torch.int32), lists, kv, kv)
-    residents.fetch(0, kv, kv, torch.zeros(KV_HEADS, dtype=torch.int32))
+    residents.fetch(0, kv, kv, torch.zeros(kv_heads, dtype=torch.int32))
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -189,6 +191,7 @@ CASES: dict[str, Callable[[], None]] = {
     "common_slots": compared_lists,
     "residents": lambda: swapped_in(Mode.EXACT),
     "residents one step behind": lambda: swapped_in(Mode.LAGGED),
+    "residents of one group and KV head": lambda: swapped_in(Mode.EXACT, torch.float16, 64, 1, 1),
     "residents with heads of 96 in fp32": lambda: swapped_in(Mode.EXACT, torch.float32, 96),
 }
 NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)

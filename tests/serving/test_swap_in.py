@@ -43,9 +43,9 @@ def test_steps_equal_those_of_prefixes_on_the_device(changes: dict[str, Any]) ->
     server = HostedServer(CPU, 60, kernels=False, **changes)
     walk_host(server, 3)
     assert server.sparse.swap is not None
-    counters = server.sparse.swap.residents.counters.sum(0)
-    assert 0 < counters[Counter.TRANSFERRED] < counters[Counter.WANTED]
-    assert counters[Counter.MISSED] == 0
+    counted = server.sparse.swap.counted()
+    assert 0 < counted["transferred"] < counted["wanted"]
+    assert counted["missed"] == 0
 
 
 def test_steps_that_keep_a_selection_keep_its_pages() -> None:

@@ -18,6 +18,8 @@ _FIELDS = 6
 """int64 fields of a group, see `kernels.GROUP_FIELDS`."""
 _LOOK_UP_WARPS, _LOOK_UP_TILE = 16, 2048
 _FETCH_WARPS, _FETCH_TILE = 4, 1024
+_LEAST_BLOCK = 2
+"""Triton 3.6 does not compile a search in one entry."""
 _WORD = 4
 """Bytes of what is copied; four are loaded at a time."""
 COPYING = 64
@@ -78,7 +80,7 @@ class Residents:
 
         self._table = integers(max_groups, _FIELDS, dtype=torch.int64)
         self._missing = integers(list_entries)
-        self._group_counts = integers(block_of(max_groups), shape.num_kv_heads, 3)
+        self._group_counts = integers(block_of(max_groups, _LEAST_BLOCK), shape.num_kv_heads, 3)
         self._arrived = integers(shape.num_kv_heads)
         self._groups: tuple[ResidentGroup, ...] = ()
         self.plan(())
@@ -166,7 +168,7 @@ class Residents:
             "arrived_ptr": self._arrived,
             "LAGGED": not exact,
             "TILE": _LOOK_UP_TILE,
-            "BLOCK_G": block_of(self.max_groups),
+            "BLOCK_G": block_of(self.max_groups, _LEAST_BLOCK),
         }
         grid = (self.max_groups, self.shape.num_kv_heads)
         launch_behind(look_up_kernel, grid, arguments, num_warps=_LOOK_UP_WARPS)
@@ -246,7 +248,7 @@ class Residents:
                 "num_heads": heads,
                 "num_copying": self._num_copying,
                 "TILE": _FETCH_TILE,
-                "BLOCK_H": block_of(heads),
+                "BLOCK_H": block_of(heads, _LEAST_BLOCK),
             }
         )
         programs = self._num_copying + (0 if of_lists is None else self.max_groups * heads)
