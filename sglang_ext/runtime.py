@@ -305,7 +305,7 @@ class SparseRuntime:
             if self.planner.drafts is None:
                 self._settle(forward_batch.rids)
             if staged is not None:
-                self.planner.offloaded(forward_batch.rids)
+                self.planner.offloaded(forward_batch.rids or ())
             planned = self._planned(forward_batch) if staged is None else None
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(
