@@ -323,7 +323,7 @@ class SparseRuntime:
             hosts = [] if self.offload is None else self.offload.hosts(forward_batch)
             planned = self._planned(forward_batch, hosts)
             if self.offload is not None and hosts and planned is None:
-                self.planner.offloaded(forward_batch.rids)
+                self.planner.offloaded(forward_batch.rids or ())
                 staged = self.offload.begin(forward_batch)
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(

@@ -30,8 +30,8 @@ class PlainPools:
         self.nbytes = sum(layer.nbytes for layer in self.host)
         self._free = torch.randperm(num_pages).tolist()
 
-    def kv(self, layer: int) -> PagedKV:
-        return PagedKV(*self.device[layer])
+    def kv(self, layer: int, *scales: float) -> PagedKV:
+        return PagedKV(*self.device[layer], *scales)
 
     @property
     def free_pages(self) -> int:
