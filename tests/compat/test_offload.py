@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_ext.compat import memory, offload
+from sglang_ext.compat.versions import installed
 from sglang_ext.config import config_from_dict
 from sglang_ext.options import SparseAttnConfig
 from tests.compat.sglang_process import GROUP, in_sglang
@@ -19,6 +20,7 @@ from tests.compat.test_memory import GIB, configurator
 CONFIG = config_from_dict({"offload": {"host_bytes": 1 << 20, "staging_tokens": 100}})
 
 
+@pytest.mark.skipif(installed() not in offload.TREES, reason="offload is refused on this release")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -58,6 +60,7 @@ def test_releases_on_which_it_was_not_run_are_refused(monkeypatch: pytest.Monkey
     )
 
 
+@pytest.mark.skipif(installed() not in offload.TREES, reason="offload is refused on this release")
 def test_another_prefix_cache_is_refused() -> None:
     message = offload.tree_refusal(SimpleNamespace())
     assert message is not None
@@ -124,6 +127,7 @@ def pools() -> dict[str, Any]:
 
 
 @GROUP
+@pytest.mark.skipif(installed() not in offload.TREES, reason="offload is refused on this release")
 def test_pages_go_to_host_memory_and_back_to_staging_rows() -> None:
     found = in_sglang("tests.compat.test_offload:pools")
     assert found["size"] == 256

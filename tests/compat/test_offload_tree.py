@@ -11,11 +11,13 @@ pytest.importorskip("sglang")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.compat.offload import TREES
+from sglang_ext.compat.versions import installed
 from tests.compat.offload_scheduler import Loop
 from tests.compat.sglang_process import GROUP, in_sglang
 from tests.examples import CHECKS, examples
 
-pytestmark = GROUP
+pytestmark = [GROUP, pytest.mark.skipif(installed() not in TREES, reason="offload is refused on this release")]
 
 INDEXED = 48
 """Tokens of a document, whole pages of every size tried."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.server.harness import PRODUCTION, Answer, Pool, Server
+from tests.server.test_schedules import SMALL_POOL
 
 BYTES_OF_TOKEN = 6 * 2 * 2 * 64 * 4
 """Layers, K and V, KV heads, width, fp32."""
@@ -142,3 +143,24 @@ def _room(server: Server, texts: Any) -> None:
     server.generate(prompts[1], 3)
     assert offload(server)["refused"]["too_long"] == 1
     copied_out(server, texts.ask(texts.first, 0))
+
+
+@pytest.mark.full
+@pytest.mark.boot("offload-small")
+def test_requests_that_are_retracted_and_matched_again(serve: Pool, store: Path, texts: Any) -> None:
+    """A pool with room for one document beside an answer, but for the suffixes and answers of few requests."""
+    small = {**SMALL_POOL, "environment": {**SMALL_POOL["environment"], "SGLANG_EXT_CPU_POISON": "1"}}
+    flags = {**FLAGS, **small, "max_running_requests": "12"}
+    server = serve(store, CONFIG, fresh=True, **flags)
+    prompts = [texts.ask(texts.first, n) for n in range(12)]
+    dense = [server.generate(prompt, 200, sparse=False).ids for prompt in prompts]
+    copied_out(server, prompts[0])
+    for _attempt in range(5):  # a request that is late finds room
+        calls = [lambda p=prompt: server.generate(p, 200) for prompt in prompts]  # type: ignore[misc]
+        answers = server.together(calls)
+        assert [answer.ids for answer in answers] == dense
+        retractions = sum(answer.num_retractions for answer in answers)
+        if retractions:
+            break
+    assert retractions > 0, "expected the pool to be too small for twelve requests"
+    assert offload(server)["translated"] >= 12 + retractions
