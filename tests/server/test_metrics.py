@@ -142,7 +142,7 @@ def streamed(server: Server, text: str, tokens: int, abort_at: int | None = None
 
 def completed(server: Server, text: str, **fields: Any) -> Answer:
     """The answer that an OpenAI completion's `usage` gives, which of a stream is in the last chunk."""
-    (*before, last), header = server.openai("completions", TOKENS, prompt=text, **fields)
+    (*before, last), header = server.openai("/v1/completions", TOKENS, prompt=text, **fields)
     assert header == (None if before else last["usage"]["sparse_attn"])
     assert not any(chunk.get("usage") for chunk in before)
     return Answer("", (), last["usage"])
