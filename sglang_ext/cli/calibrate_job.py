@@ -46,6 +46,7 @@ from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.cli.judging import Judge
 from sglang_ext.compat import versions
+from sglang_ext.files import write_whole
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean
@@ -328,9 +329,7 @@ class CalibrateJob:
         if self._model is None:
             self._model = model
             content = {**self._settings(), "model": msgspec.to_builtins(model)}
-            partial = self._folder / f".{SETTINGS_FILE}.partial"
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
-            partial.replace(self._folder / SETTINGS_FILE)
+            write_whole(self._folder / SETTINGS_FILE, msgspec.json.format(msgspec.json.encode(content), indent=1))
             return
         for name in ModelFingerprint.__struct_fields__:
             mine, theirs = getattr(model, name), getattr(self._model, name)
