@@ -18,7 +18,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from prefix_index import ModelFingerprint
+from prefix_index import ModelFingerprint, model_mismatch
 from sglang_ext import __version__
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
 from sglang_ext.calibration.judge import Candidate, Verdict, choose, proposals
@@ -331,13 +331,12 @@ class CalibrateJob:
             content = {**self._settings(), "model": msgspec.to_builtins(model)}
             write_whole(self._folder / SETTINGS_FILE, msgspec.json.format(msgspec.json.encode(content), indent=1))
             return
-        for name in ModelFingerprint.__struct_fields__:
-            mine, theirs = getattr(model, name), getattr(self._model, name)
-            if mine != theirs:
-                raise StateError(
-                    f"expected measurements of this model ({name}={mine!r}) in {self._folder}, got another "
-                    f"({theirs!r}); name another folder with --state, or measure anew with --no-resume"
-                )
+        differs = model_mismatch(model, self._model)
+        if differs:
+            raise StateError(
+                f"expected measurements of this model in {self._folder}, got another ({differs}); name another folder "
+                "with --state, or measure anew with --no-resume"
+            )
 
     def _check_weights(self, model: ModelFingerprint) -> None:
         """Without the engine only a local model's weights can be compared."""
