@@ -25,7 +25,7 @@ from sglang_ext.decode.types import StepPath
 from sglang_ext.methods import method_specs
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
-from sglang_ext.metrics import Counters, Exporter, Figures
+from sglang_ext.metrics import EVICTED, Counters, Exporter, Figures
 from sglang_ext.model_view import ModelView
 from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.builder import profile_digest
@@ -522,7 +522,10 @@ class SparseRuntime:
             **self.counters.figures(),
             **self.residency.figures(),
             **({} if builds is None else builds.figures()),
-            "evicted": {"device": self.residency.evicted, "store": self.store.evicted},
+            **{
+                name: {"device": device, "store": store}
+                for name, device, store in zip(EVICTED, self.residency.evicted, self.store.evicted, strict=True)
+            },
             "device_bytes": self.residency.resident_bytes(),
         }
 
