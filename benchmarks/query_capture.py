@@ -15,6 +15,8 @@ import torch
 from answers_data import Chat, Document, Question
 from torch import Tensor
 
+from sglang_ext.files import partial_file
+
 LONG = {
     "long prose": "Retell the text above in your own words, one paragraph after the other, as fully as you can.",
     "long code": "Write unit tests for the module above, several for each public function and method.",
@@ -61,9 +63,8 @@ class Captured:
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        partial = path.with_suffix(".partial")
-        torch.save({**vars(self), "answers": [vars(one) for one in self.answers]}, partial)
-        partial.rename(path)
+        with partial_file(path) as partial:
+            torch.save({**vars(self), "answers": [vars(one) for one in self.answers]}, partial)
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> Captured:

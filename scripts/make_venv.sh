@@ -11,7 +11,7 @@ set -euo pipefail
 SGLANG_DEPENDENCIES=(
   torch==2.13.0 triton transformers==5.12.1 pillow orjson psutil pybase64 requests starlette fastapi uvicorn
   uvloop python-multipart ipython aiohttp msgspec pyzmq dill partial-json-parser sentencepiece einops loguru
-  gguf==0.19.0 setproctitle jsonschema soundfile openai==2.6.1 xgrammar==0.2.1 prometheus-client
+  gguf==0.19.0 setproctitle jsonschema soundfile openai==2.6.1 openai-harmony==0.0.4 xgrammar==0.2.1 prometheus-client
 )
 
 fail() {

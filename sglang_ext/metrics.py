@@ -41,6 +41,10 @@ TIERS = ("dram", "disk", "remote")
 
 OFFLOAD = ("copied", "evicted", "failed", "translated", "short", "page_size", "too_long", "host_full")
 """Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
+_DAMAGES = ("bytes", "content")
+_PLACES = ("device", "store")
+EVICTED = ("evicted", "evicted_bytes", "evicted_seconds")
+"""Metrics of evictions, in the order of `prefix_index.Evictions`."""
 
 PREFIX = "sglang:sparse_attn_"
 PERIOD_S = 1.0
@@ -86,10 +90,15 @@ METRICS = (
     Metric("load_bytes", "Bytes of loaded indexes.", "tier", TIERS),
     Metric("load_seconds", "Seconds of loads.", "tier", TIERS),
     Metric("load_failures", "Loads that failed, by reason.", "reason", ("index_corrupt", "index_memory")),
-    Metric("corrupt", "Indexes found damaged at a load, by kind.", "kind", ("bytes", "content")),
+    Metric("corrupt", "Indexes found damaged at a load, by kind.", "kind", _DAMAGES),
+    Metric("corrupt_bytes", "Bytes of damaged indexes.", "kind", _DAMAGES),
+    Metric("corrupt_seconds", "Seconds of loads that found damage.", "kind", _DAMAGES),
     Metric("build", "Builds that ended, by status.", "status", ("built", "failed")),
+    Metric("build_bytes", "Bytes of indexes that were built and stored."),
     Metric("build_seconds", "Seconds of computing in builds that were stored."),
-    Metric("evicted", "Indexes evicted by this process.", "where", ("device", "store")),
+    Metric("evicted", "Indexes evicted by this process.", "where", _PLACES),
+    Metric("evicted_bytes", "Bytes of evicted indexes.", "where", _PLACES),
+    Metric("evicted_seconds", "Seconds of evictions.", "where", _PLACES),
     Metric("guard_steps", "Decode steps that were attended exactly, too."),
     Metric("guard_events", "What became of indexes.", "event", ("accepted", "raised", "dense", "tried_again")),
     Metric("guard_tokens", "Next tokens compared with exact attention's, those alike.", "part", ("compared", "agreed")),

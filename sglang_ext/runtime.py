@@ -25,7 +25,7 @@ from sglang_ext.decode.types import HostPrefix, StepPath
 from sglang_ext.methods import method_specs
 from sglang_ext.methods.layer_plan import LayerPlan, heads_of_rank
 from sglang_ext.methods.profile import Profile
-from sglang_ext.metrics import Counters, Exporter, Figures
+from sglang_ext.metrics import EVICTED, Counters, Exporter, Figures
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.attention import StagedStep
 from sglang_ext.offload.offloading import Offloading
@@ -572,7 +572,10 @@ class SparseRuntime:
             **self.residency.figures(),
             **({} if builds is None else builds.figures()),
             **({} if self.offload is None else self.offload.figures()),
-            "evicted": {"device": self.residency.evicted, "store": self.store.evicted},
+            **{
+                name: {"device": device, "store": store}
+                for name, device, store in zip(EVICTED, self.residency.evicted, self.store.evicted, strict=True)
+            },
             "device_bytes": self.residency.resident_bytes(),
         }
 

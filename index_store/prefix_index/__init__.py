@@ -39,5 +39,5 @@ from .format import (
 from .reader import IndexFile, IndexLookup
 from .removals import Removal, read_removals
 from .shared import SharedStore
-from .store import Ask, BuildLease, IndexEntry, IndexStore, Problem, Retention
+from .store import Ask, BuildLease, Evictions, IndexEntry, IndexStore, Problem, Retention
 from .writer import IndexPayload, IndexWriter, LazyArray

@@ -44,7 +44,7 @@ from .retention import (
     remove_retention,
     write_retention,
 )
-from .store import DEFAULT, BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
+from .store import DEFAULT, BuildLease, Evictions, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
@@ -108,10 +108,10 @@ class FileStore(IndexStore):
         self.catalog = self._books.catalog
         self._leases = FolderLeases(self.folder, self._access)
         self._copier = Promoter(self._copy)
-        self._evicted = 0
+        self._evicted = Evictions()
 
     @property
-    def evicted(self) -> int:
+    def evicted(self) -> Evictions:
         return self._evicted
 
     @property
@@ -440,7 +440,7 @@ class FileStore(IndexStore):
 
         Counted by what was removed, not by what the disk has free then: evicted indexes that are open keep theirs.
         """
-        removed: list[IndexEntry] = []
+        removed, begun = list[IndexEntry](), time.perf_counter()
         while nbytes > 0:
             with self._lock:
                 known = [*self._books.uses()]
@@ -455,7 +455,7 @@ class FileStore(IndexStore):
                 else:
                     staying.add(entry.digest)
                     nbytes += entry.nbytes
-        self._evicted += len(removed)
+        self._evicted = self._evicted.and_of([entry.nbytes for entry in removed], begun)
         return removed, nbytes
 
     def _remove_unchanged(self, entry: IndexEntry) -> bool:

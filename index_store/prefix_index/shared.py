@@ -29,7 +29,7 @@ from .format import is_digest
 from .link import Link, Source, unavailable
 from .reader import IndexFile, IndexLookup, is_damaged, open_in
 from .remote import RemoteStore
-from .store import Ask, BuildLease, Catalog, IndexEntry, IndexStore, Problem, Retention, digest_of
+from .store import Ask, BuildLease, Catalog, Evictions, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload
 
 _CLOSE_S: Final = 5.0
@@ -123,7 +123,7 @@ class SharedStore(IndexStore):
             return SharedCounters(**self._counts)
 
     @property
-    def evicted(self) -> int:
+    def evicted(self) -> Evictions:
         return self.local.evicted
 
     def count(self, name: str) -> None:

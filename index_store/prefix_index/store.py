@@ -106,6 +106,22 @@ class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.identity.digest
 
 
+class Evictions(NamedTuple):
+    """What left to make room for others: how many indexes, their bytes, and the seconds that it took."""
+
+    indexes: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def and_of(self, nbytes: Sequence[int], begun: float) -> Evictions:
+        """With more: bytes of each, and the ``time.perf_counter()`` at which it began; nothing where none left."""
+        if not nbytes:
+            return self
+        return Evictions(
+            self.indexes + len(nbytes), self.nbytes + sum(nbytes), self.seconds + time.perf_counter() - begun
+        )
+
+
 class Problem(NamedTuple):
     """Something that cannot be used, and why. ``path`` is a file, or a digest in a store without files."""
 
@@ -333,9 +349,9 @@ class IndexStore(IndexSource):
         """
 
     @property
-    def evicted(self) -> int:
+    def evicted(self) -> Evictions:
         """Indexes that this object has removed for the sake of a limit."""
-        return 0
+        return Evictions()
 
     def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""

@@ -38,7 +38,7 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
 
     Args:
         similarity: [num_layers a, num_layers b], how well layer a selects for layer b; entries a > b are not read.
-        importance: [num_layers] weights w of the layers.
+        importance: [num_layers] weights w of the layers; finite, as similarity.
         num_anchors: exactly so many, 1..num_layers - first_layer.
         first_layer: the first layer that takes part, always an anchor, as nothing before it could be reused. In
             the paper that is layer 0, which attends densely but still selects for its followers. Where layer 0 is
@@ -48,11 +48,9 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
         Layer numbers, ascending, the first is `first_layer`. Of equal choices that with the earliest last anchor.
 
     Raises:
-        ValueError: more anchors than layers, or values that are NaN or infinite.
+        ValueError: more anchors than layers.
     """
     weighted = similarity.double().cpu().triu() * importance.double().cpu()
-    if not bool(torch.isfinite(weighted).all()):
-        raise ValueError("expected finite similarities and importances, got NaN or infinity; measure them again")
     size = weighted.shape[0] - first_layer
     if not 1 <= num_anchors <= size:
         raise ValueError(

@@ -4,7 +4,6 @@ measures; and the attention that its queries and keys make.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.pooling import Pooling, pool_scores
+from sglang_ext.files import partial_file
 from sglang_ext.methods.base import check_keys
 
 CAPTURE_VERSION = 2
@@ -208,20 +208,8 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping
     Raises:
         OSError: the folder is missing or full.
     """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        if private:
-            partial.touch(0o600)  # before it holds anything
+    with partial_file(path, private=private) as partial:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, str(partial), dict(meta))
-        if private:
-            partial.chmod(0o600)  # should a library write another file than the one that was there
-        else:
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_tensors(

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from prefix_index import ModelFingerprint
+from prefix_index import ModelFingerprint, model_mismatch
 from sglang_ext import __version__
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
 from sglang_ext.calibration.judge import Candidate, Verdict, choose, proposals
@@ -46,6 +46,7 @@ from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
 from sglang_ext.cli.judging import Judge
 from sglang_ext.compat import versions
+from sglang_ext.files import write_whole
 from sglang_ext.fingerprint import weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean
@@ -328,17 +329,14 @@ class CalibrateJob:
         if self._model is None:
             self._model = model
             content = {**self._settings(), "model": msgspec.to_builtins(model)}
-            partial = self._folder / f".{SETTINGS_FILE}.partial"
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
-            partial.replace(self._folder / SETTINGS_FILE)
+            write_whole(self._folder / SETTINGS_FILE, msgspec.json.format(msgspec.json.encode(content), indent=1))
             return
-        for name in ModelFingerprint.__struct_fields__:
-            mine, theirs = getattr(model, name), getattr(self._model, name)
-            if mine != theirs:
-                raise StateError(
-                    f"expected measurements of this model ({name}={mine!r}) in {self._folder}, got another "
-                    f"({theirs!r}); name another folder with --state, or measure anew with --no-resume"
-                )
+        differs = model_mismatch(model, self._model)
+        if differs:
+            raise StateError(
+                f"expected measurements of this model in {self._folder}, got another ({differs}); name another folder "
+                "with --state, or measure anew with --no-resume"
+            )
 
     def _check_weights(self, model: ModelFingerprint) -> None:
         """Without the engine only a local model's weights can be compared."""

@@ -21,6 +21,7 @@ from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, sglang_option
 from sglang_ext.cli.checks import plugin_engine
+from sglang_ext.files import write_whole
 from sglang_ext.methods.profile import load_profile
 from sglang_ext.options import Build, DecodePath, PrefetchPolicy
 from sglang_ext.prefill.prompt_tokens import TokenSource
@@ -99,9 +100,7 @@ class Judge:
         for candidate in bar:
             bar.set_postfix_str(candidate.name)
             known[candidate] = self._judge_one(candidate, candidates[candidate], digests[candidate])
-            partial = self._results.with_suffix(".partial")
-            partial.write_bytes(msgspec.json.encode(list(known.values())))
-            partial.replace(self._results)
+            write_whole(self._results, msgspec.json.encode(list(known.values())))
         return [known[candidate] for candidate in candidates]
 
     def _read(self) -> list[Judged]:

@@ -62,7 +62,7 @@ def preview_server(args: argparse.Namespace, model: str | None = None, *, plugin
             with contextlib.redirect_stderr(said):
                 from sglang_ext.compat.preview import ServerPreview
 
-                return ServerPreview([*own, *_device(own)])
+                return ServerPreview([*own, *device_flags(own)])
         except SystemExit as error:
             lines = [line for line in said.getvalue().splitlines() if line.startswith(SAID)]
             raise CannotStartError(lines[-1].removeprefix(SAID) if lines else said.getvalue()[-500:]) from error
@@ -70,8 +70,8 @@ def preview_server(args: argparse.Namespace, model: str | None = None, *, plugin
             raise CannotStartError(str(error) or repr(error)) from error
 
 
-def _device(flags: list[str]) -> list[str]:
-    """Without an accelerator SGLang knows no device by itself."""
+def device_flags(flags: list[str]) -> list[str]:
+    """To add to SGLang's: without an accelerator it knows no device by itself."""
     import torch
 
     named = sglang_option(flags, "--device") is not None or torch.accelerator.is_available()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_layers, sglang_option
+from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_layers
 from sglang_ext.cli.stopping import refuse
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
@@ -110,13 +110,11 @@ def _refusal(args: argparse.Namespace, file: Path, out: Path) -> str | None:
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
-    """SGLang's, as a server has them; without an accelerator SGLang reads a configuration for a CPU only."""
-    import torch
+    """SGLang's, as a server has them."""
+    from sglang_ext.cli.previewing import device_flags
 
     flags = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
-    if sglang_option(flags, "--device") is None and not torch.accelerator.is_available():
-        flags += ["--device", "cpu"]
-    return flags
+    return [*flags, *device_flags(flags)]
 
 
 def _say(args: argparse.Namespace, plan: LayerPlan) -> None:

@@ -17,6 +17,7 @@ import xxhash
 from prefix_index import IndexStoreError, StoreFolderError, printable
 from sglang_ext.cli.arguments import parse_bytes
 from sglang_ext.cli.index.text import size
+from sglang_ext.cli.stopping import refuse
 from sglang_ext.storage import default_store
 
 _SERVE = """\
@@ -97,8 +98,7 @@ def run_serve(args: argparse.Namespace) -> int:
             signal.signal(number, lambda *_: server.stop())
         server.open()
     except IndexStoreError as error:
-        print(f"sglang-ext store serve: {printable(str(error))}", file=sys.stderr)
-        return 1
+        return refuse("store serve", printable(str(error)), 1)
     # Copying computes checksums; the loop must get its turn soon.
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -139,8 +139,7 @@ def run_status(args: argparse.Namespace) -> int:
     try:
         status = service_status(args.endpoint)
     except IndexStoreError as error:
-        print(f"sglang-ext store status: {printable(str(error))}", file=sys.stderr)
-        return 1
+        return refuse("store status", printable(str(error)), 1)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
         return 0

@@ -20,6 +20,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
 from sglang_ext.calibration.agreement import Steps, load_steps
+from sglang_ext.files import partial_file
 
 
 @dataclass
@@ -59,10 +60,8 @@ class _Recording:
     def write(self, path: Path) -> None:
         """All steps, whole or not at all."""
         arrays: Any = {name: torch.stack(values).cpu().numpy() for name, values in self.columns.items()}
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with partial_file(path) as partial, partial.open("wb") as file:
             np.savez(file, **arrays, rows=np.array(self.rows))
-        partial.rename(path)
 
 
 _recordings: dict[str, _Recording] = {}

@@ -1,13 +1,15 @@
 """What a request's response says of its decode steps.
 
-In a scheduler process it becomes `meta_info["sparse_attn"]` (`tell`). SGLang's OpenAI responses have no room for that:
-in the launcher `after_generate_request` keeps it beside the HTTP request, and `OpenAIUsage` writes it into the answer.
+In a scheduler process it becomes `meta_info["sparse_attn"]` (`tell`), which `/generate` and `/vertex_generate` show.
+Responses of other interfaces have no room for that: in the launcher `after_generate_request` keeps it beside the HTTP
+request, and `OpenAIUsage` writes it into the answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 KEY = "sparse_attn"
 HEADER = b"sglang-sparse-attn"
-_PATHS = ("/v1/completions", "/v1/chat/completions")
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations")
+_OLLAMA = {"SGLANG_OLLAMA_CHAT_ROUTE": "/api/chat", "SGLANG_OLLAMA_GENERATE_ROUTE": "/api/generate"}
+"""Paths, by the variables with which SGLang lets people move them."""
 _USAGE = b'"usage":{'
 _LENGTH = b"content-length"
 
@@ -68,7 +72,8 @@ async def _noting(outputs: Any, told: dict[int, list[Any]]) -> AsyncIterator[Any
 
 
 class OpenAIUsage:
-    """An ASGI application around SGLang's: `usage.sparse_attn` of OpenAI answers, and their header `HEADER`.
+    """An ASGI application around SGLang's: `usage.sparse_attn` of OpenAI and Anthropic answers, and the header `HEADER`
+    of these and of Ollama's, which have no usage.
 
     The field is a list: of each choice that has ended, in their order, what `meta_info["sparse_attn"]` says of it. It
     is written into the bytes, at the one place of `"usage":{`; inside a JSON string those quotes are escaped. A whole
@@ -77,9 +82,10 @@ class OpenAIUsage:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
+        self._paths = (*_PATHS, *(os.environ.get(name, path) for name, path in _OLLAMA.items()))
 
     async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
-        if scope["type"] != "http" or not scope["path"].endswith(_PATHS):
+        if scope["type"] != "http" or not scope["path"].endswith(self._paths):
             await self._app(scope, receive, send)
             return
         told: dict[int, list[Any]] = {}
@@ -92,15 +98,15 @@ class OpenAIUsage:
             if message["type"] == "http.response.start":
                 start = message  # waits for the body, whose length it holds
                 return
+            choices = [one for index in sorted(told) for one in told[index] if one is not None]
+            text, added = json.dumps(choices, separators=(",", ":")).encode(), 0
             if _USAGE in message.get("body", b"") and not promised:
-                choices = [one for index in sorted(told) for one in told[index] if one is not None]
-                text = json.dumps(choices, separators=(",", ":")).encode()
                 field = b'"%s":%s,' % (KEY.encode(), text)
-                message = {**message, "body": message["body"].replace(_USAGE, _USAGE + field, 1)}
-                if start is not None:
-                    start = {**start, "headers": _grown(start["headers"], len(field), text if len(told) == 1 else None)}
+                message, added = {**message, "body": message["body"].replace(_USAGE, _USAGE + field, 1)}, len(field)
             if start is not None:
-                promised = _LENGTH in dict(start["headers"])
+                if promised := _LENGTH in dict(start["headers"]):
+                    own = [(HEADER, text)] if len(told) == 1 else []
+                    start = {**start, "headers": [*_grown(start["headers"], added), *own]}
                 await send(start)
                 start = None
             await send(message)
@@ -108,9 +114,6 @@ class OpenAIUsage:
         await self._app(scope, receive, write)
 
 
-def _grown(headers: Any, added: int, text: bytes | None) -> list[tuple[bytes, bytes]]:
-    """Headers of a body that grew by so many bytes; with `text` as ours, if they are of a whole one."""
-    if _LENGTH not in dict(headers):
-        return list(headers)
-    grown = [(name, b"%d" % (int(value) + added) if name == _LENGTH else value) for name, value in headers]
-    return grown if text is None else [*grown, (HEADER, text)]
+def _grown(headers: Any, added: int) -> list[tuple[bytes, bytes]]:
+    """Of a body that grew by so many bytes."""
+    return [(name, b"%d" % (int(value) + added) if name == _LENGTH else value) for name, value in headers]

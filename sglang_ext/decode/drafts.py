@@ -13,6 +13,8 @@ LEAST = 0.5
 """A token is drafted where it is likelier kept than dropped."""
 AGAIN = 64
 """Of rounds without a draft, one in so many tries one."""
+KNOWN = 4096
+"""Indexes that are remembered: those that drafted last."""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class DraftLengths:
         """
         if not drafted:
             return
-        behind = self._behind.setdefault(digest, _Behind())
+        behind = self._behind[digest] = self._behind.pop(digest, _Behind())  # now the last one
+        if len(self._behind) > KNOWN:
+            del self._behind[next(iter(self._behind))]
         behind.kept = MEMORY * behind.kept + accepted
         behind.tried = MEMORY * behind.tried + min(drafted, accepted + 1)

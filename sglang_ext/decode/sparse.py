@@ -163,14 +163,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         # A trace has a copy of each anchor layer's lists: as if all of these were kept.
         copies = max(sets, len(layer_plan.anchor_layers) if traced else 1)
         entries = list_entries(max_groups, copies, heads, self.width, LIST_BYTES if captured else KEPT_BYTES)
-        self._buffers = StepBuffers(
-            batch,
-            heads,
-            arena_size,
-            device,
-            reserved_counts=max_groups,
-            num_sets=sets,
-        )
+        self._buffers = StepBuffers(batch, heads, arena_size, device, reserved_counts=max_groups, num_sets=sets)
         self._lists = AnchorLists(layer_plan, self._buffers, entries, device)
         self.swap = None if host is None else SwapIn(host, layer_plan, heads, max_groups, entries, device)
         most = max(_ROOM, max_prefix_len + PAGE_TOKENS) if captured else arena_size
@@ -180,6 +173,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         sizes = ListSizes(max_groups, entries, batch, max_prefix_len, self._room, self._num_passes - 1, ahead)
         self.op = make_op(sizes)
         self._ahead = self.op if ahead and isinstance(self.op, AheadOp) else None
+        self._warn_of_room()
         self._asked: dict[int, tuple[Tensor, float]] = {}
         self._groups = StepGroups(tracker.prefixes, self.op.number_of)
         self.lse = torch.zeros(batch, shape.num_qo_heads, dtype=torch.float32, device=device)
@@ -201,6 +195,25 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     def paths(self) -> tuple[StepPath, ...]:
         """See the base: the second one where steps may attend what an earlier one selected."""
         return (StepPath.SPARSE, StepPath.KEPT) if self._turns.period > 1 else (StepPath.SPARSE,)
+
+    def _warn_of_room(self) -> None:
+        """Say what of the largest batch candidates named ahead have no room for; a step would say `no_room` only."""
+        if self._ahead is None:
+            return
+        config, most, batch = self._config, self._max_prefix_len, self._largest_group
+        fits, least = self.op.fits, min(most, max(PAGE_TOKENS, config.min_sparse_prompt_len))
+        tokens = bisect_right(range(1, most + 1), False, key=lambda n: not fits([n], [config.group_budget(n, batch)]))
+        groups = bisect_right(
+            range(1, batch + 1), False, key=lambda n: not fits([least] * n, [config.budget(least)] * n)
+        )
+        if tokens < most or groups < batch:
+            logger.warning(
+                "sparse attention: expected room for candidates that select_ahead names of one group of %d requests "
+                "behind %d tokens and of %d groups, got room behind %d tokens and of %d groups: what is more decodes "
+                "exactly (no_room). Lower --context-length, --cuda-graph-max-bs, two_level.candidate_ratio or the "
+                "number of anchor layers, or set select_ahead to false",
+                batch, most, batch, tokens, groups,
+            )  # fmt: skip
 
     def _kernels(self, size: int) -> _Kernels:
         size = self._whole.padded(size)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from sglang_ext.files import write_whole
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import NO_PROFILE, IndexSpec, LayerProfile
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -163,21 +162,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         Raises:
             OSError: the folder is missing or cannot be written to.
         """
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
-        try:
-            with partial.open("xb") as file:
-                file.write(self.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(path, self.encode())
 
 
 def layer_profile(profile: Profile | None, layer: int, heads: range | None = None) -> LayerProfile:

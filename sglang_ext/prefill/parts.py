@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefix_index import ArrayKey
+from sglang_ext.files import partial_file
 from sglang_ext.ranks import Ranks
 
 KEPT_S = 1200.0
@@ -73,15 +74,10 @@ class Parts:
         that cannot be written; nothing is left then.
         """
         path = self._path(digest, self.rank)
-        unfinished = path.with_suffix(".unfinished")
         self._folder.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary files
-        try:
-            with unfinished.open("wb") as file:
-                named = {f"{key.layer}/{key.kv_head}/{key.name}": array for key, array in arrays.items()}
-                np.savez(file, **named)  # type: ignore[arg-type]
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with partial_file(path, private=True) as partial, partial.open("wb") as file:
+            named = {f"{key.layer}/{key.kv_head}/{key.name}": array for key, array in arrays.items()}
+            np.savez(file, **named)  # type: ignore[arg-type]
         mine = sorted((_left_at(one), one) for one in self._folder.glob(f"*.{self.rank}.npz"))
         _remove(one for at, one in mine[:-MAX_KEPT])
         _remove(one for at, one in mine if at < time.time() - KEPT_S)

@@ -344,7 +344,7 @@ class Recording(ABC):
             view.num_layers, heads, config.query_samples, gqa, config.seed, late, max_captures=max_captures
         )
         self._outcomes: Counter[str] = Counter()
-        self._build_seconds = 0.0
+        self._build_bytes, self._build_seconds = 0, 0.0
 
     @abstractmethod
     def admit(self, request: Admission) -> None:
@@ -398,7 +398,8 @@ class Recording(ABC):
 
     def figures(self) -> Figures:
         """What is exported of builds, by status; of the tensor-parallel rank that reports them."""
-        return {"build": dict(self._outcomes), "build_seconds": self._build_seconds}
+        totals = {"build_bytes": self._build_bytes, "build_seconds": self._build_seconds}
+        return {"build": dict(self._outcomes), **totals}
 
     def close(self) -> None:
         """Forget all requests, and end threads."""
@@ -409,6 +410,7 @@ class Recording(ABC):
         any one thread. A file that cannot be written is logged: the server must live on.
         """
         self._outcomes[fields["status"]] += 1
+        self._build_bytes += fields.get("index_bytes", 0)
         self._build_seconds += fields.get("build_seconds", 0.0)
         if not self._config.build_report:
             return

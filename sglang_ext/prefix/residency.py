@@ -20,6 +20,7 @@ from torch import Tensor
 
 from prefix_index import (
     ArrayKey,
+    Evictions,
     IndexCorrupt,
     IndexEntry,
     IndexFile,
@@ -150,8 +151,9 @@ class Residency:
         self._lock = threading.Lock()
         self._by_digest: OrderedDict[str, ResidentIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-load")
-        self.evicted = 0
-        names = ("index_hits", "load", "load_bytes", "load_seconds", "load_failures", "corrupt")
+        self.evicted = Evictions()
+        names = ["index_hits", "load", "load_bytes", "load_seconds", "load_failures"]
+        names += ["corrupt", "corrupt_bytes", "corrupt_seconds"]
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in names}
 
     def prefetch(self, entry: IndexEntry, *, hit: bool = False) -> None:
@@ -257,18 +259,17 @@ class Residency:
             self._wait_for_device()
             nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
             with self._lock:  # at once, for whoever looks at the books
-                for name, value in (("load", 1), ("load_bytes", nbytes), ("load_seconds", time.perf_counter() - begun)):
-                    self._counts[name][tier] += value  # type: ignore[assignment]  # seconds are no integers
+                self._count("load", tier, nbytes, begun)
                 index.layers, index.nbytes, index.state = layers, nbytes, State.READY
         except NotNeededYetError as error:
             index.reason, index.detail, index.state = error.reason, str(error), State.FAILED
         except (IndexStoreError, UnusableIndexError) as error:
             kind = "content" if index.hopeless else _KINDS.get(type(error), "bytes")
-            self._fail(index, error.reason, str(error), kind if isinstance(error, _DAMAGE) else None)
+            self._fail(index, begun, error.reason, str(error), kind if isinstance(error, _DAMAGE) else None)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            self._fail(index, "index_memory", f"no memory is left for this index: {error}")
+            self._fail(index, begun, "index_memory", f"no memory is left for this index: {error}")
         except Exception as error:  # the server must live on, dense
-            self._fail(index, "index_corrupt", f"{type(error).__name__}: {error}", "error")
+            self._fail(index, begun, "index_corrupt", f"{type(error).__name__}: {error}", "error")
         finally:
             if index.hit:
                 with self._lock:
@@ -289,12 +290,16 @@ class Residency:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _fail(self, index: ResidentIndex, reason: str, detail: str, kind: str | None = None) -> None:
+    def _count(self, name: str, label: str, nbytes: int, begun: float) -> None:
+        for what, value in ((name, 1), (f"{name}_bytes", nbytes), (f"{name}_seconds", time.perf_counter() - begun)):
+            self._counts[what][label] += value  # type: ignore[assignment]  # seconds are no integers
+
+    def _fail(self, index: ResidentIndex, begun: float, reason: str, detail: str, kind: str | None = None) -> None:
         logger.error("sparse attention: an index cannot be used, its requests stay dense: %s", detail)
         with self._lock:
             self._counts["load_failures"][reason] += 1
             if kind is not None:
-                self._counts["corrupt"][kind] += 1
+                self._count("corrupt", kind, index.entry.nbytes, begun)
         index.reason, index.detail = reason, detail
         index.state = State.FAILED
 
@@ -365,7 +370,7 @@ class Residency:
                 f"index {incoming.entry.digest[:12]} needs {nbytes} bytes, index_gpu_bytes is "
                 f"{self._budget_bytes}; raise index_gpu_bytes in --sparse-attn-config",
             )
-        evicted = []
+        evicted, begun = dict[str, int](), time.perf_counter()
         with self._lock:
             held = sum(index.nbytes for index in self._by_digest.values())
             if held + nbytes > self._budget_bytes and incoming.users == 0:
@@ -378,11 +383,10 @@ class Residency:
                 idle = index is not incoming and index.users == 0 and index.state is State.READY
                 if idle and digest not in self.pinned:
                     held -= index.nbytes
-                    evicted.append(digest)
+                    evicted[digest] = index.nbytes
             if held + nbytes <= self._budget_bytes:
                 for digest in evicted:
                     del self._by_digest[digest]
-                self.evicted += len(evicted)
             else:
                 raise UnusableIndexError(
                     "index_memory",
@@ -393,6 +397,7 @@ class Residency:
             # A request that just ended may still be in a running step: its tensors must outlive that step, or the
             # allocator would hand their memory to the index that comes in.
             self._wait_for_device()
+            self.evicted = self.evicted.and_of([*evicted.values()], begun)
 
 
 def _build_of(entry: IndexEntry) -> tuple[object, ...]:

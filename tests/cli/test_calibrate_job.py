@@ -175,7 +175,7 @@ def test_a_state_of_another_model_is_refused(calibrate: Any, monkeypatch: Any) -
     monkeypatch.setattr(Engine, "model", sample_model(num_layers=4, num_kv_heads=2, head_dim=16, v_head_dim=16))
     status, said = calibrate()
     assert status == 1
-    assert "expected measurements of this model (num_layers=4)" in said
+    assert "got another (model.num_layers: expected 4, found" in said
 
 
 def test_prompts_that_cannot_be_measured_are_left_out_by_name(calibrate: Any, tmp_path: Path) -> None:

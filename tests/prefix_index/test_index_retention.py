@@ -294,10 +294,12 @@ def test_collect_brings_a_folder_under_a_smaller_cap_and_removes_nothing_without
         assert list(store.collect()) == []
     with opened(folder, max_bytes=2 * ONE, clock=clock) as store:
         assert held(store) == {0, 1, 2, 3}
-        assert {IDS.index(e.identity) for e in store.collect()} == {0, 1}
+        removed = store.collect()
+        assert {IDS.index(e.identity) for e in removed} == {0, 1}
         assert held(store) == {2, 3}
         assert list(store.collect()) == []
-        assert store.evicted == 2
+        assert store.evicted[:2] == (2, sum(e.nbytes for e in removed))
+        assert store.evicted.seconds > 0
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -217,9 +217,9 @@ class Server:
         return Answer(reply["text"], tuple(reply["output_ids"]), reply["meta_info"])
 
     def openai(self, path: str, num_tokens: int = 12, **fields: Any) -> tuple[list[dict[str, Any]], Any]:
-        """A greedy answer of `/v1/...`: its body, or a stream's chunks; the list in its header, None without one."""
+        """A greedy answer of a route: its body, or a stream's chunks; the list in its header, None without one."""
         body = {"model": "default", "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **fields}
-        request = urllib.request.Request(f"{self.url}/v1/{path}", json.dumps(body).encode())
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
             lines = [line.removeprefix(b"data: ") for line in response]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any)
 
     def ask(**fields: Any) -> tuple[list[Any], Any]:
         """The list in the usage of each chunk, and in the header; which steps the guard takes is its own affair."""
-        chunks, header = server.openai("completions", STEPS, **{"prompt": prompt, **fields})
+        chunks, header = server.openai("/v1/completions", STEPS, **{"prompt": prompt, **fields})
         lists = [(chunk.get("usage") or {}).get("sparse_attn") for chunk in chunks]
         for one in [one for choices in (*lists, header) if choices for one in choices]:
             one["guarded_steps"] = told["guarded_steps"]
@@ -113,15 +114,47 @@ def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any)
     assert lists[-3:] == [[], [told], [told]], "a choice tells when it has ended"
 
 
+SAID = 'document "usage":{ note'
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SAID}]}
+
+
+def usages(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of an answer or of a stream, in their order, wherever an interface has them."""
+    holders = [one for chunk in chunks for one in (chunk, chunk.get("message"), chunk.get("response"))]
+    return [one["usage"] for one in holders if isinstance(one, dict) and one.get("usage")]
+
+
 @pytest.mark.boot("production")
-def test_chat_answers_say_it_too_whatever_stands_in_the_messages(production: Any) -> None:
-    chat = {"messages": [{"role": "user", "content": 'document "usage":{ note'}]}
-    (reply,), header = production.openai("chat/completions", STEPS, **chat)
-    assert reply["usage"]["sparse_attn"] == header
-    assert header[0]["steps"] == {"sparse": 0, "cascade": 0, "dense": STEPS - 1}
-    usage = {"include_usage": True}
-    (*_, last), none = production.openai("chat/completions", STEPS, **chat, stream=True, stream_options=usage)
-    assert (last["usage"]["sparse_attn"], none) == (header, None)
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/invocations", CHAT),
+        pytest.param(
+            "/v1/responses",
+            {"input": SAID, "max_output_tokens": STEPS},
+            marks=pytest.mark.skipif(find_spec("openai_harmony") is None, reason="SGLang leaves the route out"),
+        ),
+        ("/v1/messages", CHAT),
+    ],
+)
+def test_other_answers_say_it_too_whatever_stands_in_the_messages(production: Any, path: str, fields: Any) -> None:
+    (reply,), header = production.openai(path, STEPS, **fields)
+    usage = reply["usage"]
+    assert usage["sparse_attn"] == header
+    tokens = usage.get("completion_tokens") or usage["output_tokens"]
+    assert header[0]["steps"] == {"sparse": 0, "cascade": 0, "dense": tokens - 1}
+    chunks, none = production.openai(path, STEPS, **fields, stream=True, stream_options={"include_usage": True})
+    assert (usages(chunks)[-1]["sparse_attn"], none) == (header, None)
+    assert all(usage["sparse_attn"] == [] for usage in usages(chunks)[:-1])
+
+
+@pytest.mark.boot("production")
+def test_answers_without_usage_have_the_header(production: Any) -> None:
+    options = {"num_predict": STEPS}
+    (reply,), header = production.openai("/api/generate", prompt=SAID, stream=False, options=options)
+    assert header[0]["steps"] == {"sparse": 0, "cascade": 0, "dense": reply["eval_count"] - 1}
+    assert "sparse_attn" not in reply
 
 
 def test_indexed_and_unindexed_requests_and_two_prefixes_in_one_batch_equal_asking_alone(

@@ -58,6 +58,7 @@ class Load:
         answers: all of them.
         crowds: those of requests that ran at the same time.
         seconds: from the first request to the last answer.
+        written: bytes of each index file that was seen behind a request, also of those that are gone.
     """
 
     def __init__(self, server: Server, report: Path, store: Path) -> None:
@@ -66,12 +67,14 @@ class Load:
         self.answers: list[Answer] = []
         self.crowds: list[list[Answer]] = []
         self.damaged = store
+        self.written: dict[Path, int] = {}
         self._begun = time.perf_counter()
         self.seconds = 0.0
 
     def took(self, *answers: Answer) -> Answer:
         """Those of requests that ran at the same time; the first one."""
         self.answers += answers
+        self.written |= {file: file.stat().st_size for file in self.files()}
         self.seconds = time.perf_counter() - self._begun
         if len(answers) > 1:
             self.crowds.append([*answers])
@@ -139,7 +142,7 @@ def streamed(server: Server, text: str, tokens: int, abort_at: int | None = None
 
 def completed(server: Server, text: str, **fields: Any) -> Answer:
     """The answer that an OpenAI completion's `usage` gives, which of a stream is in the last chunk."""
-    (*before, last), header = server.openai("completions", TOKENS, prompt=text, **fields)
+    (*before, last), header = server.openai("/v1/completions", TOKENS, prompt=text, **fields)
     assert header == (None if before else last["usage"]["sparse_attn"])
     assert not any(chunk.get("usage") for chunk in before)
     return Answer("", (), last["usage"])
@@ -252,6 +255,10 @@ def test_each_metric_is_what_was_counted_without_the_server(loaded: Load, found:
     seconds = found.pop("build_seconds")[""]
     assert seconds == pytest.approx(sum(line["build_seconds"] for line in built))
     assert seconds > 0
+    for name in ("evicted", "corrupt"):
+        taken = some(found.pop(f"{name}_seconds"))
+        assert set(taken) == set(some(found[name]))
+        assert 0 < sum(taken.values()) < loaded.seconds
     assert set(told[0]) == {"steps", "index", "prefix_tokens", "selected_tokens", "guarded_steps", "reasons"}
     expected: dict[str, Any] = {
         "requests": Counter(best),
@@ -265,8 +272,14 @@ def test_each_metric_is_what_was_counted_without_the_server(loaded: Load, found:
         "load_bytes": {"disk": sum(loads)},
         "load_failures": {"index_corrupt": 1},
         "corrupt": {"bytes": 1},
+        "corrupt_bytes": {"bytes": loaded.written[loaded.damaged]},
         "build": Counter(line["status"] for line in lines),
+        "build_bytes": {"": sum(loaded.written.values())},
         "evicted": {"device": 3, "store": len(built) - len(files)},
+        "evicted_bytes": {
+            "device": sum(map(index_bytes, (1152, 1088, 1152))),
+            "store": sum(nbytes for file, nbytes in loaded.written.items() if file not in files),
+        },
         "device_bytes": {"": index_bytes(1152)},
         "store_indexes": {"": len(files) - 1},
         "store_bytes": {"": sum(file.stat().st_size for file in files - {loaded.damaged})},
@@ -275,7 +288,8 @@ def test_each_metric_is_what_was_counted_without_the_server(loaded: Load, found:
     }
     assert {name: some(found[name]) for name in expected} == {name: some(of) for name, of in expected.items()}
     assert expected["evicted"]["store"] == 1
-    assert {*expected, "build_seconds", *BOUNDED} == {metric.name for metric in METRICS}
+    timed = {f"{name}_seconds" for name in ("build", "evicted", "corrupt")}
+    assert {*expected, *timed, *BOUNDED} == {metric.name for metric in METRICS}
 
 
 BOUNDED = ("steps", "groups", "step_seconds", "timed_steps", "load_seconds")

@@ -8,8 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from prefix_index import FileStore
+from prefix_kernels.pooling import Pooling
+from sglang_ext.config import config_from_dict
+from sglang_ext.decode.select_op import selection_group
+from sglang_ext.decode.trace import SparseStep, read_trace
+from sglang_ext.methods import make_selector
+from sglang_ext.methods.arrays import join_heads
+from sglang_ext.methods.base import LeveledSelector, SelectArgs, parse_spec
 from tests.server.harness import EXACT_CONFIG
 
 
@@ -92,6 +100,16 @@ def test_a_chunked_prefill_leaves_the_same_arrays_as_one_chunk(resumed: Any, bui
 
 # -- building while serving --------------------------------------------------------------------------------------------
 
+#: Up to 2,048 tokens all positions are selected; of `large` as many, among 3,072 that the step before named.
+AHEAD: dict[str, Any] = {
+    **EXACT_CONFIG,
+    "keep_ratio": 0.1,
+    "min_top_k": 2048,
+    "method": "two_level",
+    "methods": {"two_level": {"candidate_factor": 1.5}},
+    "select_ahead": True,
+}
+
 
 @pytest.fixture(scope="module")
 def building(serve: Any, tmp_path_factory: Any) -> Any:
@@ -99,7 +117,7 @@ def building(serve: Any, tmp_path_factory: Any) -> Any:
     folder = tmp_path_factory.mktemp("building")
     (folder / "store").mkdir()
     report = folder / "report.jsonl"
-    config = {**EXACT_CONFIG, "build": "prefill", "build_report": str(report)}
+    config = {**AHEAD, "build": "prefill", "build_report": str(report), "trace_folder": str(folder / "trace")}
     server = serve(folder / "store", config, enable_mixed_chunk="", chunked_prefill_size="512", page_size="64")
     return server, report
 
@@ -160,3 +178,45 @@ def test_mixed_chunks_equal_dense(building: Any, texts: Any) -> None:
     _, delta = server.compared_together(prompts, 24, lambda found: found.sparse_rows > 0, cold=True)
     assert 0 < delta.sparse_rows <= 4 * 23
     assert delta.hits >= 3, "of the documents that were prefilled whole"
+
+
+@pytest.mark.boot("building")
+def test_candidates_named_ahead_are_what_the_references_say(building: Any, texts: Any) -> None:
+    """Without decode graphs: by a step's queries the first level names, by the next step's the second one ranks."""
+    server, report = building
+    prompt = texts.ask(texts.large, 0)
+    server.generate(prompt, 1, rid="large")
+    before = server.state()["decode"]["kept_steps"]
+    _, delta = server.during(lambda: server.generate(prompt, 24, rid="trace-ahead"))
+    kept = server.state()["decode"]["kept_steps"] - before
+    assert (delta.sparse_rows, delta.fallbacks) == (23, {})
+    assert 16 <= kept < 23
+    (path,) = (report.parent / "trace").iterdir()
+    steps = [group for one in read_trace(path) if isinstance(one, SparseStep) for group in one.groups]
+    assert len(steps) == 23
+    config = config_from_dict({name: value for name, value in AHEAD.items() if name != "methods"})
+    spec = parse_spec({"method": "two_level", **AHEAD["methods"]["two_level"]})
+    selector, places = make_selector(spec, config.summed_every), selection_group(config, 5120, 2048)
+    assert isinstance(selector, LeveledSelector)
+    differing = 0
+    with FileStore(report.parent / "store") as store, store.get(_lines(report)["large"]["digest"]) as file:
+        dim = file.identity.model.head_dim
+        windows = {"num_sink": places.num_sink, "num_recent": places.num_recent}
+        args = SelectArgs(prefix_len=5120, budget=2048, sm_scale=dim**-0.5, pooling=Pooling(config.pooling), **windows)
+        for layer in range(6):
+            own = [{key.name.removeprefix("two_level."): torch.from_numpy(file.array(*key)) for key in file.keys
+                    if (key.layer, key.kv_head) == (layer, head)} for head in range(2)]  # fmt: skip
+            arrays, queries = join_heads(own), [step.query(layer, dim) for step in steps]
+            for number, step in enumerate(steps):
+                inline = selector.select(arrays, queries[number], args)
+                found, ahead = step.mask(layer), inline
+                if number >= len(steps) - kept:
+                    named = selector.candidates(arrays, queries[number - 1], args)
+                    ahead = selector.select_among(arrays, queries[number], args, named)
+                assert found is not None
+                for head in range(2):
+                    mine = set(np.flatnonzero(found[head]).tolist())
+                    assert len(mine) == 2048
+                    assert len(mine - set(ahead.positions[head].tolist())) <= 2, "near ties"
+                    differing += mine != set(inline.positions[head].tolist())
+    assert differing > 0, "a step's own candidates are others"

@@ -57,6 +57,19 @@ def test_a_round_without_drafts_says_nothing() -> None:
     assert lengths.acceptance("one") == 1.0
 
 
+def test_the_indexes_that_drafted_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.decode.drafts.KNOWN", 2)
+    lengths = after(DraftLengths(4), 0)
+    lengths.verified("two", 4, 4)
+    lengths.verified("one", 1, 0)
+    lengths.verified("three", 4, 0)
+    assert lengths.acceptance("one") < 0.01
+    assert lengths.acceptance("three") < 1.0
+    lengths.verified("four", 4, 0)
+    assert [lengths.acceptance(name) == 1.0 for name in ("one", "two", "three", "four")] == [True, True, False, False]
+    assert lengths.wanted("one") == 4
+
+
 def test_a_request_and_its_drafts_share_its_own_slots() -> None:
     """Rows of one request are a group of as many tokens as its slots were compared of, and part of others' groups."""
     prefixes = SharedPrefixes(16)

@@ -66,9 +66,9 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
     "verify": (
         containers.run_verify,
         "compare stored bytes with their checksums; status 1 if any index cannot be used",
-        ["--store ./store", "--sample 5%"],
+        ["--store ./store", "--sample 20"],
         named_indexes("*"),
-        argument("--sample", type=containers.sample_text, metavar="N|SHARE%", help="a random part: 20, or 5%%"),
+        argument("--sample", type=parse_count, metavar="N", help="so many at random"),
         argument("--jobs", type=parse_count, metavar="N", help="threads (default: cores, at most 4)"),
     ),
     "rm": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import time
@@ -66,25 +65,6 @@ def status_of(error: IndexStoreError) -> str:
     return _STATUSES.get(type(error), "failed")
 
 
-def sample_size(text: str, entries: int) -> int:
-    """How many of so many indexes `--sample` asks for: `20`, or `5%`; at least one of any."""
-    if text.endswith("%"):
-        return min(entries, math.ceil(float(text[:-1]) / 100 * entries))
-    return min(entries, int(text))
-
-
-def sample_text(text: str) -> str:
-    """argparse type of --sample."""
-    number = text.removesuffix("%")
-    try:
-        good = 0 < float(number) <= 100 if text.endswith("%") else int(number) >= 1
-    except ValueError:
-        good = False
-    if not good:
-        raise argparse.ArgumentTypeError(f"expected a number of indexes, or a share such as 5%; found {text!r}")
-    return text
-
-
 def run_verify(args: argparse.Namespace) -> int:
     """Checks the chosen indexes; 1 when any cannot be used."""
     begun = time.perf_counter()
@@ -98,7 +78,7 @@ def run_verify(args: argparse.Namespace) -> int:
             bad = [verdict for verdict in bad if verdict.digest in named]
         known = len(entries)
         if args.sample:
-            entries = random.sample(entries, sample_size(args.sample, known))
+            entries = random.sample(entries, min(known, args.sample))
         statuses: Counter[str] = Counter()
         checked = 0
         for verdict in chain(bad, _verify_all(entries, args.jobs or min(4, os.cpu_count() or 1))):

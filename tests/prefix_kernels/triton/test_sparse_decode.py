@@ -26,6 +26,7 @@ from tests.sparse_server import (
     KV_HEADS,
     LAST,
     LAYERS,
+    ROLES,
     SPEC,
     Server,
     join_four,
@@ -408,10 +409,28 @@ def test_queries_that_stay_select_the_same_a_step_later(spec: IndexSpec, device:
     assert found(op.run_behind) != own, "candidates of other queries"
 
 
-def test_costs_of_steps_that_name_candidates_ahead(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of as many groups as all layers have room for; others attend all."""
+def test_the_start_says_which_prefixes_candidates_ahead_have_no_room_for(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Server(device, 5, spec=AHEAD["tokens"], select_ahead=True)
+    assert "no_room" not in caplog.text
+    anchors, tokens = ROLES.count("anchor"), 256
+    monkeypatch.setattr("sglang_ext.methods.score_pack.SCORE_BYTES", 4 * anchors * KV_HEADS * tokens)
+    server = Server(device, 5, spec=AHEAD["tokens"], select_ahead=True)
+    assert f"got room behind {tokens} tokens and of " in caplog.text
+    for serial, length in enumerate((tokens, tokens + 1)):
+        server.join(serial, *server.prefix(length), 5)
+        plan = server.sparse.plan(server.batch([serial], [server.lens[serial]]))
+        assert (plan is None) == (length > tokens)
+
+
+def test_costs_of_steps_that_name_candidates_ahead(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only of as many groups as all layers have room for; others attend all, and the start says so."""
     monkeypatch.setattr("sglang_ext.methods.score_pack.GROUP_BYTES", 60_000)
     server = Server(device, 5, spec=AHEAD["blocks"], select_ahead=True)
+    assert "behind 512 tokens and of 5 groups, got room behind 512 tokens and of 1 groups" in caplog.text
     ran: list[float] = []
 
     def note(run: Any, device: torch.device) -> float:
