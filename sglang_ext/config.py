@@ -171,7 +171,7 @@ def _check_offload(config: SparseAttnConfig) -> None:
         return
     for name in msgspec.structs.fields(offload):
         value = getattr(offload, name.name)
-        if value < PAGE_TOKENS:
+        if isinstance(value, int) and value < PAGE_TOKENS:
             raise _fail(f"offload.{name.name} to be {PAGE_TOKENS} or more", value, f"Change {name.name!r}.")
     if config.exactness is Exactness.VERIFY:
         raise _fail("exactness selected with offload", config.exactness.value, "Remove one of them.")

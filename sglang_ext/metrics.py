@@ -39,7 +39,10 @@ PATHS = ("sparse", "cascade", "dense")
 TIERS = ("dram", "disk", "remote")
 """Where the bytes of an index are read from: a service's folder in DRAM, the store's folder, a remote store."""
 
-OFFLOAD = ("copied", "evicted", "failed", "translated", "short", "page_size", "too_long", "host_full")
+OFFLOAD = (
+    *("copied", "evicted", "failed", "loaded", "load_failed", "saved", "save_failed"),
+    *("translated", "short", "page_size", "too_long", "host_full"),
+)
 """Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
 _DAMAGES = ("bytes", "content")
 _PLACES = ("device", "store")

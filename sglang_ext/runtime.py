@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from prefix_index import IndexEntry, canonical_digest
+from prefix_index import IndexEntry
 from sglang_ext.config import Settings
 from sglang_ext.decode.drafts import DraftLengths
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
@@ -29,7 +29,7 @@ from sglang_ext.metrics import EVICTED, Counters, Exporter, Figures
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.attention import StagedStep
 from sglang_ext.offload.offloading import Offloading
-from sglang_ext.options import Build, DecodePath
+from sglang_ext.options import Build
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
@@ -72,6 +72,7 @@ class SparseRuntime:
         index_hits: requests that found an index, by its digest.
         offload: prefixes in host memory; None: there are none.
         index_bytes: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool says.
+        trial: whether an index serves only after the guard has compared it.
 
     Args:
         settings: checked settings.
@@ -115,14 +116,14 @@ class SparseRuntime:
         spec, limit = method_specs(config)[config.method], config.index_bytes(view.kv_bytes)
         self.index_bytes = limit
         self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
-        self._trial = trial = config.build is Build.SHARED and profile is None
+        self.trial = trial = config.build is Build.SHARED and profile is None
         self.offload = None if offloading is None else offloading(plan)
         host = None if self.offload is None else self.offload.host_kv(spec.most_pages)
         self.planner = DecodePlanner(
             config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
         )
-        if self.offload is not None and self.planner.sparse is not None and self.planner.sparse.swap is not None:
-            self.offload.taken = self.planner.sparse.swap.forget
+        if self.offload is not None and self.planner.sparse is not None:
+            self.offload.swap = self.planner.sparse.swap
         guard = self.planner.guard
         guarded = guard.records if guard is not None else None
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
@@ -534,35 +535,6 @@ class SparseRuntime:
         return self._step.planned is not None or self._step.staged is not None
 
     # -- what others see -----------------------------------------------------------------------------------
-
-    def summary(self) -> str:
-        """One line for people, at the start: what is on, and what is not and why."""
-        config, shared = self.config, "read once, exactly"
-        if self.planner.refusal is not None:
-            shared = f"left to SGLang ({self.planner.refusal})"
-        elif self.planner.cascade is None:
-            shared = "each request's own (share_prefixes is off, on a CPU unless it is set)"
-        if self.planner.uses_indexes:
-            store = f"store {self.directory.address}: {self.directory.summary()}"
-            given = "5% of the KV pool" if config.index_gpu_bytes is None else "index_gpu_bytes"
-            most = f"at most {self.index_bytes:,} bytes in memory ({given})"
-            model = canonical_digest(self.model)[:8]  # as `sglang-ext index ls` and `du` begin it
-            indexes = f"{config.method}, build {config.build.value}, {most}, model {model}, {store}"
-        elif config.decode_path is DecodePath.CASCADE:
-            indexes = (
-                "off (decode_path is cascade, as it also is where no store is named, the default one is empty and "
-                'nothing builds: name one with --sparse-attn-store, or set "build": "shared")'
-            )
-        else:
-            indexes = "off (decode_path is stock)" if config.decode_path is DecodePath.STOCK else "off (see above)"
-        return f"shared prefixes: {shared}; indexes: {indexes}; {self._guard_summary()}"
-
-    def _guard_summary(self) -> str:
-        if self.planner.guard is None:
-            return "quality guard: off"
-        trial = ", indexes begin on trial (no profile)" if self._trial else ""
-        bound = "only measures" if self.config.quality_slo is None else f"bound {self.config.quality_slo:g}"
-        return f"quality guard: one step in {self.config.guard_every}, {bound}{trial}"
 
     def figures(self) -> Figures:
         """What is exported, by metric; in any thread."""

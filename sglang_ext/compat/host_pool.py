@@ -48,12 +48,12 @@ def rows_behind(pool: Any) -> RowsBehind:
     return RowsBehind(range(begin, begin + staging), range(begin + staging, end))
 
 
-def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan) -> Offloading:
+def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, *, waits: bool) -> Offloading:
     """What keeps prefixes in host memory, behind the KV pool of a model runner. Raises RuntimeError: no room for it."""
     pool = runner.token_to_kv_pool
     rows = rows_behind(pool)
     host = SGLangHostPool(pool, options, plan.dense_layers, rows.residents.stop)
-    found = Offloading(options, view, host, rows, int(pool.page_size))
+    found = Offloading(options, view, host, rows, int(pool.page_size), waits=waits)
     logger.info("sparse attention: offload: %s", found.summary())
     return found
 
@@ -115,6 +115,13 @@ class SGLangHostPool:
                     target[rows_of(page, count)].copy_(taken[rows_of(place, count)], non_blocking=True)
                     if layer in self._dense and self.dense_begin is not None:
                         source[self.dense_begin :][rows_of(page, count)] = taken[rows_of(place, count)]
+
+    def restore(self, pages: Tensor) -> None:
+        for layer in self._dense:
+            targets = (buffers[layer][self.dense_begin :] for buffers in (self._device.k_buffer, self._device.v_buffer))
+            for source, target in zip(self.layer(layer), targets, strict=True):
+                for _, page, count in runs(pages):
+                    target[rows_of(page, count)].copy_(source[rows_of(page, count)], non_blocking=True)
 
     def stage(self, layer: int, pages: Tensor, begin: int) -> None:
         targets = self._device.k_buffer[layer][begin:], self._device.v_buffer[layer][begin:]

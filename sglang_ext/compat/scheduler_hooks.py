@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from prefix_index import printable_values
+from sglang_ext.administration import summary
 from sglang_ext.compat import administration, lossless, offload, tensor_parallel
 from sglang_ext.compat.host_pool import offloading
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
@@ -17,7 +18,7 @@ from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.metrics import Counters
-from sglang_ext.options import Build
+from sglang_ext.options import Build, PrefetchPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +70,15 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     prometheus = bool(getattr(runner.server_args, "enable_metrics", False)) and view.tp_rank == 0
     ranks = tensor_parallel.ranks_of(view.tp_rank, view.tp_size)
     options = settings.config.offload
-    make = None if options is None else partial(offloading, runner, view, options)
+    waits = settings.config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
+    make = None if options is None else partial(offloading, runner, view, options, waits=waits)
     _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks, offloading=make)
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream
 
         observe_residual_stream(runner.model, _runtime.observe)
     logging.getLogger(_DECODE_LINES).addFilter(_Shares(_runtime.counters))
-    logger.info("sparse attention: on %s; %s", type(wrapped).__name__, _runtime.summary())
+    logger.info("sparse attention: on %s; %s", type(wrapped).__name__, summary(_runtime))
     return adopt(wrapped, _runtime, view.layer_refusal)
 
 
@@ -195,6 +197,32 @@ def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
 
     tree_cache.match_prefix = observed_match_prefix
     _cache_observed = True
+
+
+def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill."""
+    offload = None if _runtime is None else _runtime.offload
+    if _runtime is None or offload is None:
+        return original(scheduler, *args, **kwargs)
+    waiting = scheduler.waiting_queue
+    for req in waiting:
+        _admit(req, _key_of(req))
+    held = offload.before_batch((req, _runtime.requests.of(req)) for req in waiting)
+    if not held:
+        return original(scheduler, *args, **kwargs)
+    scheduler.waiting_queue = [req for req in waiting if all(req is not one for one in held)]
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        scheduler.waiting_queue = [*held, *scheduler.waiting_queue]
+
+
+def _key_of(req: Any) -> Any:
+    """As SGLang will look a waiting request up."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    salt = {"cache_salt": req.cache_salt} if "cache_salt" in RadixKey.__slots__ else {}
+    return RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key, **salt)
 
 
 def namespace_of(key: Any) -> dict[str, str | None]:

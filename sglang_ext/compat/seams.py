@@ -117,6 +117,7 @@ SEAMS: tuple[Seam, ...] = (
         ("recv_req",),
         {"internal_state": dict},
     ),
+    Seam(f"{_SCHEDULER}.get_new_batch_prefill", _AROUND, hooks.around_get_new_batch_prefill, ("running_batch",)),
     Seam(f"{_SCHEDULER}.handle_dumper_control", _AROUND, hooks.around_dumper_control, ("recv_req",)),
 )
 

@@ -18,6 +18,8 @@ class OffloadState(Enum):
     """Life of an offloaded prefix; one that is not known lies on the device, if anywhere."""
 
     COPYING = "copying"
+    LOADING = "loading"
+    """From its file."""
     HOST = "host"
     FAILED = "failed"
     """Copying raised an error: it is not tried again."""
@@ -53,7 +55,7 @@ class OffloadDirectory:
     """Used by the scheduler's thread only.
 
     Attributes:
-        events: prefixes that were `copied`, were `evicted` or `failed`, by that word.
+        events: prefixes that were `copied`, were `evicted` or `failed`, by that word; and as of `moved`.
 
     Args:
         pool: of host memory.
@@ -72,8 +74,9 @@ class OffloadDirectory:
             self._known.move_to_end(digest)
         return found
 
-    def begin(self, digest: str, prefix_len: int) -> Offload | str:
-        """Room for a prefix that is to be copied; prefixes without users leave for it, the least recently used first.
+    def begin(self, digest: str, prefix_len: int, state: OffloadState = OffloadState.COPYING) -> Offload | str:
+        """Room for a prefix that is to be copied, or loaded; prefixes without users leave for it, the least recently
+        used first.
 
         Returns:
             It; or why there is no room, in a word: `too_long` for the whole pool, `host_full` of what is in use.
@@ -92,6 +95,7 @@ class OffloadDirectory:
         pages = self._pool.alloc(wanted)
         assert pages is not None
         offload = self._known[digest] = Offload(digest, prefix_len, pages)
+        offload.state = state
         return offload
 
     def copied(self, offload: Offload, tokens: int) -> None:
@@ -100,6 +104,16 @@ class OffloadDirectory:
         if offload.copied == offload.prefix_len:
             offload.state = OffloadState.HOST
             self.events["copied"] += 1
+
+    def moved(self, event: str, offload: Offload) -> None:
+        """It was read from its file (`loaded`), and may serve; it could not be read (`load_failed`): as if it had not
+        been known; it was written (`saved`), or not (`save_failed`).
+        """
+        self.events[event] += 1
+        if event == "loaded":
+            offload.copied, offload.state = offload.prefix_len, OffloadState.HOST
+        elif event == "load_failed" and self._known.get(offload.digest) is offload:
+            self._leave(offload)
 
     def failed(self, offload: Offload) -> None:
         """Copying raised an error: its room is free."""

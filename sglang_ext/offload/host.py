@@ -61,6 +61,9 @@ class HostPool(Protocol):
             pages: [num_tokens / PAGE_TOKENS] int64 on the host.
         """
 
+    def restore(self, pages: Tensor) -> None:
+        """Copy to the rows of layers that attend all what pages hold that were not filled by `backup`."""
+
     def stage(self, layer: int, pages: Tensor, begin: int) -> None:
         """Copy K and V of one layer to consecutive rows of the device pool's tensors.
 

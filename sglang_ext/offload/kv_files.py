@@ -13,13 +13,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 
 from sglang_ext.files import partial_file
 from sglang_ext.offload.directory import Offload
@@ -54,10 +53,9 @@ class KVFiles:
         self._folder, self._pool, self._most_bytes = folder, pool, most_bytes
         folder.mkdir(parents=True, exist_ok=True)
         self._layers = range(num_layers)
-        self._facts = {
-            "format": FORMAT,
-            "layers": [[[*one.shape[1:]], str(one.dtype)] for n in self._layers for one in pool.layer(n)],
-        }
+        k, v = pool.layer(0)  # of all layers alike
+        self._facts = {"format": FORMAT, "layers": num_layers, "k": [*k.shape[1:]], "v": [*v.shape[1:]]}
+        self._facts["dtype"] = str(k.dtype).removeprefix("torch.")
 
     def path(self, digest: str) -> Path:
         """Of a prefix's file, by the digest of its index."""
@@ -68,14 +66,13 @@ class KVFiles:
         path, size = self.path(offload.digest), self._size(offload)
         self._make_room(size)
         total = xxhash.xxh3_128()
-        with partial_file(path) as partial:
-            with partial.open("wb") as file:
-                file.seek(_HEADER)
-                for piece in self._pieces(offload):
-                    total.update(piece)
-                    file.write(piece)
-                file.seek(0)
-                file.write(self._header(offload, total.hexdigest()))
+        with partial_file(path) as partial, partial.open("wb") as file:
+            file.seek(_HEADER)
+            for piece in self._pieces(offload):
+                total.update(piece)
+                file.write(piece)
+            file.seek(0)
+            file.write(self._header(offload, total.hexdigest()))
         logger.info("sparse attention: offload: %s written, %d bytes", path, size)
 
     def read(self, offload: Offload) -> None:
@@ -106,7 +103,7 @@ class KVFiles:
 
     def _header(self, offload: Offload, checksum: str) -> bytes:
         facts = {**self._facts, "digest": offload.digest, "prefix_len": offload.prefix_len, "xxh3": checksum}
-        return (json.dumps(facts).encode()).ljust(_HEADER - 1)[: _HEADER - 1] + b"\n"
+        return json.dumps(facts).encode().ljust(_HEADER - 1) + b"\n"
 
     def _size(self, offload: Offload) -> int:
         return _HEADER + sum(piece.nbytes for piece in self._pieces(offload))
@@ -116,7 +113,8 @@ class KVFiles:
         for layer in self._layers:
             for part in self._pool.layer(layer):
                 for _, page, count in runs(offload.pages):
-                    flat = memoryview(part[rows_of(page, count)].view(torch.uint8).numpy()).cast("B")
+                    rows: Any = part[rows_of(page, count)].view(torch.uint8).numpy()
+                    flat = memoryview(rows).cast("B")
                     for begin in range(0, len(flat), _PIECE):
                         yield flat[begin : begin + _PIECE]
 
@@ -143,14 +141,15 @@ class Move:
     """A prefix on its way to or from its file.
 
     Attributes:
-        offload: its pages are not given away until the move is `taken` back.
+        offload: its pages are not given away before the move has `ended`.
         loads: from the file; else to it.
+        ready: waits until its pages may be read or written.
         error: why it failed.
     """
 
     offload: Offload
     loads: bool
-    ready: Callable[[], None] = field(default=lambda: None)
+    ready: Callable[[], Any]
     error: Exception | None = None
 
 
@@ -194,6 +193,3 @@ def waits_for(device: torch.device) -> Callable[[], Any]:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize
-
-
-__all__ = ["FORMAT", "KVFileError", "KVFiles", "Move", "Mover", "Tensor", "waits_for"]

@@ -8,28 +8,35 @@ stands behind them only (`compat.offload_tree`). A forward with such a row is at
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.decode.swap import HostKV
+from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.types import HostPrefix
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.attention import Span, StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
 from sglang_ext.offload.host import HostPool, RowsBehind
+from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import ALONE, Attachment
 
 logger = logging.getLogger(__name__)
 
+_Request = TypeVar("_Request", bound=Hashable)
+
+_LOOKED = 4096
+"""Prefixes without a file that are remembered, at most."""
 COPY_BYTES = 256 << 20
 """Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
 
@@ -42,7 +49,7 @@ class Offloading:
         page_size: SGLang's.
         refused: requests whose prefix was not copied out, by reason; once for each.
         translated: requests that got their slots behind a prefix in host memory.
-        taken: told of host pages that are another prefix's from now on, [count] int64 on the host, before it is used.
+        swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
 
     Args:
         options: checked.
@@ -50,9 +57,22 @@ class Offloading:
         pool: of host memory.
         behind: rows of the KV pool's tensors behind the allocator's.
         page_size: SGLang's; a prefix is a multiple of it.
+        waits: whether a request waits while its prefix is read from a file; else it is prefilled.
+
+    Raises:
+        OSError: the folder for files cannot be made.
     """
 
-    def __init__(self, options: Options, view: ModelView, pool: HostPool, behind: RowsBehind, page_size: int) -> None:
+    def __init__(
+        self,
+        options: Options,
+        view: ModelView,
+        pool: HostPool,
+        behind: RowsBehind,
+        page_size: int,
+        *,
+        waits: bool = False,
+    ) -> None:
         self._options, self._view, self._pool = options, view, pool
         self._behind = behind
         self._attention = StagedAttention(pool, behind.staging)
@@ -64,14 +84,81 @@ class Offloading:
         self._piece = max(1, COPY_BYTES // (per_token * PAGE_TOKENS)) * PAGE_TOKENS
         self.refused: Counter[str] = Counter()
         self.translated = 0
-        self.taken: Callable[[Tensor], None] = lambda pages: None
+        self.swap: SwapIn | None = None
         self._off = False
+        self._waits, self._fresh, self._looked = waits, list[Tensor](), dict[str, float]()
+        self._files: KVFiles | None = None
+        if options.folder is not None:
+            self._files = KVFiles(Path(options.folder), pool, view.num_layers, options.folder_bytes)
+            self._mover = Mover(self._files)
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def before_batch(self, waiting: Iterable[tuple[_Request, Attachment | None]]) -> list[_Request]:
+        """Before SGLang looks for requests to prefill, when none is matched: take what was read and written, and read
+        what waiting requests begin with.
+
+        Returns:
+            Those that wait on, as their prefix is being read.
+        """
+        self._take_moves()
+        held = []
+        for request, attachment in waiting if self._files is not None and not self._off else ():
+            if attachment is None or attachment.entry is None or attachment.reason in ALONE:
+                continue
+            digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
+            found = self.directory.get(digest)
+            if found is None and self._unfit(tokens) is None and self._filed(digest):
+                begun = self.directory.begin(digest, tokens, OffloadState.LOADING)
+                found = None if isinstance(begun, str) else begun
+                if found is not None:
+                    self._fresh.append(found.pages)
+                    self._move(found, loads=True)
+            if self._waits and found is not None and found.state is OffloadState.LOADING:
+                held.append(request)
+        return held
+
+    def _filed(self, digest: str) -> bool:
+        """Whether there is a file; of one that is not there, what was true within the last second."""
+        assert self._files is not None
+        now = time.monotonic()
+        if now < self._looked.get(digest, 0.0):
+            return False
+        if self._files.path(digest).exists():
+            return True
+        if len(self._looked) >= _LOOKED:
+            self._looked.clear()
+        self._looked[digest] = now + 1.0
+        return False
+
+    def _move(self, offload: Offload, *, loads: bool) -> None:
+        self.directory.pin(offload)
+        self._mover.begin(Move(offload, loads, waits_for(self._view.device)))
+
+    def _take_moves(self) -> None:
+        for move in self._mover.ended() if self._files is not None else ():
+            offload = move.offload
+            if move.error is not None:
+                what = "read from" if move.loads else "written to"
+                logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
+                if isinstance(move.error, KVFileError) and self._files is not None:
+                    self._files.path(offload.digest).unlink(missing_ok=True)
+                self.directory.moved("load_failed" if move.loads else "save_failed", offload)
+            elif move.loads and not offload.dropped:
+                self._pool.restore(offload.pages)
+                offload.host = self._host_of(offload)
+                self.directory.moved("loaded", offload)
+            else:
+                self._looked.pop(offload.digest, None)
+                self.directory.moved("saved", offload)
+            self.directory.unpin(offload)
 
     # -- from match to slot ----------------------------------------------------------------------------------
 
     def wanted(self, request: Hashable, attachment: Attachment | None, limit: int) -> Offload | None:
         """What a waiting request has in front, if its prefix lies in host memory now. Asked at each match; the last
-        one before it gets its slot counts. Nothing leaves the host in between: room is made in decode steps only.
+        one before it gets its slot counts. Nothing leaves the host in between: room is made in decode steps, and before
+        SGLang looks for requests to prefill.
 
         Args:
             request: SGLang's request object.
@@ -223,6 +310,10 @@ class Offloading:
         """Before a decode step: copy a piece of one prefix that a row of it has on the device. The row's request runs,
         so its lock keeps these slots; what is queued later and overwrites them comes behind the copy.
         """
+        if self.swap is not None:
+            for pages in self._fresh:
+                self.swap.forget(pages)
+        self._fresh.clear()
         if self._off:
             return
         rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices") if self._rows else ()
@@ -241,8 +332,8 @@ class Offloading:
                 one.offload_refusal = begun
                 self.refused[begun] += 1
                 continue
-            if found is None:
-                self.taken(begun.pages)
+            if found is None and self.swap is not None:
+                self.swap.forget(begun.pages)
             self._copy(begun, forward_batch.req_pool_indices[place : place + 1])
             return
 
@@ -265,6 +356,8 @@ class Offloading:
         self.directory.copied(offload, tokens)
         if offload.state is OffloadState.HOST:
             offload.host = self._host_of(offload)
+            if self._files is not None and not self._files.path(offload.digest).exists():
+                self._move(offload, loads=False)
 
     def _host_of(self, offload: Offload) -> HostPrefix:
         if self._pool.dense_begin is None:
@@ -290,8 +383,10 @@ class Offloading:
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
+        self._take_moves()
         self.directory.check_integrity()
-        counts = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
+        counts: dict[str, Any] = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
+        counts["residents"] = None if self.swap is None else self.swap.counted()
         return {**self.directory.snapshot(), "events": dict(self.directory.events), **counts}
 
 

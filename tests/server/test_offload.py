@@ -164,3 +164,57 @@ def test_requests_that_are_retracted_and_matched_again(serve: Pool, store: Path,
             break
     assert retractions > 0, "expected the pool to be too small for twelve requests"
     assert offload(server)["translated"] >= 12 + retractions
+
+
+@pytest.mark.boot("offload-files")
+def test_a_server_that_starts_anew_needs_no_prefill(serve: Pool, store: Path, texts: Any, tmp_path: Path) -> None:
+    """From its file a prefix is read while its request waits; a damaged file is noticed, and written anew."""
+    kept = {**CONFIG["offload"], "folder": str(tmp_path / "kv")}
+    prompts = [texts.ask(texts.second, n) for n in range(3)]
+    server = serve(store, {**CONFIG, "offload": kept}, fresh=True, **FLAGS)
+    dense = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
+    copied_out(server, prompts[0])
+    assert _until(server, "saved") == 1
+    (file,) = (tmp_path / "kv").glob("*.kv")
+    assert file.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
+    server.flush()
+    answer = server.generate(prompts[0], TOKENS)
+    assert answer.ids == dense[0]
+    assert answer.cached_tokens >= SECOND
+    assert _until(server, "loaded") == 1
+    served(server, prompts, SECOND)
+    server.flush()
+    content = bytearray(file.read_bytes())
+    content[4096 + 1000 * BYTES_OF_TOKEN] ^= 64
+    file.write_bytes(content)
+    answer = server.generate(prompts[1], TOKENS)
+    assert answer.ids == dense[1]
+    assert answer.cached_tokens < SECOND
+    assert _until(server, "load_failed") == 1
+    server.until(lambda state: state["offload"]["events"]["saved"] == 2)
+    # Another process, which selects a part, but for the first layer; its requests do not wait.
+    config = {**CONFIG, "offload": kept, "prefetch_policy": "best_effort", "min_top_k": 256}
+    config |= {"layer_plan": ["dense", *["anchor"] * 5], "suffix_dense_tokens": None}
+    server = serve(store, config, fresh=True, **FLAGS)
+    for number, prompt in enumerate(prompts):
+        on_device = server.generate(prompt, TOKENS)
+        server.until(lambda state, n=number: state["offload"]["events"].get("loaded", 0) > n)  # type: ignore[misc]
+        found = server.generate(prompt, TOKENS)
+        assert found.ids == on_device.ids
+        assert (on_device.cached_tokens, found.cached_tokens >= SECOND) == (0, True)
+        (there,), (here,) = on_device.meta["sparse_attn"], found.meta["sparse_attn"]
+        assert here["selected_tokens"] == there["selected_tokens"] == 256
+        assert here["steps"]["sparse"] == TOKENS - 1
+        server.flush()
+    state = offload(server)
+    assert (state["events"].get("copied", 0), state["translated"]) == (0, len(prompts))
+    assert 0 < state["residents"]["transferred"] < state["residents"]["wanted"]
+    assert state["residents"]["missed"] == 0
+
+
+def _until(server: Server, event: str) -> int:
+    """How often it happened, once it has."""
+    before = int(offload(server)["events"].get(event, 0))
+    if not before:
+        server.until(lambda state: state["offload"]["events"].get(event, 0) > 0)
+    return int(offload(server)["events"][event])
