@@ -27,6 +27,8 @@ from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.metrics import EVICTED, Counters, Exporter, Figures
 from sglang_ext.model_view import ModelView
+from sglang_ext.offload.attention import StagedStep
+from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
@@ -50,10 +52,12 @@ class Step:
     Attributes:
         planned: of a decode step that is attended here.
         chunks: of what is recorded.
+        staged: of a step with rows whose prefix lies in host memory.
     """
 
     planned: PlannedStep | None = None
     chunks: Sequence[Chunk] = ()
+    staged: StagedStep | None = None
 
 
 class SparseRuntime:
@@ -64,6 +68,7 @@ class SparseRuntime:
         loaded_profile: in force; None without one.
         took: how the last decode step was attended here; None: it was not.
         index_hits: requests that found an index, by its digest.
+        offload: prefixes in host memory; whoever makes the runtime sets it. None: there are none.
         index_bytes: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool says.
 
     Args:
@@ -113,6 +118,7 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
+        self.offload: Offloading | None = None
         self._drafts = DraftLengths(config.draft_tokens)
         self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
@@ -201,9 +207,13 @@ class SparseRuntime:
         guard = self.planner.guard
         return guard is not None and self.ranks.size == 1 and guard.records.blocks(entry.digest)
 
-    def slot_taken(self, request: Hashable) -> Attachment | None:
+    def slot_taken(self, request: Hashable, *, offloaded: bool = False) -> Attachment | None:
         """A request has a slot: until it gives it back it holds its index, and its prefill may be recorded. One that
         waits holds nothing: it may be aborted, and nobody says so. Called at each chunk of a prefill; the first counts.
+
+        Args:
+            request: SGLang's request object.
+            offloaded: whether it has virtual slots, which no build may read.
 
         Returns:
             What is known of it; None where it was not admitted.
@@ -220,7 +230,7 @@ class SparseRuntime:
             self._forget_capture(rid)
         if attachment.entry is not None and attachment.reason is None:
             attachment.index = self.residency.acquire(attachment.entry, retry=False)
-        if self.builds is not None and admission is not None and not twins:
+        if self.builds is not None and admission is not None and not twins and not offloaded:
             self.builds.admit(replace(admission, again=attachment.runs_again))
         return attachment
 
@@ -241,6 +251,8 @@ class SparseRuntime:
         if self.builds is not None:
             self.builds.close()
             self.builds = None
+        if self.offload is not None:
+            self.offload.drop(forever=True)
 
     def slot_freed(self, request: Hashable, row: int, *, finished: bool, tokens: int = 0) -> None:
         """A request gives its slot back, and with it all that it held; its index is built if it was recorded.
@@ -251,6 +263,8 @@ class SparseRuntime:
             finished: finished or aborted; False for a retraction, after which it waits, and will be prefilled again.
             tokens: that it was answered; one without any is not counted among those that ended.
         """
+        if self.offload is not None:
+            self.offload.slot_freed(row)
         attachment = self.requests.of(request)
         if attachment is None:
             return
@@ -286,21 +300,26 @@ class SparseRuntime:
     def step(self, forward_batch: Any) -> Iterator[None]:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
+        staged = None if self.offload is None else self.offload.begin(forward_batch)
         if mode.is_decode():
             if self.planner.drafts is None:
                 self._settle(forward_batch.rids)
-            planned = self._planned(forward_batch)
+            if staged is not None:
+                self.planner.offloaded(forward_batch.rids or ())
+            planned = self._planned(forward_batch) if staged is None else None
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(
                 "dense" if planned is None else planned.path.counted, timed=planned is None or planned.guarded is None
             )
             builds = self.builds if self.planner.drafts is None else None
-            self._step = Step(planned, () if builds is None else builds.decode(forward_batch))
+            self._step = Step(planned, () if builds is None else builds.decode(forward_batch), staged)
+            if self.offload is not None and forward_batch.rids:
+                self.offload.decoding(forward_batch, [self.requests.get(rid) for rid in forward_batch.rids])
             self.took = self.path
         else:
             self.counters.begin_step(None)
-            if self.builds is not None and mode.is_extend():
-                self._step = Step(None, self.builds.prefill(forward_batch))
+            builds = self.builds if mode.is_extend() else None
+            self._step = Step(None, () if builds is None else builds.prefill(forward_batch), staged)
         guard = self.planner.guard if mode.is_decode() else None
         try:
             if guard is not None:
@@ -308,6 +327,8 @@ class SparseRuntime:
             yield
             if guard is not None:
                 guard.ran()
+            if self.offload is not None and staged is not None:
+                self.offload.ended(staged)
             if self._trace is not None:
                 sparse = self.planner.sparse
                 self._trace.note(forward_batch, self.path, sparse.copies if sparse is not None else None)
@@ -453,7 +474,12 @@ class SparseRuntime:
         step = self._step
         if step.chunks and self.builds is not None:
             self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
-        if step.planned is None or not forward_batch.forward_mode.is_decode():
+        if step.staged is not None and refusal is not None:
+            raise RuntimeError(
+                f"offload: expected layer {layer.layer_id} to be attended from host memory; it has {refusal}. Remove "
+                "offload from --sparse-attn-config"
+            )
+        if step.staged is None and (step.planned is None or not forward_batch.forward_mode.is_decode()):
             return None
         if refusal is not None:
             self._refuse(f"layer {layer.layer_id} has {refusal}")
@@ -464,6 +490,10 @@ class SparseRuntime:
             k, v = (x.view(x.shape[0], self.view.num_kv_heads, -1) for x in (k, v))
             self.view.write_kv(layer, forward_batch, k, v)
         heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
+        if step.staged is not None:
+            assert self.offload is not None
+            return self.offload.attend(step.staged, heads, layer.layer_id, float(layer.scaling)).flatten(1)
+        assert step.planned is not None
         kv, scale = self.view.kv(layer.layer_id), float(layer.scaling)
         try:
             return step.planned.run(heads, kv, layer.layer_id, scale).flatten(1)
@@ -475,14 +505,15 @@ class SparseRuntime:
             return None
 
     @property
-    def guarded(self) -> bool:
-        """Whether the running forward attends twice: no graph holds that."""
-        return self._step.planned is not None and self._step.planned.guarded is not None
+    def eager(self) -> bool:
+        """Whether no graph holds the running forward: it attends twice, or by what lies in host memory."""
+        step = self._step
+        return step.staged is not None or (step.planned is not None and step.planned.guarded is not None)
 
     @property
     def planned(self) -> bool:
-        """Whether the running forward is a decode step that is attended here."""
-        return self._step.planned is not None
+        """Whether the running forward is attended here."""
+        return self._step.planned is not None or self._step.staged is not None
 
     # -- what others see -----------------------------------------------------------------------------------
 
@@ -526,6 +557,7 @@ class SparseRuntime:
                 name: {"device": device, "store": store}
                 for name, device, store in zip(EVICTED, self.residency.evicted, self.store.evicted, strict=True)
             },
+            **({} if self.offload is None else self.offload.figures()),
             "device_bytes": self.residency.resident_bytes(),
         }
 
@@ -550,6 +582,7 @@ class SparseRuntime:
             "metrics": self.figures(),
             **held,
             "requests": len(self.requests),
+            "offload": None if self.offload is None else self.offload.snapshot(),
         }
 
     def close(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_ext.compat.server_args import settings_of
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.buffers import KEPT_BYTES
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
@@ -63,6 +65,26 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
     return False
 
 
+def staging_bytes(config: SparseAttnConfig, configurator: Any) -> int:
+    """Device bytes of offload's rows behind the KV pool: of all layers, for a server without tensor parallelism."""
+    if config.offload is None:
+        return 0
+    model_config = configurator.model_config
+    widths = int(model_config.head_dim) + int(getattr(model_config, "v_head_dim", None) or model_config.head_dim)
+    per_layer = int(model_config.num_key_value_heads) * widths * int(model_config.dtype.itemsize)
+    return config.offload.staging_tokens * int(model_config.num_hidden_layers) * per_layer
+
+
+_staging_tokens = 0
+"""Rows behind the KV pool that offload asks for in this process."""
+
+
+def staging_rows(page_size: int) -> int:
+    """The same, as whole pages of SGLang's and of ours."""
+    unit = math.lcm(page_size, PAGE_TOKENS)
+    return -(-_staging_tokens // unit) * unit
+
+
 _kv_bytes = 0
 """What SGLang sizes the KV pool of this process's target model from."""
 
@@ -78,16 +100,18 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     Raises:
         ValueError: nothing would be left; as SGLang does where the weights leave nothing.
     """
-    global _kv_bytes
+    global _kv_bytes, _staging_tokens
     settings = None if configurator.is_draft_worker else settings_of(configurator.server_args)
     if settings is None:
         return result
     _kv_bytes = result
+    _staging_tokens = 0 if settings.config.offload is None else settings.config.offload.staging_tokens
     if configurator.device != "cuda":
         return result
     args = configurator.server_args
     off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
-    promised = promised_bytes(settings.config, result, graphs=not off)
+    staging = staging_bytes(settings.config, configurator)
+    promised = staging + promised_bytes(settings.config, result - staging, graphs=not off)
     if promised >= result:
         config = settings.config
         given = {} if config.index_gpu_bytes is None else {"index_gpu_bytes": config.index_gpu_bytes}

@@ -240,6 +240,16 @@ class DecodePlanner:
         if self.sparse is not None:
             self.sparse.skip()
 
+    def offloaded(self, rids: Sequence[str]) -> None:
+        """A decode step with rows whose prefix lies in host memory is attended elsewhere, all rows exactly. What knows
+        requests by their slots sees none of it: virtual slots of different prefixes are equal.
+        """
+        for attachment in map(self._requests.get, rids):
+            if attachment is not None:
+                attachment.count(attachment.reason or "offloaded", self._counters)
+        self.step_elsewhere()
+        self._counters.count_step(0, len(rids), 0)
+
     # -- a step --------------------------------------------------------------------------------------------
 
     def prepare(self, forward_batch: Any, usable: Usable) -> PlannedStep | None:
