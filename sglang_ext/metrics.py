@@ -48,8 +48,6 @@ _DAMAGES = ("bytes", "content")
 _PLACES = ("device", "store")
 EVICTED = ("evicted", "evicted_bytes", "evicted_seconds")
 """Metrics of evictions, in the order of `prefix_index.Evictions`."""
-OFFLOAD = ("copied", "evicted", "failed", "translated", "short", "page_size", "too_long", "host_full")
-"""Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
 
 PREFIX = "sglang:sparse_attn_"
 PERIOD_S = 1.0

@@ -134,7 +134,6 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
-        self.offload: Offloading | None = None
         self._drafts = DraftLengths(config.draft_tokens)
         self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
@@ -549,7 +548,6 @@ class SparseRuntime:
                 name: {"device": device, "store": store}
                 for name, device, store in zip(EVICTED, self.residency.evicted, self.store.evicted, strict=True)
             },
-            **({} if self.offload is None else self.offload.figures()),
             "device_bytes": self.residency.resident_bytes(),
         }
 

@@ -55,6 +55,8 @@ def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, 
     host = SGLangHostPool(pool, options, plan.dense_layers, rows.residents.stop)
     found = Offloading(options, view, host, rows, int(pool.page_size), waits=waits)
     logger.info("sparse attention: offload: %s", found.summary())
+    if view.device.type == "cuda":
+        logger.warning("sparse attention: offload was not run on a GPU yet: see docs/offload.md, and compare answers first")
     return found
 
 
