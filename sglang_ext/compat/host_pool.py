@@ -56,7 +56,7 @@ def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, 
     found = Offloading(options, view, host, rows, int(pool.page_size), waits=waits)
     logger.info("sparse attention: offload: %s", found.summary())
     if view.device.type == "cuda":
-        logger.warning("sparse attention: offload was not run on a GPU yet: see docs/offload.md, and compare answers first")
+        logger.warning("sparse attention: offload was not run on a GPU yet: compare answers first (docs/offload.md)")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("sglang")
 from sglang_ext.compat import memory, offload
 from sglang_ext.compat.versions import installed
 from sglang_ext.config import config_from_dict
-from sglang_ext.options import SparseAttnConfig
+from sglang_ext.options import Offload, SparseAttnConfig
 from tests.compat.sglang_process import GROUP, in_sglang
 from tests.compat.test_memory import GIB, configurator
 
@@ -67,33 +68,39 @@ def test_another_prefix_cache_is_refused() -> None:
     assert "got SimpleNamespace" in message
 
 
-def test_staging_rows_are_promised_before_the_pool_is_sized(tmp_path: Path) -> None:
-    """An 8B model's 32 layers of 8 KV heads of 128, in bf16: 131,072 bytes a token."""
+def test_rows_behind_the_pool_are_promised_before_it_is_sized(tmp_path: Path) -> None:
+    """An 8B model's 32 layers of 8 KV heads of 128, in bf16: 131,072 bytes a token. Layers that attend all have what
+    the host has, too.
+    """
     import torch
 
     model = SimpleNamespace(num_hidden_layers=32, num_key_value_heads=8, head_dim=128, dtype=torch.bfloat16)
-    config = '{"index_gpu_bytes": 1, "offload": {"host_bytes": 99, "staging_tokens": 1000}}'
-    without = memory.after_profile_available_bytes(20 * GIB, configurator(tmp_path, '{"index_gpu_bytes": 1}'))
-    assert memory.staging_rows(64) == 0
-    given = configurator(tmp_path, config, model_config=model)
-    assert without - memory.after_profile_available_bytes(20 * GIB, given) == 1000 * 131_072
-    assert [memory.staging_rows(page) for page in (1, 16, 64)] == [1008, 1008, 1024]
+    plan = ["dense", "dense", *["anchor"] * 30]
+    settings = {"index_gpu_bytes": 1, "layer_plan": plan}
+    offloaded = {**settings, "offload": {"host_bytes": GIB, "staging_tokens": 1000, "resident_tokens": 2000}}
+    without = memory.after_profile_available_bytes(20 * GIB, configurator(tmp_path, json.dumps(settings)))
+    assert memory.offload_rows(64) == (0, 0)
+    given = configurator(tmp_path, json.dumps(offloaded), model_config=model)
+    assert without - memory.after_profile_available_bytes(20 * GIB, given) == 3000 * 131_072 + GIB // 16
+    assert [memory.offload_rows(page) for page in (1, 16, 64)] == [(1008, 2000), (1008, 2000), (1024, 2048)]
 
 
 def pools() -> dict[str, Any]:
-    """A KV pool with staging rows, host memory beside it, and a page on its way there and back."""
+    """A KV pool with rows behind it, host memory, and pages on their way there and back. Layer 1 attends all."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from sglang_ext.compat import host_pool
 
-    create, memory._staging_tokens = MHATokenToKVPool._create_buffers, 48
+    create = MHATokenToKVPool._create_buffers
+    memory._offload = Offload(host_bytes=1, staging_tokens=48, resident_tokens=32)
     MHATokenToKVPool._create_buffers = lambda pool: host_pool.around_create_buffers(create, pool)  # type: ignore
     MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: None  # type: ignore
     shape = {"dtype": torch.float32, "head_num": 2, "head_dim": 8, "layer_num": 3, "device": "cpu"}
     pool = MHATokenToKVPool(size=256, page_size=16, enable_memory_saver=False, **shape)
-    staging = host_pool.staging_of(pool)
-    host = host_pool.SGLangHostPool(pool, SimpleNamespace(host_bytes=20 * 16 * 2 * 3 * 2 * 8 * 4))  # type: ignore
+    staging, residents = host_pool.rows_behind(pool)
+    options = Offload(host_bytes=20 * 16 * 2 * 3 * 2 * 8 * 4)
+    host = host_pool.SGLangHostPool(pool, options, (1,), residents.stop)
     whole = host.num_pages
     first, taken = host.alloc(3), host.alloc(4)
     host.free(first)
@@ -108,20 +115,27 @@ def pools() -> dict[str, Any]:
         wanted = slots.view(4, 16)[[2, 1, 3]].flatten()
         for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
             alike.append(torch.equal(buffer[staging.start : staging.stop], buffer[wanted]))
+    rows = (residents.stop + taken[:, None] * 16 + torch.arange(16)).flatten()
+    for buffer in (pool.k_buffer[1], pool.v_buffer[1]):
+        alike.append(torch.equal(buffer[rows], buffer[slots]))
+        buffer[rows] = 0
+    host.restore(taken)
+    alike += [torch.equal(buffer[rows], buffer[slots]) for buffer in (pool.k_buffer[1], pool.v_buffer[1])]
     too_many = host.alloc(whole)
-    memory._staging_tokens = 64
+    memory._offload = Offload(host_bytes=1, staging_tokens=64, resident_tokens=32)
     try:
-        host_pool.staging_of(pool)
+        host_pool.rows_behind(pool)
         short = ""
     except RuntimeError as error:
         short = str(error)
     try:
-        host_pool.SGLangHostPool(pool, SimpleNamespace(host_bytes=1 << 50))  # type: ignore
+        host_pool.SGLangHostPool(pool, Offload(host_bytes=1 << 50), (), 0)
         large = ""
     except RuntimeError as error:
         large = str(error)
     return {
-        "size": pool.size, "rows": pool.k_buffer[0].shape[0], "staging": staging, "alike": alike, "short": short,
+        "size": pool.size, "rows": [len(one) for one in pool.k_buffer], "staging": staging, "alike": alike,
+        "short": short,
         "large": large, "pages": (whole, host.free_pages), "too_many": too_many is None,
     }  # fmt: skip
 
@@ -131,12 +145,12 @@ def pools() -> dict[str, Any]:
 def test_pages_go_to_host_memory_and_back_to_staging_rows() -> None:
     found = in_sglang("tests.compat.test_offload:pools")
     assert found["size"] == 256
-    assert found["rows"] == 256 + 16 + 48
-    assert found["staging"] == range(272, 320)
-    assert found["alike"] == [True] * 6
     pages, free = found["pages"]
+    assert found["rows"] == [352, 352 + 16 * pages, 352]
+    assert found["staging"] == range(272, 320)
+    assert found["alike"] == [True] * 10
     assert pages in (20, 21)
     assert free == pages - 4
     assert found["too_many"]
-    assert "expected KV tensors of 336 rows for offload, the last 64 for staging; got 320" in found["short"]
+    assert "expected KV tensors of 368 rows for offload, the last 96 for it; got 352" in found["short"]
     assert "Lower offload.host_bytes" in found["large"]
