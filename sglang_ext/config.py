@@ -175,9 +175,10 @@ def _check_offload(config: SparseAttnConfig) -> None:
             raise _fail(f"offload.{name.name} to be {PAGE_TOKENS} or more", value, f"Change {name.name!r}.")
     if config.exactness is Exactness.VERIFY:
         raise _fail("exactness selected with offload", config.exactness.value, "Remove one of them.")
-    if config.build not in (Build.OFF, Build.SHARED):
-        todo = "Remove one of them: a job prefills each prompt in full."
-        raise _fail("build off or shared with offload", config.build.value, todo)
+    if config.build is Build.CAPTURE:
+        raise _fail("build off, shared or prefill with offload", config.build.value, "Remove one of them.")
+    if config.build is Build.PREFILL:
+        return  # which only writes files
     if config.decode_path in (DecodePath.STOCK, DecodePath.CASCADE):
         todo = "Remove one of them: only prefixes with an index are offloaded."
         raise _fail("decode_path auto or sparse with offload", config.decode_path.value, todo)

@@ -72,7 +72,7 @@ def offload_bytes(settings: Settings, configurator: Any) -> int:
     and of layers that attend all what the host has, too.
     """
     offload = settings.config.offload
-    if offload is None:
+    if offload is None or settings.config.build is Build.PREFILL:
         return 0
     model_config = configurator.model_config
     layers, heads = int(model_config.num_hidden_layers), int(model_config.num_key_value_heads)
@@ -116,7 +116,7 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     if settings is None:
         return result
     _kv_bytes = result
-    _offload = settings.config.offload
+    _offload = settings.config.offload if settings.config.build is not Build.PREFILL else None
     if configurator.device != "cuda":
         return result
     args = configurator.server_args

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_ext.compat.tensor_parallel import conflict
 from sglang_ext.compat.versions import installed
-from sglang_ext.options import SparseAttnConfig
+from sglang_ext.options import Build, SparseAttnConfig
 
 TREES = {"0.5.16": "RadixCache", "0.5.23": "UnifiedRadixCache"}
 """The prefix cache of each release on which offload was run, by its class."""
@@ -40,6 +40,8 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
     """
     if config.offload is None:
         return None
+    if config.build is Build.PREFILL:  # which writes files, each of all KV heads
+        return conflict(record, _UNSUPPORTED[:1], " beside offload")
     found = installed()
     if found not in TREES:
         return (
@@ -53,7 +55,7 @@ def graph_refusal(device: str, config: SparseAttnConfig) -> str | None:
     """Why the server's prefill graphs do not go with it, as a message; None where they do. A decode step with a prefix
     of host memory runs without its graph, whatever is set.
     """
-    if config.offload is None or device != "cuda":
+    if config.offload is None or config.build is Build.PREFILL or device != "cuda":
         return None
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 

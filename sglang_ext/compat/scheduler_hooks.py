@@ -71,7 +71,9 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     ranks = tensor_parallel.ranks_of(view.tp_rank, view.tp_size)
     options = settings.config.offload
     waits = settings.config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
-    make = None if options is None else partial(offloading, runner, view, options, waits=waits)
+    make = None
+    if options is not None and settings.config.build is not Build.PREFILL:
+        make = partial(offloading, runner, view, options, waits=waits)
     _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks, offloading=make)
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream

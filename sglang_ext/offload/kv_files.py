@@ -19,10 +19,15 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
+from prefix_kernels.types import PagedKV
+from prefix_kernels.types import rows_of as taken
 from sglang_ext.files import partial_file
+from sglang_ext.model_view import ModelView
 from sglang_ext.offload.directory import Offload
 from sglang_ext.offload.host import HostPool, rows_of, runs
+from sglang_ext.options import Offload as Options
 
 logger = logging.getLogger(__name__)
 
@@ -40,83 +45,70 @@ class KVFiles:
     """A folder of such files. Any number of servers of any models may use one.
 
     Args:
-        folder: made where it is not there.
-        pool: whose pages are written and read.
-        num_layers: of the model.
-        most_bytes: of all files; the ones that were read or written longest ago leave. None: no limit.
+        options: name the folder, which is made where it is not there.
+        view: of the model runner.
 
     Raises:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, pool: HostPool, num_layers: int, most_bytes: int | None) -> None:
-        self._folder, self._pool, self._most_bytes = folder, pool, most_bytes
-        folder.mkdir(parents=True, exist_ok=True)
-        self._layers = range(num_layers)
-        k, v = pool.layer(0)  # of all layers alike
-        self._facts = {"format": FORMAT, "layers": num_layers, "k": [*k.shape[1:]], "v": [*v.shape[1:]]}
-        self._facts["dtype"] = str(k.dtype).removeprefix("torch.")
+    def __init__(self, options: Options, view: ModelView) -> None:
+        assert options.folder is not None
+        self._folder, self._most_bytes = Path(options.folder), options.folder_bytes
+        self._folder.mkdir(parents=True, exist_ok=True)
+        layers, heads, dims = view.num_layers, view.num_kv_heads, (view.head_dim, view.v_head_dim)
+        dtype = str(view.kv_dtype).removeprefix("torch.")
+        self._facts = {"format": FORMAT, "layers": layers, "kv_heads": heads, "dims": dims, "dtype": dtype}
+        self._token_bytes = layers * heads * sum(dims) * view.kv_dtype.itemsize
 
     def path(self, digest: str) -> Path:
         """Of a prefix's file, by the digest of its index."""
         return self._folder / f"{digest}.kv"
 
-    def write(self, offload: Offload) -> None:
-        """Write a prefix that lies in the pool. Raises OSError; nothing is then left behind."""
-        path, size = self.path(offload.digest), self._size(offload)
+    def write(self, digest: str, prefix_len: int, pieces: Iterator[memoryview]) -> None:
+        """Write a prefix; `pieces` are its bytes. Raises OSError; nothing is then left behind."""
+        path, size = self.path(digest), _HEADER + prefix_len * self._token_bytes
         self._make_room(size)
         total = xxhash.xxh3_128()
         with partial_file(path) as partial, partial.open("wb") as file:
             file.seek(_HEADER)
-            for piece in self._pieces(offload):
+            for piece in pieces:
                 total.update(piece)
                 file.write(piece)
             file.seek(0)
-            file.write(self._header(offload, total.hexdigest()))
+            file.write(self._header(digest, prefix_len, total.hexdigest()))
         logger.info("sparse attention: offload: %s written, %d bytes", path, size)
 
-    def read(self, offload: Offload) -> None:
-        """Fill the pages of a prefix.
+    def read(self, digest: str, prefix_len: int, pieces: Iterator[memoryview]) -> None:
+        """Fill `pieces` with a prefix's bytes.
 
         Raises:
             KVFileError: the file is damaged, of another prefix, or of another pool.
             OSError: it cannot be read.
         """
-        path, total = self.path(offload.digest), xxhash.xxh3_128()
+        path, total = self.path(digest), xxhash.xxh3_128()
         with path.open("rb", buffering=0) as file:
             header = file.read(_HEADER)
-            for piece in self._pieces(offload):
+            for piece in pieces:
                 left = piece
                 while left:
                     count = file.readinto(left)
                     if not count:
-                        raise KVFileError(f"expected {self._size(offload)} bytes in {path}, got an end of the file")
+                        size = _HEADER + prefix_len * self._token_bytes
+                        raise KVFileError(f"expected {size} bytes in {path}, got {path.stat().st_size}")
                     left = left[count:]
                 total.update(piece)
-        if header != self._header(offload, total.hexdigest()):
+        if header != self._header(digest, prefix_len, total.hexdigest()):
             raise KVFileError(
-                f"expected in {path} the KV of index {offload.digest}, {offload.prefix_len} tokens, in this server's "
+                f"expected in {path} the KV of index {digest}, {prefix_len} tokens, in this server's "
                 f"layout and with its checksum; got {header.rstrip()[:300]!r} before other content"
             )
         with suppress(OSError):
             os.utime(path)
 
-    def _header(self, offload: Offload, checksum: str) -> bytes:
-        facts = {**self._facts, "digest": offload.digest, "prefix_len": offload.prefix_len, "xxh3": checksum}
+    def _header(self, digest: str, prefix_len: int, checksum: str) -> bytes:
+        facts = {**self._facts, "digest": digest, "prefix_len": prefix_len, "xxh3": checksum}
         return json.dumps(facts).encode().ljust(_HEADER - 1) + b"\n"
-
-    def _size(self, offload: Offload) -> int:
-        return _HEADER + sum(piece.nbytes for piece in self._pieces(offload))
-
-    def _pieces(self, offload: Offload) -> Iterator[memoryview]:
-        """Memory of all layers' pages, in the file's order."""
-        for layer in self._layers:
-            for part in self._pool.layer(layer):
-                for _, page, count in runs(offload.pages):
-                    rows: Any = part[rows_of(page, count)].view(torch.uint8).numpy()
-                    flat = memoryview(rows).cast("B")
-                    for begin in range(0, len(flat), _PIECE):
-                        yield flat[begin : begin + _PIECE]
 
     def _make_room(self, size: int) -> None:
         if self._most_bytes is None:
@@ -134,6 +126,28 @@ class KVFiles:
             held -= freed
         if size > self._most_bytes:
             raise OSError(f"expected folder_bytes of at least {size} for this prefix, got {self._most_bytes}; raise it")
+
+
+def of_pages(pool: HostPool, num_layers: int, pages: Tensor) -> Iterator[memoryview]:
+    """Memory of a prefix in the pool, in the file's order; it may be written to."""
+    for layer in range(num_layers):
+        for part in pool.layer(layer):
+            for _, page, count in runs(pages):
+                yield from _bytes_of(part[rows_of(page, count)])
+
+
+def of_slots(kv: Callable[[int], PagedKV], num_layers: int, slots: Tensor) -> Iterator[memoryview]:
+    """Copies of a prefix's slots on the device, in the file's order."""
+    for layer in range(num_layers):
+        for part in (kv(layer).k_cache, kv(layer).v_cache):
+            yield from _bytes_of(taken(part, slots).cpu())
+
+
+def _bytes_of(rows: Tensor) -> Iterator[memoryview]:
+    memory: Any = rows.view(torch.uint8).numpy()
+    flat = memoryview(memory).cast("B")
+    for begin in range(0, len(flat), _PIECE):
+        yield flat[begin : begin + _PIECE]
 
 
 @dataclass
@@ -158,10 +172,12 @@ class Mover:
 
     Args:
         files: read and written.
+        pool: whose pages are.
+        num_layers: of the model.
     """
 
-    def __init__(self, files: KVFiles) -> None:
-        self._files = files
+    def __init__(self, files: KVFiles, pool: HostPool, num_layers: int) -> None:
+        self._files, self._pool, self._num_layers = files, pool, num_layers
         self._asked: queue.SimpleQueue[Move] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Move] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="sparse-attn-kv-files", daemon=True).start()
@@ -180,7 +196,9 @@ class Mover:
             move = self._asked.get()
             try:
                 move.ready()
-                (self._files.read if move.loads else self._files.write)(move.offload)
+                offload = move.offload
+                pieces = of_pages(self._pool, self._num_layers, offload.pages)
+                (self._files.read if move.loads else self._files.write)(offload.digest, offload.prefix_len, pieces)
             except Exception as error:
                 move.error = error
             self._done.put(move)

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -89,8 +88,8 @@ class Offloading:
         self._waits, self._fresh, self._looked = waits, list[Tensor](), dict[str, float]()
         self._files: KVFiles | None = None
         if options.folder is not None:
-            self._files = KVFiles(Path(options.folder), pool, view.num_layers, options.folder_bytes)
-            self._mover = Mover(self._files)
+            self._files = KVFiles(options, view)
+            self._mover = Mover(self._files, pool, view.num_layers)
 
     # -- files -----------------------------------------------------------------------------------------------
 

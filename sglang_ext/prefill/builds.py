@@ -27,6 +27,7 @@ from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.model_view import ModelView
+from sglang_ext.offload.kv_files import KVFiles, of_slots
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, give_back
 from sglang_ext.prefill.parts import Parts
@@ -60,6 +61,9 @@ class PrefillBuilds(Recording):
         self._heads = heads_of_rank(model.num_kv_heads, self._ranks.rank, self._ranks.size)
         self._model = model
         self._factory = IndexFactory(store, config, profile)
+        self._files: KVFiles | None = None
+        if config.offload is not None and config.offload.folder is not None:
+            self._files = KVFiles(config.offload, view)
         self._pending: dict[str, tuple[IndexIdentity, BuildLease | None, Sequence[int]]] = {}
 
     def __len__(self) -> int:
@@ -150,6 +154,10 @@ class PrefillBuilds(Recording):
                 assembly.arrays.update(self._parts.taken(identity.digest) or {})
             recall = {name: sum(one[name] for one in of_ranks) / len(of_ranks) for name in of_ranks[0]}
             entry, stats = self._factory.keep(assembly, recall, prompt)
+            if self._files is not None:
+                slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
+                pieces = of_slots(self._view.kv, self._view.num_layers, slots)
+                self._files.write(entry.digest, identity.num_tokens, pieces)
         except Exception as error:  # one prompt must not end the job
             self._failed(rid, error)
             return

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_ext.offload.directory import OffloadDirectory
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover
+from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, of_pages, of_slots
+from sglang_ext.options import Offload
 from tests.offload.host_memory import PlainPools
 
 TOKENS, LAYERS = 96, 2
@@ -19,9 +22,11 @@ class Kept:
     """Prefixes with content in a pool, and a folder for them."""
 
     def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
-        self.pools = PlainPools(16, 16, 24)
+        self.pools = PlainPools(16 + TOKENS, 16, 24)
         self.directory = OffloadDirectory(self.pools)
-        self.files = KVFiles(folder / "kv", self.pools, LAYERS, most_bytes)
+        options = Offload(host_bytes=1, folder=str(folder / "kv"), folder_bytes=most_bytes)
+        view: Any = SimpleNamespace(num_layers=LAYERS, num_kv_heads=2, head_dim=8, v_head_dim=8, kv_dtype=torch.float32)
+        self.files = KVFiles(options, view)
 
     def filled(self, digest: str) -> torch.Tensor:
         """A prefix of random content, written to its file; [layers, 2, TOKENS, heads, dim]."""
@@ -31,15 +36,14 @@ class Kept:
         rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
         for layer, part in zip(self.pools.host, content, strict=True):
             layer[:, rows] = part
-        self.files.write(offload)
+        self.files.write(digest, TOKENS, of_pages(self.pools, LAYERS, offload.pages))
         return content
 
     def read(self, digest: str) -> torch.Tensor:
         """The same, out of its file, into other pages."""
-        offload = self.directory.begin("other", TOKENS)
+        offload = self.directory.begin(f"read {digest}", TOKENS)
         assert not isinstance(offload, str)
-        offload.digest = digest
-        self.files.read(offload)
+        self.files.read(digest, TOKENS, of_pages(self.pools, LAYERS, offload.pages))
         rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
         return torch.stack([layer[:, rows] for layer in self.pools.host])
 
@@ -48,6 +52,10 @@ def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     assert torch.equal(kept.filled("a"), kept.read("a"))
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["a.kv"]
+    slots = torch.randperm(TOKENS) + 16
+    kept.files.write("b", TOKENS, of_slots(kept.pools.kv, LAYERS, slots))
+    wanted = torch.stack([layer[:, slots] for layer in kept.pools.device])
+    assert torch.equal(kept.read("b"), wanted)
 
 
 @pytest.mark.parametrize("damage", ["content", "short", "header", "empty", "foreign"])
@@ -90,7 +98,7 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
 def test_the_thread_gives_back_what_failed_and_goes_on(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.filled("a")
-    mover, found = Mover(kept.files), list[Move]()
+    mover, found = Mover(kept.files, kept.pools, LAYERS), list[Move]()
     missing, there = (kept.directory.begin(name, 16) for name in ("missing", "there"))
     assert not isinstance(missing, str)
     assert not isinstance(there, str)

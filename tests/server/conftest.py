@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import ADMIN_KEY, PRODUCTION, Pool, Server, Texts
+from tests.server.harness import ADMIN_KEY, EXACT_CONFIG, PRODUCTION, Pool, Server, Texts
 from tests.server.jobs import Prebuilt, run_prebuild
 
 
@@ -70,7 +70,9 @@ def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -
         {"id": "too-long", "input_ids": [5] * 12288},
         {"id": "short", "text": texts.first.questions[0].text},
     ]
-    job = run_prebuild(tmp_path_factory.mktemp("stocked"), prompts, chunked_prefill_size="512")
+    folder = tmp_path_factory.mktemp("stocked")
+    config = {**EXACT_CONFIG, "offload": {"host_bytes": 16, "folder": str(folder / "kv")}}
+    job = run_prebuild(folder, prompts, config=config, chunked_prefill_size="512")
     assert {line["id"] for line in job.report} == {prompt["id"] for prompt in prompts}, job.output[-4000:]
     return job
 

@@ -27,6 +27,11 @@ class Prebuilt:
     output: str
     seconds: float
 
+    @property
+    def kv(self) -> Path:
+        """Where files of KV lie, if the configuration says so."""
+        return self.store.parent / "kv"
+
     def line(self, name: str) -> dict[str, Any]:
         return next(line for line in self.report if line["id"] == name)
 

@@ -5,6 +5,7 @@ The padding page, whose slots stand for what lies in host memory, holds NaN.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.server.harness import PRODUCTION, Answer, Pool, Server
+from tests.server.jobs import Prebuilt
 from tests.server.test_schedules import SMALL_POOL
 
 BYTES_OF_TOKEN = 6 * 2 * 2 * 64 * 4
@@ -167,22 +169,27 @@ def test_requests_that_are_retracted_and_matched_again(serve: Pool, store: Path,
 
 
 @pytest.mark.boot("offload-files")
-def test_a_server_that_starts_anew_needs_no_prefill(serve: Pool, store: Path, texts: Any, tmp_path: Path) -> None:
-    """From its file a prefix is read while its request waits; a damaged file is noticed, and written anew."""
-    kept = {**CONFIG["offload"], "folder": str(tmp_path / "kv")}
+def test_a_server_that_starts_anew_needs_no_prefill(
+    serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path
+) -> None:
+    """From its file, which the prebuild wrote, a prefix is read while its request waits; a file that is damaged or gone
+    is written anew.
+    """
+    kept = {**CONFIG["offload"], "folder": str(shutil.copytree(built.kv, tmp_path / "kv"))}
     prompts = [texts.ask(texts.second, n) for n in range(3)]
     server = serve(store, {**CONFIG, "offload": kept}, fresh=True, **FLAGS)
-    dense = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
-    copied_out(server, prompts[0])
-    assert _until(server, "saved") == 1
-    (file,) = (tmp_path / "kv").glob("*.kv")
-    assert file.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
-    server.flush()
     answer = server.generate(prompts[0], TOKENS)
-    assert answer.ids == dense[0]
     assert answer.cached_tokens >= SECOND
     assert _until(server, "loaded") == 1
+    dense = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
+    assert answer.ids == dense[0]
     served(server, prompts, SECOND)
+    server.flush()
+    file = tmp_path / "kv" / f"{built.line('second')['digest']}.kv"
+    file.unlink()
+    assert server.generate(prompts[0], TOKENS).cached_tokens == 0
+    assert _until(server, "saved") == 1
+    assert file.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
     server.flush()
     content = bytearray(file.read_bytes())
     content[4096 + 1000 * BYTES_OF_TOKEN] ^= 64
