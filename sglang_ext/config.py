@@ -175,6 +175,8 @@ def _check_offload(config: SparseAttnConfig) -> None:
             raise _fail(f"offload.{name.name} to be {PAGE_TOKENS} or more", value, f"Change {name.name!r}.")
     if config.exactness is Exactness.VERIFY:
         raise _fail("exactness selected with offload", config.exactness.value, "Remove one of them.")
+    if offload.folder is None and offload.folder_bytes is not None:
+        raise _fail("offload.folder with offload.folder_bytes", None, "Name a folder, or remove 'folder_bytes'.")
     if config.build is Build.CAPTURE:
         raise _fail("build off, shared or prefill with offload", config.build.value, "Remove one of them.")
     if config.build is Build.PREFILL:

@@ -41,7 +41,7 @@ TIERS = ("dram", "disk", "remote")
 
 OFFLOAD = (
     *("copied", "evicted", "failed", "loaded", "load_failed", "saved", "save_failed"),
-    *("translated", "short", "page_size", "too_long", "host_full"),
+    *("translated", "short", "page_size", "few_residents", "too_long", "host_full"),
 )
 """Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
 _DAMAGES = ("bytes", "content")

@@ -20,6 +20,7 @@ from prefix_index import IndexEntry
 from sglang_ext.config import Settings
 from sglang_ext.decode.drafts import DraftLengths
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
+from sglang_ext.decode.quality import Standing
 from sglang_ext.decode.trace import StepTrace
 from sglang_ext.decode.types import HostPrefix, StepPath
 from sglang_ext.methods import method_specs
@@ -123,7 +124,9 @@ class SparseRuntime:
             config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
         )
         if self.offload is not None and self.planner.sparse is not None:
-            self.offload.swap = self.planner.sparse.swap
+            sparse = self.planner.sparse
+            self.offload.swap, self.offload.selects, self.offload.serves = sparse.swap, sparse.swaps, self._serves
+            self.offload.tell_longest(view.req_to_token.shape[1])
         guard = self.planner.guard
         guarded = guard.records if guard is not None else None
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
@@ -221,6 +224,13 @@ class SparseRuntime:
         """Whether the guard wants a request's index unused. Several ranks vote on that instead (`Readiness`)."""
         guard = self.planner.guard
         return guard is not None and self.ranks.size == 1 and guard.records.blocks(entry.digest)
+
+    def _serves(self, attachment: Attachment) -> bool:
+        """Whether steps select by a request's index, as far as is known now."""
+        planner, entry = self.planner, attachment.entry
+        if entry is None or planner.paused or planner.refusal is not None or self.ready.off or self.ready.stale:
+            return False
+        return planner.guard is None or planner.guard.records.standing(entry.digest) is Standing.SERVING
 
     def slot_taken(self, request: Hashable, *, offloaded: bool = False) -> Attachment | None:
         """A request has a slot: until it gives it back it holds its index, and its prefill may be recorded. One that

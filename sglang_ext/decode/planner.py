@@ -348,7 +348,8 @@ class DecodePlanner:
             else:
                 reason = "no_room" if plan is None else "cost_model"
             self.sparse.skip(plan if reason == "cost_model" else None)
-            self._count_fallback(reason, attachments, batch.indexes)
+            if not hosted:  # `offloaded` says more
+                self._count_fallback(reason, attachments, batch.indexes)
         elif self.sparse is not None:
             self.sparse.skip()
         if exact is None or exact.saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):

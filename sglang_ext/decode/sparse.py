@@ -307,6 +307,12 @@ class SparseDecode(DecodeBackend[SparsePlan]):
                 taken.append(one)
         return [one for one in groups if one in kept]
 
+    def swaps(self, prefix_len: int) -> bool:
+        """Whether a request alone may have a prefix of so many tokens in host memory."""
+        return self.swap is not None and self.swap.fits(
+            [selection_group(self._config, prefix_len, self.budget(prefix_len))]
+        )
+
     def _swaps(self, groups: Sequence[tuple[PrefixGroup, Index]], hosts: Sequence[HostPrefix | None]) -> bool:
         """Whether all rows whose prefix lies in host memory can be attended in one step."""
         hosted = [one for one in groups if one[0].host is not None]
@@ -315,7 +321,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         rows = {row for prefix, _ in hosted for row in prefix.rows}
         if any(host is not None and row not in rows for row, host in enumerate(hosts)):
             return False
-        dense = any(role.mode is LayerMode.DENSE for role in self._layer_plan.layers) and not self.swap.dense_elsewhere
+        dense = any(role.mode is LayerMode.DENSE for role in self._layer_plan.layers)
         if dense and any(host is not None and host.dense_slots is None for host in hosts):
             return False
         return self.swap.fits([selection_group(self._config, one[0].length, self._budget(*one)) for one in hosted])

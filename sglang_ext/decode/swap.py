@@ -30,8 +30,6 @@ class HostKV:
         num_cells: of a layer and KV head, for all prefixes.
         most_pages: of a prefix's tokens and a budget, pages that a list names tokens of at most
             (`IndexSpec.most_pages`); None: each token may have a page of its own.
-        dense_elsewhere: whether the caller attends layers that attend all, and runs none of them here, where prefixes
-            in host memory have no `dense_slots`.
         mode: when a page that is missing is attended.
         implementation: of `Residents`.
     """
@@ -41,7 +39,6 @@ class HostKV:
     resident_begin: int
     num_cells: int
     most_pages: Callable[[int, int], int] | None = None
-    dense_elsewhere: bool = False
     mode: Mode = Mode.EXACT
     implementation: str | None = None
 
@@ -52,9 +49,6 @@ class SwapIn:
     Lagged pages are fetched on a stream of their own, beside attention and feed-forward of this step, which does not
     read the cells that they take: it does not want what lay there. The step's last layer that selects or reuses a
     selection waits for them.
-
-    Attributes:
-        dense_elsewhere: see `HostKV`.
 
     Args:
         host: see there.
@@ -81,7 +75,6 @@ class SwapIn:
         self.residents = Residents(shape, max_groups, list_entries, device, implementation=host.implementation)
         # Prefixes of a step have no page in common.
         self._tables = torch.zeros(host.num_pages, dtype=torch.int32, device=device)
-        self.dense_elsewhere = host.dense_elsewhere
         self._lagged = host.mode is Mode.LAGGED
         self._set_of: list[int | None] = []
         self._head_maps: list[Tensor | None] = []

@@ -67,14 +67,14 @@ class StagedStep:
     layers: set[int] = field(default_factory=set)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, causal: bool) -> Part:
+def attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, seen: int | None = None) -> Part:
     """Attention over given keys.
 
     Args:
         q: [num_queries, num_qo_heads, head_dim].
         k, v: [num_keys, num_kv_heads, head_dim], and v_head_dim, fp32; at least one.
         sm_scale: attention scale.
-        causal: the queries are those of the last `num_queries` keys, and see none behind their own.
+        seen: keys that the first query sees, each one behind it one more; may be below 0. None: all see all.
     """
     (count, heads, _), (keys, kv_heads, _) = q.shape, k.shape
     grouped = q.float().reshape(count, kv_heads, heads // kv_heads, -1)
@@ -82,12 +82,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, *, causal: bool) ->
     for first in range(0, count, QUERY_BLOCK):
         block = grouped[first : first + QUERY_BLOCK]
         scores = torch.einsum("nhgd,mhd->nhgm", block, k) * sm_scale
-        if causal:
-            last = torch.arange(first, first + len(block), device=q.device) + keys - count
-            hidden = torch.arange(keys, device=q.device)[None] > last[:, None]
+        if seen is not None:
+            end = torch.arange(first, first + len(block), device=q.device) + seen
+            hidden = torch.arange(keys, device=q.device)[None] >= end[:, None]
             scores.masked_fill_(hidden[:, None, None], -torch.inf)
         lse = scores.logsumexp(dim=-1)
-        outs.append(torch.einsum("nhgm,mhd->nhgd", (scores - lse[..., None]).exp_(), v))
+        whole = lse.masked_fill(lse == -torch.inf, 0.0)  # of a query that sees nothing all weights are 0
+        outs.append(torch.einsum("nhgm,mhd->nhgd", (scores - whole[..., None]).exp_(), v))
         lses.append(lse)
     return Part(torch.cat(outs).reshape(count, heads, -1), torch.cat(lses).reshape(count, heads))
 
@@ -127,8 +128,7 @@ class StagedAttention:
         out = torch.zeros(q.shape[0], q.shape[1], kv.v_cache.shape[2], dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
         for span in step.spans:
-            part = attend(q[span.rows], *_floats(kv, span.slots), sm_scale, causal=True)
-            out[span.rows], lse[span.rows] = part
+            out[span.rows], lse[span.rows] = self._own(q[span.rows], kv, span.slots, sm_scale)
         for offload, rows in step.groups:
             part = Part(out[rows], lse[rows])
             for pages in torch.split(offload.pages, self._pages):
@@ -137,12 +137,21 @@ class StagedAttention:
         step.layers.add(layer)
         return out.to(q.dtype)
 
+    def _own(self, q: Tensor, kv: PagedKV, slots: Tensor, sm_scale: float) -> Part:
+        """Attention over a request's real slots, so many at once as are staged: memory does not grow with them."""
+        part, seen = None, len(slots) - len(q) + 1
+        for piece in torch.split(slots, len(self._staging)):
+            found = attend(q, *_floats(kv, piece), sm_scale, seen)
+            part, seen = found if part is None else merged(part, found), seen - len(piece)
+        assert part is not None
+        return part
+
     def _prefix(self, q: Tensor, kv: PagedKV, layer: int, pages: Tensor, sm_scale: float) -> Part:
         """Attention over one piece of a prefix, which then lies in the staging rows."""
         self._pool.stage(layer, pages, self._staging.start)
         count = len(pages) * PAGE_TOKENS
         slots = torch.arange(self._staging.start, self._staging.start + count, device=q.device)
-        return attend(q, *_floats(kv, slots), sm_scale, causal=False)
+        return attend(q, *_floats(kv, slots), sm_scale)
 
 
 def _floats(kv: PagedKV, slots: Tensor) -> tuple[Tensor, Tensor]:

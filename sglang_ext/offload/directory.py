@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from enum import Enum
 from typing import Any
 
@@ -74,9 +75,18 @@ class OffloadDirectory:
             self._known.move_to_end(digest)
         return found
 
-    def begin(self, digest: str, prefix_len: int, state: OffloadState = OffloadState.COPYING) -> Offload | str:
+    def begin(
+        self,
+        digest: str,
+        prefix_len: int,
+        state: OffloadState = OffloadState.COPYING,
+        keep: Collection[str] = (),
+    ) -> Offload | str:
         """Room for a prefix that is to be copied, or loaded; prefixes without users leave for it, the least recently
         used first.
+
+        Args:
+            keep: digests that do not leave for it: others of the same batch, or queue, want them.
 
         Returns:
             It; or why there is no room, in a word: `too_long` for the whole pool, `host_full` of what is in use.
@@ -84,7 +94,8 @@ class OffloadDirectory:
         wanted = prefix_len // PAGE_TOKENS
         if wanted > self._pool.num_pages:
             return "too_long"
-        idle = [one for one in self._known.values() if one.users == 0 and one.state is not OffloadState.FAILED]
+        known = (one for one in self._known.values() if one.digest not in keep)
+        idle = [one for one in known if one.users == 0 and one.state is not OffloadState.FAILED]
         if self._pool.free_pages + sum(len(one.pages) for one in idle) < wanted:
             return "host_full"
         for one in idle:
@@ -151,14 +162,12 @@ class OffloadDirectory:
         """Rows with a prefix of host memory in front."""
         return sum(one.users for one in (*self._known.values(), *self._leaving))
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless the pages of all prefixes and the free ones are all pages."""
+    def problem(self) -> str | None:
+        """What is wrong where the pages of all prefixes and the free ones are not all pages; None where they are."""
         held = sum(len(one.pages) for one in (*self._known.values(), *self._leaving))
-        if held + self._pool.free_pages != self._pool.num_pages:
-            raise RuntimeError(
-                f"offload: expected held + free pages to be all {self._pool.num_pages}; got {held} + "
-                f"{self._pool.free_pages}"
-            )
+        if held + self._pool.free_pages == self._pool.num_pages:
+            return None
+        return f"expected held + free pages to be all {self._pool.num_pages}; got {held} + {self._pool.free_pages}"
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""

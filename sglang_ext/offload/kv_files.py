@@ -6,11 +6,13 @@ head_dim] each, in the device pool's stored dtype.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _HEADER = 4096
+_ABANDONED_S = 3600.0
+"""Since anything was written to it, until a partial file is nobody's."""
 _PIECE = 64 << 20
 """Bytes that are read or written at once, at most."""
 
@@ -56,6 +60,10 @@ class KVFiles:
         assert options.folder is not None
         self._folder, self._most_bytes = Path(options.folder), options.folder_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
+        for partial in self._folder.glob(".*.kv.partial-*"):
+            with suppress(OSError):  # of a process that was ended while it wrote
+                if partial.stat().st_mtime < time.time() - _ABANDONED_S:
+                    partial.unlink()
         layers, heads, dims = view.num_layers, view.num_kv_heads, (view.head_dim, view.v_head_dim)
         dtype = str(view.kv_dtype).removeprefix("torch.")
         self._facts = {"format": FORMAT, "layers": layers, "kv_heads": heads, "dims": dims, "dtype": dtype}
@@ -66,8 +74,10 @@ class KVFiles:
         return self._folder / f"{digest}.kv"
 
     def write(self, digest: str, prefix_len: int, pieces: Iterator[memoryview]) -> None:
-        """Write a prefix; `pieces` are its bytes. Raises OSError; nothing is then left behind."""
+        """Write a prefix, if its file is not there; `pieces` are its bytes. Raises OSError; then nothing is left."""
         path, size = self.path(digest), _HEADER + prefix_len * self._token_bytes
+        if path.exists():
+            return
         self._make_room(size)
         total = xxhash.xxh3_128()
         with partial_file(path) as partial, partial.open("wb") as file:
@@ -113,6 +123,8 @@ class KVFiles:
     def _make_room(self, size: int) -> None:
         if self._most_bytes is None:
             return
+        if size > self._most_bytes:
+            raise OSError(f"expected folder_bytes of at least {size} for this prefix, got {self._most_bytes}; raise it")
         files = []
         for path in self._folder.glob("*.kv"):
             with suppress(OSError):  # another server may have removed it
@@ -124,8 +136,6 @@ class KVFiles:
                 return
             path.unlink(missing_ok=True)
             held -= freed
-        if size > self._most_bytes:
-            raise OSError(f"expected folder_bytes of at least {size} for this prefix, got {self._most_bytes}; raise it")
 
 
 def of_pages(pool: HostPool, num_layers: int, pages: Tensor) -> Iterator[memoryview]:
@@ -178,12 +188,14 @@ class Mover:
 
     def __init__(self, files: KVFiles, pool: HostPool, num_layers: int) -> None:
         self._files, self._pool, self._num_layers = files, pool, num_layers
-        self._asked: queue.SimpleQueue[Move] = queue.SimpleQueue()
+        self._asked: queue.PriorityQueue[tuple[bool, int, Move]] = queue.PriorityQueue()
+        self._count = itertools.count()
         self._done: queue.SimpleQueue[Move] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="sparse-attn-kv-files", daemon=True).start()
 
     def begin(self, move: Move) -> None:
-        self._asked.put(move)
+        """Loads come first: requests may wait for them."""
+        self._asked.put((not move.loads, next(self._count), move))
 
     def ended(self) -> Iterator[Move]:
         """Moves that have ended since the last call."""
@@ -193,7 +205,7 @@ class Mover:
 
     def _work(self) -> None:
         while True:
-            move = self._asked.get()
+            _, _, move = self._asked.get()
             try:
                 move.ready()
                 offload = move.offload

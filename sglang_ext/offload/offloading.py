@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
 from sglang_ext.offload.host import HostPool, RowsBehind
 from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
 from sglang_ext.options import Offload as Options
-from sglang_ext.prefix.requests import ALONE, Attachment
+from sglang_ext.prefix.requests import Attachment
+from sglang_ext.prefix.residency import State
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ _Request = TypeVar("_Request", bound=Hashable)
 
 _LOOKED = 4096
 """Prefixes without a file that are remembered, at most."""
+_RETRY_S = 60.0
+"""For so long a file that could not be read is as if it were not there."""
 COPY_BYTES = 256 << 20
 """Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
 
@@ -49,6 +53,8 @@ class Offloading:
         refused: requests whose prefix was not copied out, by reason; once for each.
         translated: requests that got their slots behind a prefix in host memory.
         swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
+        serves: whether steps select by a request's index, as far as is known now; else its prefix stays on the device.
+        selects: whether a step can select behind a prefix of so many tokens; else it stays on the device.
 
     Args:
         options: checked.
@@ -84,6 +90,8 @@ class Offloading:
         self.refused: Counter[str] = Counter()
         self.translated = 0
         self.swap: SwapIn | None = None
+        self.serves: Callable[[Attachment], bool] = lambda attachment: True
+        self.selects: Callable[[int], bool] = lambda tokens: True
         self._off = False
         self._waits, self._fresh, self._looked = waits, list[Tensor](), dict[str, float]()
         self._files: KVFiles | None = None
@@ -102,13 +110,17 @@ class Offloading:
         """
         self._take_moves()
         held = []
-        for request, attachment in waiting if self._files is not None and not self._off else ():
-            if attachment is None or attachment.entry is None or attachment.reason in ALONE:
+        queue = list(waiting) if self._files is not None and not self._off else []
+        wanted = {one.entry.digest for _, one in queue if one is not None and one.entry is not None}
+        for request, attachment in queue:
+            if attachment is None or attachment.entry is None or not self._may(attachment):
                 continue
             digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
+            if attachment.prompt_len <= tokens:
+                continue  # its last token is prefilled in any case
             found = self.directory.get(digest)
             if found is None and self._unfit(tokens) is None and self._filed(digest):
-                begun = self.directory.begin(digest, tokens, OffloadState.LOADING)
+                begun = self.directory.begin(digest, tokens, OffloadState.LOADING, wanted)
                 found = None if isinstance(begun, str) else begun
                 if found is not None:
                     self._fresh.append(found.pages)
@@ -123,8 +135,9 @@ class Offloading:
         now = time.monotonic()
         if now < self._looked.get(digest, 0.0):
             return False
-        if self._files.path(digest).exists():
-            return True
+        with suppress(OSError):
+            if self._files.path(digest).exists():
+                return True
         if len(self._looked) >= _LOOKED:
             self._looked.clear()
         self._looked[digest] = now + 1.0
@@ -140,10 +153,14 @@ class Offloading:
             if move.error is not None:
                 what = "read from" if move.loads else "written to"
                 logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
+                self._looked[offload.digest] = time.monotonic() + _RETRY_S
                 if isinstance(move.error, KVFileError) and self._files is not None:
-                    self._files.path(offload.digest).unlink(missing_ok=True)
+                    with suppress(OSError):  # of another user, or of a folder that is read only
+                        self._files.path(offload.digest).unlink(missing_ok=True)
                 self.directory.moved("load_failed" if move.loads else "save_failed", offload)
-            elif move.loads and not offload.dropped:
+            elif move.loads and offload.dropped:
+                pass
+            elif move.loads:
                 self._pool.restore(offload.pages)
                 offload.host = self._host_of(offload)
                 self.directory.moved("loaded", offload)
@@ -165,7 +182,7 @@ class Offloading:
             limit: tokens that its match may cover.
         """
         self._matched.pop(request, None)
-        if self._off or attachment is None or attachment.entry is None or attachment.reason in ALONE:
+        if self._off or attachment is None or attachment.entry is None or not self._may(attachment):
             return None
         found = self.directory.get(attachment.entry.digest)
         if found is None or found.state is not OffloadState.HOST or found.prefix_len > limit:
@@ -317,16 +334,17 @@ class Offloading:
             return
         rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices") if self._rows else ()
         virtual = {place for place, row in enumerate(rows) if row in self._rows}
+        running = {one.entry.digest for one in attachments if one is not None and one.entry is not None}
         for place, one in enumerate(attachments):
-            if place in virtual or one is None or one.entry is None or one.reason in ALONE:
+            if place in virtual or one is None or one.entry is None or one.offload_refusal is not None:
                 continue
-            if one.offload_refusal is not None:
+            if not self._may(one) or one.index is None or one.index.state is not State.READY:
                 continue
             digest, tokens = one.entry.digest, one.entry.identity.num_tokens
             found = self.directory.get(digest)
             if found is not None and found.state is not OffloadState.COPYING:
                 continue
-            begun = self._unfit(tokens) or found or self.directory.begin(digest, tokens)
+            begun = self._unfit(tokens) or found or self.directory.begin(digest, tokens, keep=running)
             if isinstance(begun, str):
                 one.offload_refusal = begun
                 self.refused[begun] += 1
@@ -336,11 +354,16 @@ class Offloading:
             self._copy(begun, forward_batch.req_pool_indices[place : place + 1])
             return
 
+    def _may(self, one: Attachment) -> bool:
+        return one.reason is None and self.serves(one)
+
     def _unfit(self, tokens: int) -> str | None:
-        """Why a prefix of so many tokens is never copied out, in a word."""
+        """Why a prefix of so many tokens is never in host memory, in a word."""
         if tokens < self._options.min_tokens:
             return "short"
-        return "page_size" if tokens % self.page_size else None
+        if tokens % self.page_size:
+            return "page_size"
+        return None if self.selects(tokens) else "few_residents"
 
     def _copy(self, offload: Offload, row: Tensor) -> None:
         tokens = min(self._piece, offload.prefix_len - offload.copied)
@@ -355,7 +378,7 @@ class Offloading:
         self.directory.copied(offload, tokens)
         if offload.state is OffloadState.HOST:
             offload.host = self._host_of(offload)
-            if self._files is not None and not self._files.path(offload.digest).exists():
+            if self._files is not None:
                 self._move(offload, loads=False)
 
     def _host_of(self, offload: Offload) -> HostPrefix:
@@ -363,6 +386,18 @@ class Offloading:
             return HostPrefix(offload.pages)
         rows = self._pool.dense_begin + offload.pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
         return HostPrefix(offload.pages, rows.flatten().int().to(self._view.device))
+
+    def tell_longest(self, context_len: int) -> None:
+        """Log, at the start, which prefixes are too long for the residents; `selects` is in place."""
+        step = 1024
+        fits = [tokens for tokens in range(step, context_len, step) if self.selects(tokens)]
+        if len(fits) < (context_len - 1) // step:
+            logger.warning(
+                "sparse attention: offload: prefixes of more than about %d tokens stay on the device, as steps can "
+                "select of more pages than resident_tokens %d hold: raise it, or lower the budget",
+                max(fits, default=0),
+                len(self._behind.residents),
+            )
 
     # -- what others see -------------------------------------------------------------------------------------
 
@@ -383,9 +418,9 @@ class Offloading:
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
         self._take_moves()
-        self.directory.check_integrity()
         counts: dict[str, Any] = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
         counts["residents"] = None if self.swap is None else self.swap.counted()
+        counts["problem"] = self.directory.problem()
         return {**self.directory.snapshot(), "events": dict(self.directory.events), **counts}
 
 

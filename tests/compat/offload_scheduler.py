@@ -21,6 +21,7 @@ from sglang_ext.offload.host import RowsBehind
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
+from sglang_ext.prefix.residency import State
 from tests.server.harness import MODEL
 
 SIZE, CONTEXT, ROWS = 512, 256, 6
@@ -103,7 +104,8 @@ class Loop:
         if indexed:
             digest = f"{indexed}-" + "-".join(map(str, prompt[:indexed]))
             entry = SimpleNamespace(digest=digest, identity=SimpleNamespace(num_tokens=indexed))
-        self.attachments[req] = Attachment(rid, None, entry)  # type: ignore[arg-type]
+        ready = SimpleNamespace(state=State.READY)
+        self.attachments[req] = Attachment(rid, None, entry, ready)  # type: ignore[arg-type]
         return req
 
     def prefill(self, req: Any, chunk: int | None = None) -> bool:
@@ -279,7 +281,7 @@ class Loop:
         assert min([*in_tree, *free, *held]) >= page
         assert sorted([*in_tree, *free, *held]) == list(range(page, SIZE + page))
         assert self.tree.evictable_size() + self.tree.protected_size() == len(in_tree)
-        self.offloading.directory.check_integrity()
+        assert self.offloading.directory.problem() is None
         assert self.offloading.directory.users == sum(
             self.offloading.of_row(row_of(req)) is not None for req in self.running
         )

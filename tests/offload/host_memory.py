@@ -55,6 +55,9 @@ class PlainPools:
             for place, page, count in runs(pages):
                 host[:, rows_of(page, count)] = device[:, slots[rows_of(place, count)]]
 
+    def restore(self, pages: Tensor) -> None:
+        """No layer has them in rows of its own."""
+
     def stage(self, layer: int, pages: Tensor, begin: int) -> None:
         for place, page, count in runs(pages):
             part = rows_of(place, count)

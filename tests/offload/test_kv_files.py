@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,12 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["a.kv", "c.kv"]
     with pytest.raises(OSError, match=f"expected folder_bytes of at least {size}"):
         Kept(tmp_path, most_bytes=size - 1).filled("d")
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["a.kv", "c.kv"], "none left for nothing"
+    for name, age in ((".d.kv.partial-1-a", 7200), (".e.kv.partial-2-b", 60)):
+        (tmp_path / "kv" / name).touch()
+        os.utime(tmp_path / "kv" / name, (time.time() - age,) * 2)
+    Kept(tmp_path)
+    assert [path.name for path in (tmp_path / "kv").glob(".*")] == [".e.kv.partial-2-b"]
 
 
 def test_the_thread_gives_back_what_failed_and_goes_on(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,11 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.offload.attention import QUERY_BLOCK
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
 from sglang_ext.offload.host import runs
+from sglang_ext.offload.kv_files import KVFiles, of_pages
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from sglang_ext.prefix.requests import Attachment
+from sglang_ext.prefix.residency import State
 from tests.offload.host_memory import PlainPools
 
 PREFIX, HEADS, DIM, PAGE = 96, 4, 8, 16
@@ -24,16 +28,19 @@ SLOTS = 2048
 class Served:
     """Offload over plain pools, with a table of slots."""
 
-    def __init__(self, *, num_pages: int = 12, staging: int = 32, min_tokens: int = 32) -> None:
+    def __init__(
+        self, *, num_pages: int = 12, staging: int = 32, min_tokens: int = 32, folder: str | None = None
+    ) -> None:
         torch.manual_seed(3)
         self.pools = PlainPools(SLOTS, staging, num_pages)
         self.table = torch.zeros(8, 1024, dtype=torch.int32)
         self.view: Any = SimpleNamespace(
-            num_layers=2, num_kv_heads=2, head_dim=DIM, kv_dtype=torch.float32, device=torch.device("cpu"),
-            req_to_token=self.table, kv=self.pools.kv,
+            num_layers=2, num_kv_heads=2, head_dim=DIM, v_head_dim=DIM, kv_dtype=torch.float32,
+            device=torch.device("cpu"), req_to_token=self.table, kv=self.pools.kv,
         )  # fmt: skip
-        options = Offload(host_bytes=self.pools.nbytes, min_tokens=min_tokens, staging_tokens=staging)
-        self.offloading = Offloading(options, self.view, self.pools, self.pools.behind, PAGE)
+        sizes = {"min_tokens": min_tokens, "staging_tokens": staging}
+        self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
+        self.offloading = Offloading(self.options, self.view, self.pools, self.pools.behind, PAGE, waits=True)
         self._next = PAGE
 
     def slots(self, row: int, begin: int, end: int) -> None:
@@ -57,7 +64,8 @@ class Served:
 def attachment(digest: str = "a", tokens: int = PREFIX) -> Attachment:
     """Of a request with an index."""
     entry: Any = SimpleNamespace(digest=digest, identity=SimpleNamespace(num_tokens=tokens))
-    return Attachment("rid", None, entry)
+    ready: Any = SimpleNamespace(state=State.READY)
+    return Attachment("rid", None, entry, ready)
 
 
 class Request:
@@ -166,10 +174,12 @@ def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("tokens", "reason"), [(16, "short"), (104, "page_size"), (16 * 13, "too_long"), (16 * 7, "host_full")]
+    ("tokens", "reason"),
+    [(16, "short"), (104, "page_size"), (224, "few_residents"), (208, "too_long"), (112, "host_full")],
 )
 def test_why_a_prefix_stays_on_the_device(tokens: int, reason: str) -> None:
     served = Served(min_tokens=32)
+    served.offloading.selects = lambda tokens: tokens < 224
     served.slots(0, 0, PREFIX)
     served.decode(0, attachment("held"))
     holder = Request()
@@ -181,6 +191,60 @@ def test_why_a_prefix_stays_on_the_device(tokens: int, reason: str) -> None:
     assert one.offload_refusal == reason
     assert served.offloading.figures()["offload"].get(reason) == 1
     assert served.offloading.snapshot()["free_pages"] == 6
+
+
+def test_of_two_running_requests_one_has_room_and_keeps_it() -> None:
+    """Neither is a user of what it copies: each step would copy a page and drop the other's."""
+    served = Served(num_pages=8)
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([0, 1]))
+    for row in (0, 1):
+        served.slots(row, 0, PREFIX)
+    both = [attachment("a"), attachment("b")]
+    for _ in range(8):
+        served.offloading.decoding(batch, both)
+    assert served.offloading.figures()["offload"] == {"translated": 0, "copied": 1, "host_full": 1}
+
+
+@pytest.mark.parametrize("why", ["by_operator", "quality_guard", "index_memory"])
+def test_a_request_whose_index_does_not_serve_stays_on_the_device(why: str) -> None:
+    served = Served()
+    served.slots(0, 0, PREFIX)
+    served.decode(0, attachment())
+    assert served.offloading.wanted(Request(), attachment(), PREFIX) is not None
+    refused = attachment()
+    refused.reason = why
+    assert served.offloading.wanted(Request(), refused, PREFIX) is None
+    served.offloading.serves = lambda one: False
+    assert served.offloading.wanted(Request(), attachment(), PREFIX) is None
+    served.decode(0, attachment("other"))
+    assert served.offloading.snapshot()["prefixes"] == {"host": 1}
+
+
+def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path) -> None:
+    """Two prefixes are wanted where there is room for one: the one that was read first serves."""
+    served = Served(num_pages=8, folder=str(tmp_path / "kv"))
+    (tmp_path / "kv" / "broken.kv").mkdir()
+    waiting = [(Request(), attachment("broken"))]
+    waiting[0][1].prompt_len = PREFIX + 1
+    assert served.offloading.before_batch(waiting) == [waiting[0][0]]
+    while served.offloading.before_batch(waiting):
+        time.sleep(0.01)
+    assert served.offloading.before_batch(waiting) == []
+    assert served.offloading.snapshot()["events"] == {"load_failed": 1}
+    for digest in ("a", "b"):
+        offload = served.offloading.directory.begin(digest, PREFIX)
+        assert not isinstance(offload, str)
+        files = KVFiles(served.options, served.view)
+        files.write(digest, PREFIX, of_pages(served.pools, 2, offload.pages))
+        served.offloading.directory.failed(offload)
+    served.offloading.drop()
+    waiting = [(Request(), attachment(digest)) for digest in ("a", "b")]
+    for _, one in waiting:
+        one.prompt_len = PREFIX + 1
+    while served.offloading.before_batch(waiting):
+        time.sleep(0.01)
+    assert served.offloading.wanted(*waiting[0], PREFIX) is not None
+    assert served.offloading.wanted(*waiting[1], PREFIX) is None
 
 
 def test_a_copy_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +274,14 @@ def test_who_leaves_host_memory() -> None:
     assert directory.get("b") is second
     assert directory.begin("e", 96) == "host_full"
     directory.drop()
-    directory.check_integrity()
+    assert directory.problem() is None
     assert directory.snapshot() == {"prefixes": {}, "users": 1, "pages": 6, "free_pages": 4}
     again = directory.begin("a", 32)
     assert again is not first
     assert again.key != first.key  # type: ignore[union-attr]
     directory.unpin(first)  # type: ignore[arg-type]
     assert directory.snapshot()["free_pages"] == 4
-    directory.check_integrity()
+    assert directory.problem() is None
 
 
 def test_virtual_slots_are_never_copied_out() -> None:

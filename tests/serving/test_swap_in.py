@@ -159,9 +159,6 @@ def test_layers_that_attend_all_need_such_a_prefix_on_the_device() -> None:
         if planned:
             server.step([1])
         assert (server.sparse.plan(server.batch([1], [server.lens[1]])) is not None) == planned
-        assert server.sparse.swap is not None
-        server.sparse.swap.dense_elsewhere = True
-        assert server.sparse.plan(server.batch([1], [server.lens[1]])) is not None
 
 
 def test_prefixes_in_host_memory_are_not_ours_without_residents() -> None:
