@@ -135,7 +135,7 @@ def _aborted(server: Server, prompt: str) -> None:
 
 
 def _room(server: Server, texts: Any) -> None:
-    """A prefix that is in use stays; one that is not leaves for another; one that is too long is served as ever."""
+    """A prefix that is in use stays; one that is not leaves for another; one that residents do not hold stays out."""
     prompts = [texts.ask(one, 0) for one in (texts.second, texts.large)]
     dense = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
     with ThreadPoolExecutor(1) as pool:
@@ -153,7 +153,7 @@ def _room(server: Server, texts: Any) -> None:
     served(server, second, SECOND)
     _beside_others(server, second, texts)
     server.generate(prompts[1], 3)
-    assert offload(server)["refused"]["too_long"] == 1
+    assert offload(server)["refused"]["few_residents"] == 1
     copied_out(server, texts.ask(texts.first, 0))
 
 
