@@ -39,9 +39,6 @@ _CHANNELS = (32, 64, 96, 128)
 ITEM_FIELDS = 11
 """int64 fields of an item: group, chunk, the group's number of chunks, prefix_len, tokens that are selected, num_sink,
 recent_begin, slot_start, list_begin, head_stride, number of all items (in every row of the table)."""
-_MOST_ROWS = 2**31
-"""Of codes, that it can number; it looks a few steps ahead."""
-_STEPS_AHEAD = 6
 _ROUNDS = 2
 """Of items, that groups of a batch are cut into at most."""
 _ITEM_TOKENS = 1500
@@ -134,8 +131,7 @@ class AnchorConfig:
 
 def fits_specialized(shape: ScoreShape) -> bool:
     """Whether sm_90's own kernel has it: tokens in codes of 4 bits, pooled by the maximum."""
-    tokens = shape.form is CandidateForm.TOKEN
-    return tokens and shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
+    return not shape.form.is_block and shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
 
 
 def default_config(
@@ -368,8 +364,6 @@ class AnchorSelection:
                 f"expected at most {self.list_entries} entries of lists, and scores at multiples of {ALIGNED}, got "
                 f"{layers} of lists up to {lists_end}; raise the limit"
             )
-        if self.config.specialized:
-            _check_rows(self.config, scored)
         self._tables.plan(scored, layers)
         table = torch.zeros(self._items.shape, dtype=torch.int64)
         every = [replace(group, list_begin=group.list_begin + n * apart) for n in range(count) for group in selected]
@@ -524,16 +518,6 @@ def _check_fits(shape: ScoreShape, device: torch.device) -> None:
     if device.type == "cuda" and not has_specialized(device):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"expected sm_90 for sm_90's own kernel, got {name}; use a configuration not specialized")
-
-
-def _check_rows(config: AnchorConfig, scored: Sequence[ScoredGroup]) -> None:
-    """It numbers rows of codes by 32 bits."""
-    end = max((max(of.first_rows) + of.count for of in scored), default=0)
-    if end + _STEPS_AHEAD * config.stretch >= _MOST_ROWS:
-        raise ValueError(
-            f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that is "
-            "not specialized"
-        )
 
 
 def _check_inputs(inputs: ScoreInputs) -> None:

@@ -119,18 +119,52 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
 
 
 @gluon.jit
-def load_words(packed_ptr, row, last, sizes: gl.constexpr):
-    """A step's codes, see `load_rows`. Past the end the last row is read again."""
-    BLOCK_N: gl.constexpr = sizes[2]
-    LAYOUT: gl.constexpr = sizes[6]
-    return load_rows(packed_ptr, gl.minimum(row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), last), sizes)
+def _candidates(codes, n, sizes: gl.constexpr):
+    """Which tokens are the candidates at places n; past the end the last one."""
+    BY_LIST: gl.constexpr = sizes[8]
+    _, listed_ptr, _, end = codes
+    n = gl.minimum(n, end - 1)
+    if BY_LIST:
+        n = gl.load(listed_ptr + n)
+    return n
 
 
 @gluon.jit
-def load_rows(packed_ptr, n, sizes: gl.constexpr):
-    """Codes of rows [BLOCK_N]: of every piece 4 words of 32 bits a row."""
+def step_of(codes, start, sizes: gl.constexpr):
+    """What `load_step` is told of the step from `start` on. Of a list's tokens it is asked for a turn before, as a code
+    is looked for where its token says."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    LAYOUT: gl.constexpr = sizes[6]
+    BY_LIST: gl.constexpr = sizes[8]
+    step = start
+    if BY_LIST:
+        step = _candidates(codes, start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), sizes)
+    return step
+
+
+@gluon.jit
+def load_step(codes, step, sizes: gl.constexpr):
+    """A step's codes, see `load_rows`."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    LAYOUT: gl.constexpr = sizes[6]
+    BY_LIST: gl.constexpr = sizes[8]
+    if not BY_LIST:
+        step = _candidates(codes, step + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), sizes)
+    return load_rows(codes, step, sizes)
+
+
+@gluon.jit
+def load_words(codes, start, sizes: gl.constexpr):
+    """Codes of the step from `start` on, asked for at once."""
+    return load_step(codes, step_of(codes, start, sizes), sizes)
+
+
+@gluon.jit
+def load_rows(codes, n, sizes: gl.constexpr):
+    """Codes of tokens [BLOCK_N]: of every piece 4 words of 32 bits a token."""
     PIECES: gl.constexpr = sizes[3]
     LAYOUT: gl.constexpr = sizes[6]
+    packed_ptr, _, _, _ = codes
     ptrs = packed_ptr + n.to(gl.int64)[:, None] * (PIECES * 4) + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
     w0 = gl.load(ptrs)
     w1, w2, w3 = w0, w0, w0
@@ -276,19 +310,19 @@ def _highest(words, queries, start, end, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, reference, sizes: gl.constexpr):
+def _sum_steps(words, ahead, codes, queries, unit, reference, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: sums of all steps of a stretch, of which the first two are there."""
     BLOCK_N: gl.constexpr = sizes[2]
-    last = first_row + end - 1
+    _, _, begin, end = codes
     total = reference * 0.0
     whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
     # Two steps a turn, each into the registers that it came from: nothing is moved.
     for start in range(begin, whole, 2 * BLOCK_N):
         scores = _whole(words, queries, sizes)
-        words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
+        words = load_words(codes, start + 2 * BLOCK_N, sizes)
         total += _sums(scores, unit, reference, sizes)
         scores = _whole(ahead, queries, sizes)
-        ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
+        ahead = load_words(codes, start + 3 * BLOCK_N, sizes)
         total += _sums(scores, unit, reference, sizes)
     for start in range(whole, end, BLOCK_N):
         total += _sums(_before(_whole(words, queries, sizes), start, end, sizes), unit, reference, sizes)
@@ -297,7 +331,7 @@ def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, r
 
 
 @gluon.jit
-def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes: gl.constexpr):
+def _sum_stretch(words, ahead, codes, q_smem, unit, sizes: gl.constexpr):
     """([warps, 8, BLOCK_M] exponents to base 2 that sums are relative to, the sums) of a stretch.
 
     A thread's exponent is the highest score of its first step, not of all steps: then nothing is compared in the loop.
@@ -305,17 +339,17 @@ def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, 
     summed again.
     """
     BLOCK_N: gl.constexpr = sizes[2]
-    last = first_row + end - 1
+    _, _, begin, end = codes
     queries = right_sides(q_smem, sizes)
     peak = _highest(words, queries, begin, end, sizes)
-    total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, peak * unit, sizes)
+    total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
     if gl.max(gl.max(gl.max(total, axis=0), axis=0), axis=0) > LARGEST:
         for start in range(begin, end, BLOCK_N):
-            words = load_words(packed_ptr, first_row + start, last, sizes)
+            words = load_words(codes, start, sizes)
             peak = gl.maximum(peak, _highest(words, queries, start, end, sizes))
-        words = load_words(packed_ptr, first_row + begin, last, sizes)
-        ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
-        total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, peak * unit, sizes)
+        words = load_words(codes, begin, sizes)
+        ahead = load_words(codes, begin + BLOCK_N, sizes)
+        total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
     # Rounded, the reference is not the peak itself: what it is of WHOLE is taken off exactly.
     return gl.fma(gl.full(peak.shape, -WHOLE, gl.float32, peak.type.layout), unit, peak * unit), total
 
@@ -325,9 +359,9 @@ def _summed_words(summed, start, sizes: gl.constexpr):
     """A step's codes of the candidates that are summed. Past the end the last one's are read again."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
-    packed_ptr, first_row, _, end, step = summed
+    codes, _, end, step = summed
     place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
-    return load_rows(packed_ptr, first_row + _summed_candidate(place, step), sizes)
+    return load_rows(codes, _candidates(codes, _summed_candidate(place, step), sizes), sizes)
 
 
 @gluon.jit
@@ -345,7 +379,7 @@ def _sum_sample(words, summed, q_smem, unit, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
-    _, _, begin, end, step = summed
+    _, begin, end, step = summed
     queries = right_sides(q_smem, sizes)
     # Nothing yet, as a thread's sums are laid out.
     blank = _per_thread(gl.full([BLOCK_N, BLOCK_M], -1e30, gl.float32, MMA), sizes)
@@ -391,7 +425,7 @@ def sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     q_smem, _, _, _, _, of_group, _ = query
-    _, _, begin, _, _ = summed
+    _, begin, _, _ = summed
     _, num_rows, _ = of_group
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
@@ -409,16 +443,15 @@ def sum_item(codes, query, put, own, factor, sizes: gl.constexpr):
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
-    packed_ptr, first_row, begin, end = codes
+    _, _, begin, _ = codes
     q_smem, _, _, _, _, of_group, _ = query
     _, num_rows, _ = of_group
-    last = first_row + end - 1
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         # The first codes are asked for before the queries.
-        words = load_words(packed_ptr, first_row + begin, last, sizes)
-        ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
+        words = load_words(codes, begin, sizes)
+        ahead = load_words(codes, begin + BLOCK_N, sizes)
         unit = put_queries(query, tile, factor, sizes)
-        peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes)
+        peak, total = _sum_stretch(words, ahead, codes, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return unit
