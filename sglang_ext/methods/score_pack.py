@@ -26,6 +26,8 @@ SCORE_BYTES = 160 << 20
 """Of the scores of all layers, at most."""
 GROUP_BYTES = 96 << 20
 """Of what kernels of one height of a tile keep of each layer's groups, at most: sums of rows, and counts of keys."""
+_LIST_WARPS = 8
+"""A program lists a whole prefix, or half of one."""
 _COLD_BYTES = 128 << 20
 """Of made-up arrays: more than any L2 cache holds, as those of all layers are."""
 
@@ -73,7 +75,7 @@ class ScorePack:
         if config.block_m not in self._found:
             count = len(self._layers)
             sizes = count * requests, count * self._groups_of(requests), count * self._list_entries
-            self._found[config.block_m] = self._op.selection(config, *sizes, max_group=requests)
+            self._found[config.block_m] = self._op.selection(config, *sizes, max_group=requests, list_warps=_LIST_WARPS)
         return self._found[config.block_m]
 
     def plan(

@@ -152,7 +152,7 @@ class ScoredOp(ScoringOp):
         return self._known[index]
 
     def selection(
-        self, config: AnchorConfig, max_batch: int, max_groups: int, list_entries: int, max_group: int | None = None
+        self, config: AnchorConfig, max_batch: int, max_groups: int, list_entries: int, **options: int
     ) -> AnchorSelection:
         """What selects for this shape and device; arguments as of `AnchorSelection`."""
         on_gpu = self._device.type == "cuda"
@@ -166,7 +166,7 @@ class ScoredOp(ScoringOp):
             self._device,
             form=Form.FUSED if on_gpu else Form.UNFUSED,
             num_programs=None if on_gpu else 2 * self.shape.num_kv_heads,
-            max_group=max_group,
+            **options,
         )
 
     def _of(self, size: int) -> AnchorSelection:

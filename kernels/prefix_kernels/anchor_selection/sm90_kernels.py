@@ -124,7 +124,8 @@ def _pool_item(
     NUM_WARPS: gl.constexpr = sizes[4]
     MMA: gl.constexpr = sizes[7]
     if BLOCK_M < 64:
-        parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
+        # Each warp reads the sums of all chunks of its rows, and asks no other.
+        parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, NUM_WARPS], [1, 0])
     else:
         parts: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_M, BLOCK_M // 4], [NUM_WARPS, 1], [1, 0])
     q_smem, _, _, _, _, of_group, _ = query
@@ -150,7 +151,7 @@ def _pool_item(
         if tile + 1 < tiles:
             words = _first_words(codes, sizes)
         barrier()
-    at_least, place = end_counts(counts_at, NUM_WARPS), bins(1, NUM_WARPS)
+    at_least, place = end_counts(counts_at, NUM_WARPS), bins(4, NUM_WARPS)
     gl.store(counts_ptr + COARSE + place, at_least)
     gl.store(counts_ptr + place // FINE, at_least, mask=place % FINE == FINE - 1)
 
