@@ -115,7 +115,7 @@ def score_kernel(
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
-    arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
+    arrived_ptr,  # int64 [num_groups, num_kv_heads, APART], at first 0, then whole meetings
     sm_scale, q_stride_row, q_stride_head, raw_stride_group, raw_stride_head, raw_stride_row, raw_stride_candidate,
     max_rows, max_items,
     ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -162,7 +162,7 @@ def score_kernel(
                     COMPUTE, PRECISION, ASSEMBLY, FORM,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE == 2:
-                meet(arrived_ptr + row, chunk, num_chunks)
+                meet(arrived_ptr, row, chunk, num_chunks)
             if LAST_PHASE == 2:
                 score_stretch(
                     begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays, first_row, 1, raw_base, scores,

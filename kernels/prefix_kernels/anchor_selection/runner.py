@@ -14,7 +14,7 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import list_kernel, score_kernel
 from prefix_kernels.grouped_attention.config import has_specialized
-from prefix_kernels.kernels import COARSE, NUM_BINS
+from prefix_kernels.kernels import APART, COARSE, NUM_BINS
 from prefix_kernels.launching import (
     block_of,
     check_power_of_2,
@@ -319,9 +319,8 @@ class AnchorSelection:
         self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
         self._tables = ScoreTables(shape, max_batch, max_groups, device, max_group)
         heads = shape.num_kv_heads
-        self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
-        if not config.specialized or config.block_m > _FEW_ROWS:
-            self.programs_of_a_head = _in_rounds(self.programs_of_a_head)
+        programs = num_programs or programs_at_once(device, config.programs_per_sm)
+        self.programs_of_a_head = _in_rounds(max(1, programs // heads))
         max_items = _ROUNDS * self.programs_of_a_head + max_groups
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -329,7 +328,7 @@ class AnchorSelection:
 
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._at_least = integers(max_items, heads, COARSE.value + NUM_BINS.value)
-        self._arrived = integers(max_groups, heads, dtype=torch.int64)
+        self._arrived = integers(max_groups, heads, APART.value, dtype=torch.int64)
         self._peak = torch.empty(heads, max_items, self._tables.max_rows, dtype=torch.float32, device=device)
         self._total = torch.empty_like(self._peak)
         self._slots_end = self._scores_end = self._lists_end = 0

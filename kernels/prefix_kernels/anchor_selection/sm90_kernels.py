@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from prefix_kernels.anchor_selection.kernels import item_at
 from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
     add_counts,
     barrier,
@@ -43,6 +44,7 @@ _num_summed = gluon.jit(num_summed.fn)
 _stretch_of = gluon.jit(stretch_of.fn)
 _ordered_keys = gluon.jit(ordered_keys.fn)
 _meet = gluon.jit(meet.fn)
+_item_at = gluon.jit(item_at.fn)
 
 
 @gluon.jit
@@ -167,13 +169,18 @@ def _score_item(
     q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides = query
     query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
     peak_ptr, total_ptr, max_rows, stats, scores, counts = put
-    arrived_ptr, chunk, num_chunks, count = meeting
+    arrived_ptr, row, chunk, num_chunks, count = meeting
     put = (peak_ptr, total_ptr, max_rows)
     own = stats + chunk * max_rows
     unit = factor
-    if FIRST_PHASE == 1 and SUM_EVERY > 1:
+    with_sums = num_chunks
+    if SUM_EVERY > 1:
         step = _sum_step(count, SUM_EVERY)
         first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
+        # The last ones may have none.
+        _, longest = _stretch_of(0, num_chunks, _num_summed(count, step), BLOCK_N)
+        with_sums = gl.cdiv(_num_summed(count, step), longest)
+    if FIRST_PHASE == 1 and SUM_EVERY > 1:
         summed = ((packed_ptr, listed_ptr, 0, count), first, last, step)
         unit = sum_sample_item(summed, query, put, own, factor, sizes)
     if FIRST_PHASE == 1 and SUM_EVERY == 1:
@@ -181,13 +188,13 @@ def _score_item(
     # The first codes are asked for before the others are waited for.
     words = _first_words(codes, sizes)
     if FIRST_PHASE == 1 and LAST_PHASE > 1:
-        _meet(arrived_ptr, chunk, num_chunks)
+        _meet(arrived_ptr, row, chunk, num_chunks)
     if LAST_PHASE > FIRST_PHASE:
         # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
         _let_the_next_kernel_come()
     if LAST_PHASE >= 2:
         _pool_item(
-            words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, FIRST_PHASE == 2, SUM_EVERY,
+            words, codes, query, put, stats, with_sums, factor, unit, scores, counts, FIRST_PHASE == 2, SUM_EVERY,
             BLOCK_CHUNKS, sizes,
         )  # fmt: skip
 
@@ -205,7 +212,7 @@ def score_items_sm90_kernel(
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
-    arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
+    arrived_ptr,  # int64 [num_groups, num_kv_heads, APART], at first 0, then whole meetings
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
@@ -231,17 +238,13 @@ def score_items_sm90_kernel(
         few_smem = gl.allocate_shared_memory(gl.int8, [PIECES, FEW_ROWS, 32], shared)
     counts_at = counts_address()
     factor = sm_scale * LOG2E
-    # There is a row of the table for every program, be there an item or not.
-    num_items = gl.load(items_ptr + gl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(gl.int32)
+    # There is a row of the table for every program, be there an item or not: it is asked for before that is known.
+    fields = items_ptr + gl.program_id(0) * ITEM_FIELDS
+    num_items = gl.load(fields + ITEM_FIELDS - 1).to(gl.int32)
+    ahead = _item_at(fields)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        fields = items_ptr + item * ITEM_FIELDS
-        group = gl.load(fields)
-        chunk = gl.load(fields + 1).to(gl.int32)
-        num_chunks = gl.load(fields + 2).to(gl.int32)
-        prefix_len = gl.load(fields + 3).to(gl.int32)
-        selected = gl.load(fields + 4).to(gl.int32)
-        num_sink = gl.load(fields + 5).to(gl.int32)
-        recent_begin = gl.load(fields + 6).to(gl.int32)
+        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = ahead
+        ahead = _item_at(items_ptr + gl.minimum(item + gl.num_programs(0), num_items - 1) * ITEM_FIELDS)
         row = group * num_heads + head
         row_begin = gl.load(groups_ptr + group * 4)
         num_rows = gl.load(groups_ptr + group * 4 + 1)
@@ -263,7 +266,7 @@ def score_items_sm90_kernel(
             query = (q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, (q_stride_row, q_stride_head))
             counts = (at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS), counts_at)
             put = (peak_ptr, total_ptr, max_rows, stats, scores, counts)
-            meeting = (arrived_ptr + row, chunk, num_chunks, count)
+            meeting = (arrived_ptr, row, chunk, num_chunks, count)
             if BLOCK_M > FEW_ROWS and num_rows * GQA <= FEW_ROWS:
                 # One of few rows in a batch of many.
                 _score_item(
