@@ -77,28 +77,27 @@ def count_keys(
 
 
 @triton.jit
-def _found(few, below, above, other_few, other_below, other_above):
-    """Of two stretches of bins."""
-    return few + other_few, tl.maximum(below, other_below), tl.minimum(above, other_above)
-
-
-@triton.jit
-def _counted(at_least, stride, chunk, num_chunks, need, below, WIDTH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
-    """Of bins that follow each other, or of every so many: the first that `need` tokens or more are in, or in one
-    before it; and how many of all chunks, times 2^32, and of the first `chunk` ones are before it, and are in it or
-    before. `below`: those before all of these bins."""
-    both = tl.zeros([WIDTH], tl.int64)
+def _counted(
+    at_least, stride, chunk, num_chunks, need, above, above_before, WIDTH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr
+):
+    """Of bins that follow each other, or of every so many: which is the first that `need` tokens or more are in, or in
+    one before it; and how many of all chunks are before it, how many of the first `chunk` ones, and how many of either
+    are in it or before. `above`, `above_before`: those before all of these bins."""
+    total = tl.zeros([WIDTH], tl.int32)
+    before = tl.zeros([WIDTH], tl.int32)
     for first in range(0, num_chunks, BLOCK_CHUNKS):
         one = first + tl.arange(0, BLOCK_CHUNKS)[:, None]
         # The launch before has written them, see `load_scores`.
         where = at_least + one * stride + tl.arange(0, WIDTH)[None, :]
-        counts = tl.load(where, mask=one < num_chunks, other=0, cache_modifier=".cg").to(tl.int64)
-        both += tl.sum((counts << 32) + tl.where(one < chunk, counts, 0), axis=0)
-    # Both numbers rise from bin to bin.
-    few = both < (need.to(tl.int64) << 32)
-    none = tl.full([WIDTH], 0x7FFFFFFFFFFFFFFF, tl.int64)
-    bins, upto, above = tl.reduce((few.to(tl.int32), tl.where(few, both, 0), tl.where(few, none, both)), 0, _found)
-    return bins, tl.maximum(below, upto), above
+        counts = tl.load(where, mask=one < num_chunks, other=0, cache_modifier=".cg")
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(one < chunk, counts, 0), axis=0)
+    few = total < need
+    above = tl.maximum(above, tl.max(tl.where(few, total, 0), axis=0))
+    above_before = tl.maximum(above_before, tl.max(tl.where(few, before, 0), axis=0))
+    upto = tl.min(tl.where(few, 2147483647, total), axis=0)
+    upto_before = tl.min(tl.where(few, 2147483647, before), axis=0)
+    return tl.sum(few.to(tl.int32), axis=0), above, above_before, upto, upto_before
 
 
 @triton.jit
@@ -115,7 +114,7 @@ def score_kernel(
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
-    arrived_ptr,  # int64 [num_groups, num_kv_heads, APART], at first 0, then whole meetings
+    arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale, q_stride_row, q_stride_head, raw_stride_group, raw_stride_head, raw_stride_row, raw_stride_candidate,
     max_rows, max_items,
     ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -181,16 +180,6 @@ def score_kernel(
 
 
 @triton.jit
-def _named(candidates, slot_table, place, end, HAS_SLOTS: tl.constexpr):
-    """Which tokens a list names at these places, and their slots: asked for before it is known which are chosen."""
-    token = tl.load(candidates + place, mask=place < end, other=0)
-    slot = token
-    if HAS_SLOTS:
-        slot = tl.load(slot_table + token, mask=place < end, other=0)
-    return token, slot
-
-
-@triton.jit
 def list_kernel(
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     scores_ptr,  # fp32 arena, natural log
@@ -206,8 +195,7 @@ def list_kernel(
 ):  # fmt: skip
     """Program (place, KV head): lists what was selected of the stretches of its items.
 
-    Tables and candidates are read before the launch of scores has ended, which writes none of them; all else after
-    it.
+    Tables are read before the launch of scores has ended, which writes none of them; all else after it.
     """
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
@@ -228,10 +216,6 @@ def list_kernel(
             shift = tl.load(heads_ptr + row * 4 + 2).to(tl.int32)
         begin, end = stretch_of(chunk, num_chunks, count, STRETCH)
         begin, end = tokens_of(begin, end, shift, prefix_len, BLOCKS)
-        if FORM == LISTED:
-            token = begin + tl.arange(0, TILE)
-            # Named before that launch began.
-            named, slot = _named(candidates_ptr + shift, slot_table, token, end, HAS_SLOTS)
         wait_for_the_kernel_before(OVERLAPPED)
 
         # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
@@ -243,13 +227,15 @@ def list_kernel(
         if selected < prefix_len:
             stride = num_heads * (COARSE + NUM_BINS)
             counts = at_least_ptr + ((item - chunk) * num_heads + head) * (COARSE + NUM_BINS)
-            none = tl.zeros([], tl.int64)
-            coarse, below, _ = _counted(counts, stride, chunk, num_chunks, selected, none, COARSE, BLOCK_CHUNKS)
+            coarse, above, above_before, _, _ = _counted(
+                counts, stride, chunk, num_chunks, selected, 0, 0, COARSE, BLOCK_CHUNKS
+            )
             counts += COARSE + coarse * FINE
-            fine, below, upto = _counted(counts, stride, chunk, num_chunks, selected, below, FINE, BLOCK_CHUNKS)
-            above_before = below.to(tl.int32)
+            fine, above, above_before, upto, upto_before = _counted(
+                counts, stride, chunk, num_chunks, selected, above, above_before, FINE, BLOCK_CHUNKS
+            )
             # The last ties are taken. Those that are skipped count below zero.
-            ties_before = upto.to(tl.int32) - above_before - ((upto >> 32).to(tl.int32) - selected)
+            ties_before = upto_before - above_before - (upto - selected)
             threshold = (coarse * FINE + fine) ^ (NUM_BINS - 1)
         positions = positions_ptr + list_begin
         slots = slots_ptr + list_begin
@@ -261,15 +247,11 @@ def list_kernel(
             keys = tl.where(selected < prefix_len, keys, 1)
             listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)
             if FORM == LISTED:
-                token = named
-            elif HAS_SLOTS:
-                slot = tl.load(slot_table + token, mask=chosen, other=0)
+                token = tl.load(candidates_ptr + shift + token, mask=chosen, other=0)
             tl.store(positions + listed, token, mask=chosen)
             if HAS_SLOTS:
+                slot = tl.load(slot_table + token, mask=chosen, other=0)
                 tl.store(slots + listed, slot.to(tl.int32), mask=chosen)
-            if FORM == LISTED:
-                ahead = start + TILE + tl.arange(0, TILE)
-                named, slot = _named(candidates_ptr + shift, slot_table, ahead, end, HAS_SLOTS)
             if start + TILE < end:
                 tile_total = tl.sum(both, axis=0)
                 above_before += tile_total & 65535

@@ -171,4 +171,5 @@ def end_counts(at, NUM_WARPS: gl.constexpr):
     counts = gl.inline_asm_elementwise(
         READ, "=r,r", [bins(4, NUM_WARPS) * 4 + at], dtype=gl.int32, is_pure=False, pack=1
     )
-    return gl.associative_scan(counts, 0, _add)
+    summed = gl.associative_scan(counts, 0, _add)
+    return gl.convert_layout(summed, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))

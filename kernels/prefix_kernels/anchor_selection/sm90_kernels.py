@@ -127,7 +127,7 @@ def _pool_item(
     MMA: gl.constexpr = sizes[7]
     if BLOCK_M < 64:
         # Each warp reads the sums of all chunks of its rows, and asks no other.
-        parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, NUM_WARPS], [1, 0])
+        parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
     else:
         parts: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_M, BLOCK_M // 4], [NUM_WARPS, 1], [1, 0])
     q_smem, _, _, _, _, of_group, _ = query
@@ -153,7 +153,7 @@ def _pool_item(
         if tile + 1 < tiles:
             words = _first_words(codes, sizes)
         barrier()
-    at_least, place = end_counts(counts_at, NUM_WARPS), bins(4, NUM_WARPS)
+    at_least, place = end_counts(counts_at, NUM_WARPS), bins(1, NUM_WARPS)
     gl.store(counts_ptr + COARSE + place, at_least)
     gl.store(counts_ptr + place // FINE, at_least, mask=place % FINE == FINE - 1)
 
@@ -241,10 +241,10 @@ def score_items_sm90_kernel(
     # There is a row of the table for every program, be there an item or not: it is asked for before that is known.
     fields = items_ptr + gl.program_id(0) * ITEM_FIELDS
     num_items = gl.load(fields + ITEM_FIELDS - 1).to(gl.int32)
-    ahead = _item_at(fields)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = ahead
-        ahead = _item_at(items_ptr + gl.minimum(item + gl.num_programs(0), num_items - 1) * ITEM_FIELDS)
+        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(
+            items_ptr + item * ITEM_FIELDS
+        )
         row = group * num_heads + head
         row_begin = gl.load(groups_ptr + group * 4)
         num_rows = gl.load(groups_ptr + group * 4 + 1)
