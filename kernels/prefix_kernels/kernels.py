@@ -36,10 +36,6 @@ READ = tl.constexpr("ld.shared.b32 $0, [$1];")
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 ARRIVALS = tl.constexpr(2**20)
 """What a counter grows by when all have arrived, however many they are."""
-APART = tl.constexpr(16)
-"""int64 from one counter to the next: in a line of a cache of its own, which only those that it is for look at."""
-_LOOK = tl.constexpr("ld.relaxed.gpu.global.b64 $0, [$1];")
-_SEE = tl.constexpr("fence.acq_rel.gpu; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -110,16 +106,15 @@ def end_counts(counts, at, count, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def meet(arrived_ptr, meeting, place, num_programs):
+def meet(arrived_ptr, place, num_programs):
     """Wait until all programs of a meeting are here, and what they wrote can be read.
 
     The counter only grows, by as much at each meeting, so no one has to set it back: the first program adds what the
-    others leave. Who waits looks by plain loads past the first level of caches. Adds of 0 queue up behind each other
-    and before the last arrival: meetings then took 7 us on an H100. Loads that acquire empty that level every time.
+    others leave. One thread looks, by atomic reads: where each looked for itself by `ld.acquire`, selections took
+    longer on an H200 (docs/kernels.md).
 
     Args:
-        arrived_ptr: int64, at first 0, `APART` of them for each meeting.
-        meeting: which one of them.
+        arrived_ptr: int64, at first 0; the meeting's own.
         place: of this program among all, from 0.
         num_programs: that meet. Nobody waits for one program.
     """
@@ -127,13 +122,9 @@ def meet(arrived_ptr, meeting, place, num_programs):
     tl.debug_barrier()
     if num_programs > 1:
         own = tl.where(place == 0, ARRIVALS + 1 - num_programs, 1).to(tl.int64)
-        counter = arrived_ptr + meeting * APART
-        before = tl.atomic_add(counter, own, sem="acq_rel", scope="gpu")
+        before = tl.atomic_add(arrived_ptr, own, sem="acq_rel", scope="gpu")
         target = (before // ARRIVALS + 1) * ARRIVALS
         seen = before + own
         while seen < target:
-            seen = tl.inline_asm_elementwise(
-                _LOOK, "=l,l", [counter.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
-            )
-        tl.inline_asm_elementwise(_SEE, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+            seen = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
         tl.debug_barrier()

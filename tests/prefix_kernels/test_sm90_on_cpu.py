@@ -126,7 +126,7 @@ class Problem:
         # As bytes: some may be no numbers.
         assert all(torch.equal(*(x.view(torch.uint8) for x in both)) for both in zip(kept, as_before, strict=True))
         meetings = arrived[0] - MEETINGS * ARRIVALS.value
-        meetings[HEAD, 0] -= ARRIVALS.value * (self.joined and self.programs > 1)
+        meetings[HEAD] -= ARRIVALS.value * (self.joined and self.programs > 1)
         assert not meetings.any()
         counts = told.pop().transpose(0, 1)
         assert all(bool((tensor[1 - HEAD] == UNTOUCHED).all()) for tensor in (*told, counts))

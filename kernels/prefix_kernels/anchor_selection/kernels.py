@@ -161,7 +161,7 @@ def score_kernel(
                     COMPUTE, PRECISION, ASSEMBLY, FORM,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE == 2:
-                meet(arrived_ptr, row, chunk, num_chunks)
+                meet(arrived_ptr + row, chunk, num_chunks)
             if LAST_PHASE == 2:
                 score_stretch(
                     begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays, first_row, 1, raw_base, scores,

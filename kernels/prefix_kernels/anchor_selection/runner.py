@@ -14,7 +14,7 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import list_kernel, score_kernel
 from prefix_kernels.grouped_attention.config import has_specialized
-from prefix_kernels.kernels import APART, COARSE, NUM_BINS
+from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.launching import (
     block_of,
     check_power_of_2,
@@ -39,6 +39,9 @@ _CHANNELS = (32, 64, 96, 128)
 ITEM_FIELDS = 11
 """int64 fields of an item: group, chunk, the group's number of chunks, prefix_len, tokens that are selected, num_sink,
 recent_begin, slot_start, list_begin, head_stride, number of all items (in every row of the table)."""
+_MOST_ROWS = 2**31
+"""Of codes, that it can number; it looks a few steps ahead."""
+_STEPS_AHEAD = 6
 _ROUNDS = 2
 """Of items, that groups of a batch are cut into at most."""
 _ITEM_TOKENS = 1500
@@ -328,7 +331,7 @@ class AnchorSelection:
 
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._at_least = integers(max_items, heads, COARSE.value + NUM_BINS.value)
-        self._arrived = integers(max_groups, heads, APART.value, dtype=torch.int64)
+        self._arrived = integers(max_groups, heads, dtype=torch.int64)
         self._peak = torch.empty(heads, max_items, self._tables.max_rows, dtype=torch.float32, device=device)
         self._total = torch.empty_like(self._peak)
         self._slots_end = self._scores_end = self._lists_end = 0
@@ -367,6 +370,8 @@ class AnchorSelection:
                 f"expected at most {self.list_entries} entries of lists, and scores at multiples of {ALIGNED}, got "
                 f"{layers} of lists up to {lists_end}; raise the limit"
             )
+        if self.config.specialized:
+            self._check_rows(scored)
         self._tables.plan(scored, layers)
         table = torch.zeros(self._items.shape, dtype=torch.int64)
         every = [replace(group, list_begin=group.list_begin + n * apart) for n in range(count) for group in selected]
@@ -488,6 +493,15 @@ class AnchorSelection:
             "BLOCK_N": self.config.block_n,
             "STRETCH": self.config.stretch,
         }
+
+    def _check_rows(self, scored: Sequence[ScoredGroup]) -> None:
+        """Sm_90's own kernel numbers rows of codes by 32 bits; which tokens are listed is not known here."""
+        end = max((max(of.first_rows) for of in scored), default=0) + self.max_prefix_len
+        if end + _STEPS_AHEAD * self.config.stretch >= _MOST_ROWS:
+            raise ValueError(
+                f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that "
+                "is not specialized"
+            )
 
     def _check_group(self, of: ScoredGroup, group: SelectionGroup) -> None:
         found = (group.prefix_len, group.lists_end(self.shape.num_kv_heads))

@@ -166,7 +166,7 @@ def add_counts(at, bin_, mask):
 
 @gluon.jit
 def end_counts(at, NUM_WARPS: gl.constexpr):
-    """int32 [NUM_BINS], as `bins(4)`: how many are in bin i or a lower one."""
+    """int32 [NUM_BINS], as `bins(1)`: how many are in bin i or a lower one."""
     barrier()
     counts = gl.inline_asm_elementwise(
         READ, "=r,r", [bins(4, NUM_WARPS) * 4 + at], dtype=gl.int32, is_pure=False, pack=1

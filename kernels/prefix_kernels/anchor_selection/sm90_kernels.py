@@ -81,12 +81,14 @@ def _put_scores(pooled, n, end, tile, put):
 def _first_words(codes, sizes: gl.constexpr):
     """Codes of a stretch's first four steps, and what those of the next two are loaded by."""
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, begin, _ = codes
+    _, _, _, begin, _ = codes
     s0, s1 = step_of(codes, begin, sizes), step_of(codes, begin + BLOCK_N, sizes)
     s2, s3 = step_of(codes, begin + 2 * BLOCK_N, sizes), step_of(codes, begin + 3 * BLOCK_N, sizes)
     s4, s5 = step_of(codes, begin + 4 * BLOCK_N, sizes), step_of(codes, begin + 5 * BLOCK_N, sizes)
-    w0, w1 = load_step(codes, s0, sizes), load_step(codes, s1, sizes)
-    w2, w3 = load_step(codes, s2, sizes), load_step(codes, s3, sizes)
+    w0 = load_step(codes, s0, begin, sizes)
+    w1 = load_step(codes, s1, begin + BLOCK_N, sizes)
+    w2 = load_step(codes, s2, begin + 2 * BLOCK_N, sizes)
+    w3 = load_step(codes, s3, begin + 3 * BLOCK_N, sizes)
     return w0, w1, w2, w3, s4, s5
 
 
@@ -97,18 +99,18 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     MMA: gl.constexpr = sizes[7]
-    _, _, begin, end = codes
+    _, _, _, begin, end = codes
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
     w0, w1, w2, w3, s4, s5 = words
     for start in range(begin, end, 2 * BLOCK_N):
         highest = highest_of_columns(product(w0, queries, base, sizes), sizes)
         w0 = w2
-        w2 = load_step(codes, s4, sizes)
+        w2 = load_step(codes, s4, start + 4 * BLOCK_N, sizes)
         s4 = step_of(codes, start + 6 * BLOCK_N, sizes)
         more = highest_of_columns(product(w1, queries, base, sizes), sizes)
         w1 = w3
-        w3 = load_step(codes, s5, sizes)
+        w3 = load_step(codes, s5, start + 5 * BLOCK_N, sizes)
         s5 = step_of(codes, start + 7 * BLOCK_N, sizes)
         highest, place = highest_of_two_steps(highest, more, sizes)
         _put_scores(highest.to(gl.float32) * (unit * LN2), start + place, end, tile, scores)
@@ -165,36 +167,30 @@ def _score_item(
 ):  # fmt: skip
     """The phases of one item, by tiles of the size that its group's rows want."""
     BLOCK_N: gl.constexpr = sizes[2]
-    packed_ptr, listed_ptr, _, _ = codes
     q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides = query
     query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
     peak_ptr, total_ptr, max_rows, stats, scores, counts = put
-    arrived_ptr, row, chunk, num_chunks, count = meeting
+    arrived_ptr, chunk, num_chunks, count = meeting
     put = (peak_ptr, total_ptr, max_rows)
     own = stats + chunk * max_rows
     unit = factor
-    with_sums = num_chunks
-    if SUM_EVERY > 1:
+    if FIRST_PHASE == 1 and SUM_EVERY > 1:
         step = _sum_step(count, SUM_EVERY)
         first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
-        # The last ones may have none.
-        _, longest = _stretch_of(0, num_chunks, _num_summed(count, step), BLOCK_N)
-        with_sums = gl.cdiv(_num_summed(count, step), longest)
-    if FIRST_PHASE == 1 and SUM_EVERY > 1:
-        summed = ((packed_ptr, listed_ptr, 0, count), first, last, step)
+        summed = (codes, first, last, step)
         unit = sum_sample_item(summed, query, put, own, factor, sizes)
     if FIRST_PHASE == 1 and SUM_EVERY == 1:
         unit = sum_item(codes, query, put, own, factor, sizes)
     # The first codes are asked for before the others are waited for.
     words = _first_words(codes, sizes)
     if FIRST_PHASE == 1 and LAST_PHASE > 1:
-        _meet(arrived_ptr, row, chunk, num_chunks)
+        _meet(arrived_ptr, chunk, num_chunks)
     if LAST_PHASE > FIRST_PHASE:
         # All programs of this launch are on the GPU: none waits for one that the next launch keeps away.
         _let_the_next_kernel_come()
     if LAST_PHASE >= 2:
         _pool_item(
-            words, codes, query, put, stats, with_sums, factor, unit, scores, counts, FIRST_PHASE == 2, SUM_EVERY,
+            words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, FIRST_PHASE == 2, SUM_EVERY,
             BLOCK_CHUNKS, sizes,
         )  # fmt: skip
 
@@ -212,7 +208,7 @@ def score_items_sm90_kernel(
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
-    arrived_ptr,  # int64 [num_groups, num_kv_heads, APART], at first 0, then whole meetings
+    arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
@@ -238,9 +234,8 @@ def score_items_sm90_kernel(
         few_smem = gl.allocate_shared_memory(gl.int8, [PIECES, FEW_ROWS, 32], shared)
     counts_at = counts_address()
     factor = sm_scale * LOG2E
-    # There is a row of the table for every program, be there an item or not: it is asked for before that is known.
-    fields = items_ptr + gl.program_id(0) * ITEM_FIELDS
-    num_items = gl.load(fields + ITEM_FIELDS - 1).to(gl.int32)
+    # There is a row of the table for every program, be there an item or not.
+    num_items = gl.load(items_ptr + gl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(gl.int32)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(
             items_ptr + item * ITEM_FIELDS
@@ -249,24 +244,23 @@ def score_items_sm90_kernel(
         row_begin = gl.load(groups_ptr + group * 4)
         num_rows = gl.load(groups_ptr + group * 4 + 1)
         count = gl.load(heads_ptr + row * 4).to(gl.int32)
-        first_row = gl.load(heads_ptr + row * 4 + 1)
+        first_row = gl.load(heads_ptr + row * 4 + 1).to(gl.int32)
         scores = (scores_ptr + gl.load(heads_ptr + row * 4 + 3), num_sink, recent_begin)
         channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
         packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
         scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
-        packed_ptr += first_row * (PIECES * 4)
         listed_ptr = candidates_ptr
         if BY_LIST:
             listed_ptr += gl.load(heads_ptr + row * 4 + 2)
         begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows
         if selected < prefix_len:
-            codes = (packed_ptr, listed_ptr, begin, end)
+            codes = (packed_ptr, first_row, listed_ptr, begin, end)
             of_group = (row_begin, num_rows, head)
             query = (q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, (q_stride_row, q_stride_head))
             counts = (at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS), counts_at)
             put = (peak_ptr, total_ptr, max_rows, stats, scores, counts)
-            meeting = (arrived_ptr, row, chunk, num_chunks, count)
+            meeting = (arrived_ptr + row, chunk, num_chunks, count)
             if BLOCK_M > FEW_ROWS and num_rows * GQA <= FEW_ROWS:
                 # One of few rows in a batch of many.
                 _score_item(

@@ -119,52 +119,51 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _candidates(codes, n, sizes: gl.constexpr):
-    """Which tokens are the candidates at places n; past the end the last one."""
+def _rows(codes, n, sizes: gl.constexpr):
+    """Of the codes: of the candidates at places n."""
     BY_LIST: gl.constexpr = sizes[8]
-    _, listed_ptr, _, end = codes
-    n = gl.minimum(n, end - 1)
+    _, first_row, listed_ptr, _, _ = codes
     if BY_LIST:
         n = gl.load(listed_ptr + n)
-    return n
+    return first_row + n
 
 
 @gluon.jit
 def step_of(codes, start, sizes: gl.constexpr):
-    """What `load_step` is told of the step from `start` on. Of a list's tokens it is asked for a turn before, as a code
-    is looked for where its token says."""
+    """Of a list, where the codes of the step from `start` on are: asked for a turn before these."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     BY_LIST: gl.constexpr = sizes[8]
-    step = start
+    _, _, _, _, end = codes
+    rows = 0
     if BY_LIST:
-        step = _candidates(codes, start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), sizes)
-    return step
+        rows = _rows(codes, gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1), sizes)
+    return rows
 
 
 @gluon.jit
-def load_step(codes, step, sizes: gl.constexpr):
-    """A step's codes, see `load_rows`."""
+def load_step(codes, rows, start, sizes: gl.constexpr):
+    """Codes of the step from `start` on, whose `step_of` is there. Past the end the last candidate's are read again."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     BY_LIST: gl.constexpr = sizes[8]
+    packed_ptr, first_row, _, _, end = codes
     if not BY_LIST:
-        step = _candidates(codes, step + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), sizes)
-    return load_rows(codes, step, sizes)
+        rows = gl.minimum(first_row + start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), first_row + end - 1)
+    return load_rows(packed_ptr, rows, sizes)
 
 
 @gluon.jit
 def load_words(codes, start, sizes: gl.constexpr):
     """Codes of the step from `start` on, asked for at once."""
-    return load_step(codes, step_of(codes, start, sizes), sizes)
+    return load_step(codes, step_of(codes, start, sizes), start, sizes)
 
 
 @gluon.jit
-def load_rows(codes, n, sizes: gl.constexpr):
-    """Codes of tokens [BLOCK_N]: of every piece 4 words of 32 bits a token."""
+def load_rows(packed_ptr, n, sizes: gl.constexpr):
+    """Codes of rows [BLOCK_N]: of every piece 4 words of 32 bits a row."""
     PIECES: gl.constexpr = sizes[3]
     LAYOUT: gl.constexpr = sizes[6]
-    packed_ptr, _, _, _ = codes
     ptrs = packed_ptr + n.to(gl.int64)[:, None] * (PIECES * 4) + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
     w0 = gl.load(ptrs)
     w1, w2, w3 = w0, w0, w0
@@ -313,7 +312,7 @@ def _highest(words, queries, start, end, sizes: gl.constexpr):
 def _sum_steps(words, ahead, codes, queries, unit, reference, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: sums of all steps of a stretch, of which the first two are there."""
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, begin, end = codes
+    _, _, _, begin, end = codes
     total = reference * 0.0
     whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
     # Two steps a turn, each into the registers that it came from: nothing is moved.
@@ -339,7 +338,7 @@ def _sum_stretch(words, ahead, codes, q_smem, unit, sizes: gl.constexpr):
     summed again.
     """
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, begin, end = codes
+    _, _, _, begin, end = codes
     queries = right_sides(q_smem, sizes)
     peak = _highest(words, queries, begin, end, sizes)
     total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
@@ -360,8 +359,9 @@ def _summed_words(summed, start, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     codes, _, end, step = summed
+    packed_ptr, _, _, _, _ = codes
     place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
-    return load_rows(codes, _candidates(codes, _summed_candidate(place, step), sizes), sizes)
+    return load_rows(packed_ptr, _rows(codes, _summed_candidate(place, step), sizes), sizes)
 
 
 @gluon.jit
@@ -443,7 +443,7 @@ def sum_item(codes, query, put, own, factor, sizes: gl.constexpr):
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, begin, _ = codes
+    _, _, _, begin, _ = codes
     q_smem, _, _, _, _, of_group, _ = query
     _, num_rows, _ = of_group
     unit = factor

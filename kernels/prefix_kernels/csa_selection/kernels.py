@@ -267,7 +267,7 @@ def score_kernel(
     scores_ptr,  # fp32 arena, natural log, written
     items_ptr,  # int64 [max_items, ITEM_FIELDS], see `anchor_selection.runner`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
-    arrived_ptr,  # int64 [max_groups, num_kv_heads, APART], at first 0, then whole meetings
+    arrived_ptr,  # int64 [max_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale, max_rows, max_items, max_chunks,
     GROUP_FIELDS: tl.constexpr, ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, SUBSPACES: tl.constexpr,
     BLOCK_B: tl.constexpr, CENTROIDS: tl.constexpr, ENTRIES: tl.constexpr, BITS: tl.constexpr, FLAG: tl.constexpr,
@@ -300,7 +300,7 @@ def score_kernel(
                     max_rows, max_chunks, SUBSPACES, BLOCK_B, CENTROIDS, ENTRIES, BITS, FLAG, 0, BLOCK_CHUNKS,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE == 2:
-                meet(arrived_ptr, row, chunk, num_chunks)
+                meet(arrived_ptr + row, chunk, num_chunks)
             if LAST_PHASE == 2:
                 _score_rows(
                     begin, end, chunk, num_chunks, arrays, list_len, num_blocks, first_row, num_rows, head, num_heads,

@@ -16,7 +16,7 @@ from prefix_kernels.anchor_selection.kernels import list_kernel
 from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, ScoredTokens, arguments_of, make_items, stretches_of
 from prefix_kernels.csa_scores import BLOCK_POSITIONS
 from prefix_kernels.csa_selection.kernels import STEP_POSITIONS, pick_kernel, score_kernel
-from prefix_kernels.kernels import APART, COARSE, NUM_BINS
+from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.launching import block_of, check_power_of_2, launch, programs_at_once, send, shared_registers
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
@@ -229,7 +229,7 @@ class CsaSelection:
         self._scratch = integers(self.programs_of_a_head * heads if interpreted else 1, STEP_POSITIONS)
         self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
         self._at_least = integers(max_items, heads, COARSE.value + NUM_BINS.value)
-        self._arrived = integers(max_groups, heads, APART.value, dtype=torch.int64)
+        self._arrived = integers(max_groups, heads, dtype=torch.int64)
         self._peak, self._total = (numbers(heads, max_items, self._max_rows) for _ in range(2))
         self._num_members = self._most_rows = self._slots_end = self._scores_end = self._lists_end = 0
         self.plan((), ())
