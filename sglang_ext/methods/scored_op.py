@@ -142,8 +142,11 @@ class ScoredOp(ScoringOp):
         """What serves batches of that size, and the requests of its batches, at most."""
         on_gpu, most = self._device.type == "cuda", self._sizes.max_batch
         capability = torch.cuda.get_device_capability(self._device) if on_gpu else (9, 0)
-        own = {"capability": capability, "specialized": self._specialized}
-        config, highest = (default_config(self.shape, n, **own) for n in (size, most))
+
+        def serves(requests: int) -> AnchorConfig:
+            return default_config(self.shape, requests, capability, specialized=self._specialized)
+
+        config, highest = serves(size), serves(most)
         # A lower tile than the highest holds all rows of its batches.
         return config, most if config.block_m == highest.block_m else config.block_m // self.shape.gqa
 

@@ -155,7 +155,9 @@ def default_config(
     if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
         block_n = 256 if block_m <= 16 else 128 if block_m <= 32 else 64
-        return AnchorConfig(block_m, block_n, 4, 3, 2, specialized=True)
+        # A list of one request or two is too short for more: each program reads what all of them counted.
+        programs = 1 if block_m == 8 and shape.form is CandidateForm.LISTED else 2
+        return AnchorConfig(block_m, block_n, 4, 3, programs, specialized=True)
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16

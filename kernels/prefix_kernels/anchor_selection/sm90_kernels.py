@@ -9,7 +9,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_kernels.anchor_selection.kernels import item_at
 from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
     add_counts,
     barrier,
@@ -23,7 +22,6 @@ from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
 from prefix_kernels.anchor_selection.sm90_product_kernels import (
     FEW_ROWS,
     load_step,
-    load_words,
     product,
     put_queries,
     right_sides,
@@ -44,7 +42,6 @@ _num_summed = gluon.jit(num_summed.fn)
 _stretch_of = gluon.jit(stretch_of.fn)
 _ordered_keys = gluon.jit(ordered_keys.fn)
 _meet = gluon.jit(meet.fn)
-_item_at = gluon.jit(item_at.fn)
 
 
 @gluon.jit
@@ -128,7 +125,6 @@ def _pool_item(
     NUM_WARPS: gl.constexpr = sizes[4]
     MMA: gl.constexpr = sizes[7]
     if BLOCK_M < 64:
-        # Each warp reads the sums of all chunks of its rows, and asks no other.
         parts: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [NUM_WARPS, 1], [1, 0])
     else:
         parts: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_M, BLOCK_M // 4], [NUM_WARPS, 1], [1, 0])
@@ -237,9 +233,14 @@ def score_items_sm90_kernel(
     # There is a row of the table for every program, be there an item or not.
     num_items = gl.load(items_ptr + gl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(gl.int32)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        group, chunk, num_chunks, prefix_len, selected, num_sink, recent_begin = _item_at(
-            items_ptr + item * ITEM_FIELDS
-        )
+        fields = items_ptr + item * ITEM_FIELDS
+        group = gl.load(fields)
+        chunk = gl.load(fields + 1).to(gl.int32)
+        num_chunks = gl.load(fields + 2).to(gl.int32)
+        prefix_len = gl.load(fields + 3).to(gl.int32)
+        selected = gl.load(fields + 4).to(gl.int32)
+        num_sink = gl.load(fields + 5).to(gl.int32)
+        recent_begin = gl.load(fields + 6).to(gl.int32)
         row = group * num_heads + head
         row_begin = gl.load(groups_ptr + group * 4)
         num_rows = gl.load(groups_ptr + group * 4 + 1)
