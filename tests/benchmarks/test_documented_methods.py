@@ -86,15 +86,15 @@ def test_the_documented_times_of_candidates_ahead() -> None:
         case = "two_level" if named.startswith("blocks") else "two_level_tokens"
         runs = [(run, f"{case}_{part}") for part in ("ahead", "behind") for run in ("ahead", "ahead-before")]
         assert [one.split(", ") for one in shown] == [said(*run) for run in runs]
-    alone = said("ahead", "token_index")
-    assert f"The token index alone takes {alone[0]}, {alone[1]} and {alone[2]} there" in prose("kernels")
+    alone = said("ahead-before", "token_index")
+    assert f"The token index alone took {alone[0]}, {alone[1]} and {alone[2]} before" in prose("kernels")
     blocks, tokens = (
         [us["ahead", f"{case}_ahead", size] + us["ahead", f"{case}_behind", size] for size in (1, 8, 32)]
         for case in ("two_level", "two_level_tokens")
     )
-    in_line = [us["ahead", "token_index", size] for size in (1, 8, 32)]
-    assert all(one < other for one, other in zip(blocks, in_line, strict=True))
-    assert [one > 1.03 * other for one, other in zip(tokens, in_line, strict=True)] == [False, True, True]
+    in_line = [us["ahead-before", "token_index", size] for size in (1, 8, 32)]
+    assert all(one < other - 4.4 for one, other in zip(blocks, in_line, strict=True))
+    assert all(one > other for one, other in zip(tokens, in_line, strict=True))
 
 
 def test_the_documented_search_of_launch_parameters() -> None:
