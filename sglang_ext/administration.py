@@ -21,6 +21,7 @@ from prefix_index import (
     IndexStore,
     IndexStoreError,
     InvalidPayload,
+    canonical_digest,
     namespace_digest,
     printable,
     printable_values,
@@ -31,6 +32,7 @@ from sglang_ext.config import ConfigError, check_ranges
 from sglang_ext.decode.costs import MARGIN
 from sglang_ext.decode.quality import Standing
 from sglang_ext.methods.profile import Profile, ProfileError, decode_profile
+from sglang_ext.options import DecodePath
 from sglang_ext.prefill.builder import covered_tokens
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.explanation import MOST_PROBLEMS
@@ -130,6 +132,38 @@ def _refusal(name: str, error: Exception) -> Answer:
 # -- what is asked -------------------------------------------------------------------------------------------
 
 
+def summary(runtime: SparseRuntime) -> str:
+    """One line for people, at the start: what is on, and what is not and why."""
+    config, planner, shared = runtime.config, runtime.planner, "read once, exactly"
+    if planner.refusal is not None:
+        shared = f"left to SGLang ({planner.refusal})"
+    elif planner.cascade is None:
+        shared = "each request's own (share_prefixes is off, on a CPU unless it is set)"
+    if planner.uses_indexes:
+        store = f"store {runtime.directory.address}: {runtime.directory.summary()}"
+        given = "5% of the KV pool" if config.index_gpu_bytes is None else "index_gpu_bytes"
+        most = f"at most {runtime.index_bytes:,} bytes in memory ({given})"
+        model = canonical_digest(runtime.model)[:8]  # as `sglang-ext index ls` and `du` begin it
+        indexes = f"{config.method}, build {config.build.value}, {most}, model {model}, {store}"
+    elif config.decode_path is DecodePath.CASCADE:
+        indexes = (
+            "off (decode_path is cascade, as it also is where no store is named, the default one is empty and "
+            'nothing builds: name one with --sparse-attn-store, or set "build": "shared")'
+        )
+    else:
+        indexes = "off (decode_path is stock)" if config.decode_path is DecodePath.STOCK else "off (see above)"
+    return f"shared prefixes: {shared}; indexes: {indexes}; {_guard_summary(runtime)}"
+
+
+def _guard_summary(runtime: SparseRuntime) -> str:
+    config = runtime.config
+    if runtime.planner.guard is None:
+        return "quality guard: off"
+    trial = ", indexes begin on trial (no profile)" if runtime.trial else ""
+    bound = "only measures" if config.quality_slo is None else f"bound {config.quality_slo:g}"
+    return f"quality guard: one step in {config.guard_every}, {bound}{trial}"
+
+
 def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     """What is on, and what it did. Waits for all ranks."""
     state = runtime.snapshot()  # a collective: before anything that may fail on one rank
@@ -143,7 +177,7 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     selects = planner.refusal or runtime.ready.stale or (off if runtime.ready.off else None)
     selects = selects or (None if planner.uses_indexes else "not configured: see the log")
     return {
-        "summary": runtime.summary(),
+        "summary": summary(runtime),
         "shared_prefixes": {"on": exact is None, "why_not": exact},
         "indexes": {"on": selects is None, "why_not": selects},
         "budget": _budget_of(runtime),

@@ -164,6 +164,27 @@ def _check_ahead(config: SparseAttnConfig) -> None:
         raise _fail("search_period 1 with select_ahead", config.search_period, "Remove one of them.")
 
 
+def _check_offload(config: SparseAttnConfig) -> None:
+    """A positive size of each, and nothing beside it that reads a prefix's slots on the device."""
+    offload = config.offload
+    if offload is None:
+        return
+    for name in msgspec.structs.fields(offload):
+        value = getattr(offload, name.name)
+        if isinstance(value, int) and value < PAGE_TOKENS:
+            raise _fail(f"offload.{name.name} to be {PAGE_TOKENS} or more", value, f"Change {name.name!r}.")
+    if config.exactness is Exactness.VERIFY:
+        raise _fail("exactness selected with offload", config.exactness.value, "Remove one of them.")
+    if config.build not in (Build.OFF, Build.SHARED):
+        todo = "Remove one of them: a job prefills each prompt in full."
+        raise _fail("build off or shared with offload", config.build.value, todo)
+    if config.decode_path in (DecodePath.STOCK, DecodePath.CASCADE):
+        todo = "Remove one of them: only prefixes with an index are offloaded."
+        raise _fail("decode_path auto or sparse with offload", config.decode_path.value, todo)
+    if config.trace_folder is not None:
+        raise _fail("trace_folder null with offload", config.trace_folder, "Remove one of them.")
+
+
 def _check_exactness(config: SparseAttnConfig) -> None:
     """What reads the steps of a request one by one knows nothing of drafts."""
     if config.exactness is not Exactness.VERIFY:
@@ -227,6 +248,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     _check_methods(config)
     _check_suffix_part(config)
     _check_ahead(config)
+    _check_offload(config)
     _check_exactness(config)
     _check_access(config)
     _check_remote(config)

@@ -28,6 +28,7 @@ REASONS = (
     "unsupported_layer",
     "unsupported_mode",
     "no_room",
+    "offloaded",
     "by_request",
     "by_operator",
 )
@@ -38,6 +39,11 @@ PATHS = ("sparse", "cascade", "dense")
 TIERS = ("dram", "disk", "remote")
 """Where the bytes of an index are read from: a service's folder in DRAM, the store's folder, a remote store."""
 
+OFFLOAD = (
+    *("copied", "evicted", "failed", "loaded", "load_failed", "saved", "save_failed"),
+    *("translated", "short", "page_size", "too_long", "host_full"),
+)
+"""Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
 _DAMAGES = ("bytes", "content")
 _PLACES = ("device", "store")
 EVICTED = ("evicted", "evicted_bytes", "evicted_seconds")
@@ -101,6 +107,7 @@ METRICS = (
     Metric("guard_tokens", "Next tokens compared with exact attention's, those alike.", "part", ("compared", "agreed")),
     Metric("guard_recall", "Attention mass recall, mean of the indexes.", "layer", gauge=True),
     Metric("guard_output_error", "Relative output error, mean of the indexes.", "layer", gauge=True),
+    Metric("offload", "Host memory: what became of prefixes, requests served, why not copied.", "event", OFFLOAD),
     Metric("device_bytes", "Device bytes of indexes.", gauge=True),
     Metric("store_indexes", "Usable indexes in the store.", gauge=True),
     Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),

@@ -54,6 +54,28 @@ KV_PER_INDEX_BYTE = 20
 """Bytes of the KV pool for each byte of indexes, where `index_gpu_bytes` is not given."""
 
 
+class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `offload` says: KV of indexed prefixes in host memory.
+
+    Attributes:
+        host_bytes: host memory for it, taken at the start; pinned on CUDA.
+        min_tokens: shorter prefixes stay on the device.
+        staging_tokens: rows behind SGLang's KV pool, in which a piece of a prefix is attended exactly.
+        resident_tokens: rows behind those, in pages of 16, that hold what steps select: of a layer and KV head, for
+            all prefixes of a batch. A step that can select tokens of more pages attends exactly.
+        folder: where their KV is kept on disk, too: a server that starts anew serves them without a prefill. None:
+            nowhere.
+        folder_bytes: of its files, at most; what was used longest ago leaves. None: no limit.
+    """
+
+    host_bytes: int
+    min_tokens: int = 8192
+    staging_tokens: int = 2048
+    resident_tokens: int = 32768
+    folder: str | None = None
+    folder_bytes: int | None = None
+
+
 class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings behind `--sparse-attn-config`. All lengths are tokens, all sizes bytes.
 
@@ -76,6 +98,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         select_ahead: whether a step's anchor layers select among candidates that the step before named, by its queries,
             for all layers at once. Of `two_level` only, with `search_period` 1. A step whose groups changed names its
             own.
+        offload: KV of indexed prefixes in host memory, as an object: `host_bytes`, and, where the defaults are not
+            right, `min_tokens` (8192), `staging_tokens` (2048), `resident_tokens` (32768), `folder` and `folder_bytes`
+            (null). null: off. See docs/offload.md.
         suffix_dense_tokens: of a request's suffix behind an indexed prefix the last so many, or half of them, are
             attended in full; the others are selected from, by the rules of a prefix. null: all in full. Of
             `token_index` only.
@@ -142,6 +167,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     draft_tokens: int = 4
     search_period: int = 1
     select_ahead: bool = False
+    offload: Offload | None = None
     suffix_dense_tokens: int | None = None
     suffix_index_bytes: int = 1 << 30
     max_keep_ratio: float = 1.0

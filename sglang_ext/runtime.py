@@ -16,18 +16,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from prefix_index import IndexEntry, canonical_digest
+from prefix_index import IndexEntry
 from sglang_ext.config import Settings
 from sglang_ext.decode.drafts import DraftLengths
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.trace import StepTrace
-from sglang_ext.decode.types import StepPath
+from sglang_ext.decode.types import HostPrefix, StepPath
 from sglang_ext.methods import method_specs
-from sglang_ext.methods.layer_plan import heads_of_rank
+from sglang_ext.methods.layer_plan import LayerPlan, heads_of_rank
 from sglang_ext.methods.profile import Profile
 from sglang_ext.metrics import EVICTED, Counters, Exporter, Figures
 from sglang_ext.model_view import ModelView
-from sglang_ext.options import Build, DecodePath
+from sglang_ext.offload.attention import StagedStep
+from sglang_ext.offload.offloading import Offloading
+from sglang_ext.options import Build
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.captures import PrefillCaptures
@@ -50,10 +52,14 @@ class Step:
     Attributes:
         planned: of a decode step that is attended here.
         chunks: of what is recorded.
+        staged: of a step with rows whose prefix lies in host memory, that is attended exactly.
+        virtual: whether it has such rows: nothing but what was planned may attend them.
     """
 
     planned: PlannedStep | None = None
     chunks: Sequence[Chunk] = ()
+    staged: StagedStep | None = None
+    virtual: bool = False
 
 
 class SparseRuntime:
@@ -64,13 +70,16 @@ class SparseRuntime:
         loaded_profile: in force; None without one.
         took: how the last decode step was attended here; None: it was not.
         index_hits: requests that found an index, by its digest.
+        offload: prefixes in host memory; None: there are none.
         index_bytes: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool says.
+        trial: whether an index serves only after the guard has compared it.
 
     Args:
         settings: checked settings.
         view: the target model runner.
         prometheus: export counters.
         ranks: of the tensor-parallel group; None: this process is the only one.
+        offloading: makes what keeps prefixes in host memory, of the layer plan; None: nothing does.
 
     Raises:
         IndexStoreError: the store cannot be used, or its service does not answer.
@@ -80,7 +89,13 @@ class SparseRuntime:
     """
 
     def __init__(
-        self, settings: Settings, view: ModelView, *, prometheus: bool = False, ranks: Ranks | None = None
+        self,
+        settings: Settings,
+        view: ModelView,
+        *,
+        prometheus: bool = False,
+        ranks: Ranks | None = None,
+        offloading: Callable[[LayerPlan], Offloading] | None = None,
     ) -> None:
         config, profile = settings.config, settings.profile
         self.config = self.started = config
@@ -101,8 +116,14 @@ class SparseRuntime:
         spec, limit = method_specs(config)[config.method], config.index_bytes(view.kv_bytes)
         self.index_bytes = limit
         self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
-        self._trial = trial = config.build is Build.SHARED and profile is None
-        self.planner = DecodePlanner(config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial)
+        self.trial = trial = config.build is Build.SHARED and profile is None
+        self.offload = None if offloading is None else offloading(plan)
+        host = None if self.offload is None else self.offload.host_kv(spec.most_pages)
+        self.planner = DecodePlanner(
+            config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
+        )
+        if self.offload is not None and self.planner.sparse is not None:
+            self.offload.swap = self.planner.sparse.swap
         guard = self.planner.guard
         guarded = guard.records if guard is not None else None
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
@@ -201,9 +222,13 @@ class SparseRuntime:
         guard = self.planner.guard
         return guard is not None and self.ranks.size == 1 and guard.records.blocks(entry.digest)
 
-    def slot_taken(self, request: Hashable) -> Attachment | None:
+    def slot_taken(self, request: Hashable, *, offloaded: bool = False) -> Attachment | None:
         """A request has a slot: until it gives it back it holds its index, and its prefill may be recorded. One that
         waits holds nothing: it may be aborted, and nobody says so. Called at each chunk of a prefill; the first counts.
+
+        Args:
+            request: SGLang's request object.
+            offloaded: whether it has virtual slots, which no build may read.
 
         Returns:
             What is known of it; None where it was not admitted.
@@ -220,7 +245,7 @@ class SparseRuntime:
             self._forget_capture(rid)
         if attachment.entry is not None and attachment.reason is None:
             attachment.index = self.residency.acquire(attachment.entry, retry=False)
-        if self.builds is not None and admission is not None and not twins:
+        if self.builds is not None and admission is not None and not twins and not offloaded:
             self.builds.admit(replace(admission, again=attachment.runs_again))
         return attachment
 
@@ -241,6 +266,8 @@ class SparseRuntime:
         if self.builds is not None:
             self.builds.close()
             self.builds = None
+        if self.offload is not None:
+            self.offload.drop(forever=True)
 
     def slot_freed(self, request: Hashable, row: int, *, finished: bool, tokens: int = 0) -> None:
         """A request gives its slot back, and with it all that it held; its index is built if it was recorded.
@@ -251,6 +278,8 @@ class SparseRuntime:
             finished: finished or aborted; False for a retraction, after which it waits, and will be prefilled again.
             tokens: that it was answered; one without any is not counted among those that ended.
         """
+        if self.offload is not None:
+            self.offload.slot_freed(row)
         attachment = self.requests.of(request)
         if attachment is None:
             return
@@ -286,21 +315,30 @@ class SparseRuntime:
     def step(self, forward_batch: Any) -> Iterator[None]:
         """Around one forward of the target model: plan a decode batch, arm the recorder for a prefill."""
         mode = forward_batch.forward_mode
+        staged = None
         if mode.is_decode():
             if self.planner.drafts is None:
                 self._settle(forward_batch.rids)
-            planned = self._planned(forward_batch)
+            if self.offload is not None and forward_batch.rids:
+                self.offload.decoding(forward_batch, [self.requests.get(rid) for rid in forward_batch.rids])
+            hosts = [] if self.offload is None else self.offload.hosts(forward_batch)
+            planned = self._planned(forward_batch, hosts)
+            if self.offload is not None and hosts and planned is None:
+                self.planner.offloaded(forward_batch.rids or ())
+                staged = self.offload.begin(forward_batch)
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
             self.counters.begin_step(
                 "dense" if planned is None else planned.path.counted, timed=planned is None or planned.guarded is None
             )
             builds = self.builds if self.planner.drafts is None else None
-            self._step = Step(planned, () if builds is None else builds.decode(forward_batch))
+            chunks = () if builds is None else builds.decode(forward_batch)
+            self._step = Step(planned, chunks, staged, virtual=bool(hosts))
             self.took = self.path
         else:
             self.counters.begin_step(None)
-            if self.builds is not None and mode.is_extend():
-                self._step = Step(None, self.builds.prefill(forward_batch))
+            staged = None if self.offload is None else self.offload.begin(forward_batch)
+            builds = self.builds if mode.is_extend() else None
+            self._step = Step(None, () if builds is None else builds.prefill(forward_batch), staged)
         guard = self.planner.guard if mode.is_decode() else None
         try:
             if guard is not None:
@@ -308,6 +346,8 @@ class SparseRuntime:
             yield
             if guard is not None:
                 guard.ran()
+            if self.offload is not None and staged is not None:
+                self.offload.ended(staged)
             if self._trace is not None:
                 sparse = self.planner.sparse
                 self._trace.note(forward_batch, self.path, sparse.copies if sparse is not None else None)
@@ -389,9 +429,9 @@ class SparseRuntime:
         self.planner.refuse(why)
         self._looks_up = False
 
-    def _planned(self, forward_batch: Any) -> PlannedStep | None:
+    def _planned(self, forward_batch: Any, hosts: Sequence[HostPrefix | None]) -> PlannedStep | None:
         try:
-            return self.planner.prepare(forward_batch, self.ready.usable)
+            return self.planner.prepare(forward_batch, self.ready.usable, hosts)
         except Exception as error:
             self._step_failed(forward_batch.rids, error)
             return None
@@ -453,7 +493,12 @@ class SparseRuntime:
         step = self._step
         if step.chunks and self.builds is not None:
             self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
-        if step.planned is None or not forward_batch.forward_mode.is_decode():
+        if (step.staged is not None or step.virtual) and refusal is not None:
+            raise RuntimeError(
+                f"offload: expected layer {layer.layer_id} to be attended from host memory; it has {refusal}. Remove "
+                "offload from --sparse-attn-config"
+            )
+        if step.staged is None and (step.planned is None or not forward_batch.forward_mode.is_decode()):
             return None
         if refusal is not None:
             self._refuse(f"layer {layer.layer_id} has {refusal}")
@@ -464,56 +509,32 @@ class SparseRuntime:
             k, v = (x.view(x.shape[0], self.view.num_kv_heads, -1) for x in (k, v))
             self.view.write_kv(layer, forward_batch, k, v)
         heads = q.reshape(q.shape[0], self.view.num_qo_heads, -1)
+        if step.staged is not None:
+            assert self.offload is not None
+            return self.offload.attend(step.staged, heads, layer.layer_id, float(layer.scaling)).flatten(1)
+        assert step.planned is not None
         kv, scale = self.view.kv(layer.layer_id), float(layer.scaling)
         try:
             return step.planned.run(heads, kv, layer.layer_id, scale).flatten(1)
         except Exception as error:
-            if self.view.decode_graphs and step.planned.guarded is None:
-                raise  # a graph is being captured: the start fails
+            if step.virtual or (self.view.decode_graphs and step.planned.guarded is None):
+                raise  # no one else may attend it; or a graph is being captured: the start fails
             self._step_failed(forward_batch.rids, error)
             self._step = Step(None, step.chunks)
             return None
 
     @property
-    def guarded(self) -> bool:
-        """Whether the running forward attends twice: no graph holds that."""
-        return self._step.planned is not None and self._step.planned.guarded is not None
+    def eager(self) -> bool:
+        """Whether no graph holds the running forward: it attends twice, or by what lies in host memory."""
+        step = self._step
+        return step.staged is not None or (step.planned is not None and step.planned.guarded is not None)
 
     @property
     def planned(self) -> bool:
-        """Whether the running forward is a decode step that is attended here."""
-        return self._step.planned is not None
+        """Whether the running forward is attended here."""
+        return self._step.planned is not None or self._step.staged is not None
 
     # -- what others see -----------------------------------------------------------------------------------
-
-    def summary(self) -> str:
-        """One line for people, at the start: what is on, and what is not and why."""
-        config, shared = self.config, "read once, exactly"
-        if self.planner.refusal is not None:
-            shared = f"left to SGLang ({self.planner.refusal})"
-        elif self.planner.cascade is None:
-            shared = "each request's own (share_prefixes is off, on a CPU unless it is set)"
-        if self.planner.uses_indexes:
-            store = f"store {self.directory.address}: {self.directory.summary()}"
-            given = "5% of the KV pool" if config.index_gpu_bytes is None else "index_gpu_bytes"
-            most = f"at most {self.index_bytes:,} bytes in memory ({given})"
-            model = canonical_digest(self.model)[:8]  # as `sglang-ext index ls` and `du` begin it
-            indexes = f"{config.method}, build {config.build.value}, {most}, model {model}, {store}"
-        elif config.decode_path is DecodePath.CASCADE:
-            indexes = (
-                "off (decode_path is cascade, as it also is where no store is named, the default one is empty and "
-                'nothing builds: name one with --sparse-attn-store, or set "build": "shared")'
-            )
-        else:
-            indexes = "off (decode_path is stock)" if config.decode_path is DecodePath.STOCK else "off (see above)"
-        return f"shared prefixes: {shared}; indexes: {indexes}; {self._guard_summary()}"
-
-    def _guard_summary(self) -> str:
-        if self.planner.guard is None:
-            return "quality guard: off"
-        trial = ", indexes begin on trial (no profile)" if self._trial else ""
-        bound = "only measures" if self.config.quality_slo is None else f"bound {self.config.quality_slo:g}"
-        return f"quality guard: one step in {self.config.guard_every}, {bound}{trial}"
 
     def figures(self) -> Figures:
         """What is exported, by metric; in any thread."""
@@ -522,6 +543,7 @@ class SparseRuntime:
             **self.counters.figures(),
             **self.residency.figures(),
             **({} if builds is None else builds.figures()),
+            **({} if self.offload is None else self.offload.figures()),
             **{
                 name: {"device": device, "store": store}
                 for name, device, store in zip(EVICTED, self.residency.evicted, self.store.evicted, strict=True)
@@ -550,6 +572,7 @@ class SparseRuntime:
             "metrics": self.figures(),
             **held,
             "requests": len(self.requests),
+            "offload": None if self.offload is None else self.offload.snapshot(),
         }
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp, op_maker
 from sglang_ext.decode.sparse import SparseDecode
+from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
 from sglang_ext.methods import make_selector
 from sglang_ext.methods.base import IndexSpec, LayerProfile
@@ -91,6 +92,7 @@ class Server:
         *,
         kernels: bool = True,
         spec: IndexSpec = SPEC,
+        host: HostKV | None = None,
         **changes: Any,
     ) -> None:
         gen = torch.Generator().manual_seed(0)
@@ -102,6 +104,7 @@ class Server:
             pool = torch.randn(2, size * SLOTS, KV_HEADS, dim, generator=gen)
             k_cache, v_cache = (one.div(by).to(device, kv_dtype) for one, by in zip(pool, scales, strict=True))
             self.caches.append(PagedKV(k_cache, v_cache, *scales))
+        self.pools = self.caches
         self.table = torch.zeros(max_batch + 4, size * WIDTH, dtype=torch.int32, device=device)
         self.free = torch.randperm(size * SLOTS, generator=gen).int()
         self.config = config_from_dict({**CONFIG, "method": spec.method, "layer_plan": ROLES, **changes})
@@ -132,6 +135,7 @@ class Server:
             arena_size=size * 8192,
             max_prefix_len=size * 512,
             device=device,
+            host=host,
         )
         self.oracle = Oracle(self.config, selector, self.plan)
         self.path: StepPath | None = None
@@ -170,6 +174,10 @@ class Server:
         self.suffix.pop(serial, None)
         for of in (self.rows, self.lens, self.index):
             del of[serial]
+
+    def slots_of(self, serial: int, begin: int, end: int) -> torch.Tensor:
+        """Where the oracle finds a stretch of a request's tokens."""
+        return self.table[self.rows[serial], begin:end].long()
 
     def own_indexes(self, serials: list[int], rows: torch.Tensor) -> list[SuffixIndex | None]:
         """As a step of the server makes them; all that are wanted."""
@@ -245,7 +253,7 @@ class Server:
         starts = [0] * len(serials)
         for number, (prefix, index) in enumerate(zip(plan.selects.prefixes, plan.indexes, strict=True)):
             begin, end = prefix.begin, prefix.begin + prefix.length
-            own = self.table[batch.req_pool_indices[prefix.rows[0]], begin:end].long()
+            own = self.slots_of(serials[prefix.rows[0]], begin, end)
             ahead = self.config.select_ahead and self.path is StepPath.KEPT
             before = dict(self.before[number].asked) if ahead else {}
             self.groups.append(OracleGroup(index, own, list(prefix.rows), kept=self.kept(number), before=before))
@@ -256,7 +264,7 @@ class Server:
         for layer, kv in enumerate(self.caches):
             q = torch.randn(len(serials) + padded, KV_HEADS * GQA, self.dim, generator=self.gen)
             q, sm_scale = (2 * q).to(self.device, self.dtype), self.dim**-0.5
-            out = self.sparse.run(q, kv, layer, sm_scale)
+            out = self.sparse.run(q, self.pools[layer], layer, sm_scale)
             if self.dtype is not torch.float32 and layer in self.anchors:
                 self.take_lists(q[: len(serials)], layer, sm_scale)
             wanted = self.oracle.run(q[: len(serials)], kv, self.groups, owned, layer, sm_scale)

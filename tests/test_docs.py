@@ -69,7 +69,8 @@ def test_the_cpu_table_is_what_the_cpu_plugin_hooks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         HookRegistry, "register", lambda target, hook, kind: hooked.append((target, kind.value.lower()))
     )
-    monkeypatch.setenv("SGLANG_EXT_CPU_SHORT_EXTEND", "1")
+    for name in ("SGLANG_EXT_CPU_SHORT_EXTEND", "SGLANG_EXT_CPU_POISON"):
+        monkeypatch.setenv(name, "1")
     cpu.register()
     documented = [
         (row[0].strip("`"), row[1])

@@ -96,6 +96,11 @@ class PagedKV:
         rows = rows_of(self.k_cache[:, heads], slots).to(dtype)
         return rows if self.k_scale == 1 else rows.mul_(self.k_scale)
 
+    def values(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of all KV heads, as `keys`: [count, num_kv_heads, v_head_dim], new memory."""
+        rows = rows_of(self.v_cache, slots).to(dtype)
+        return rows if self.v_scale == 1 else rows.mul_(self.v_scale)
+
 
 def rows_of(buffer: Tensor, index: Tensor) -> Tensor:
     """`buffer.index_select(0, index)`, of fp8 too: not every release of torch gathers that on every device."""

@@ -137,6 +137,12 @@ def no_copies(_original: Callable[..., Any], pool: Any, *_args: Any) -> None:
     pool._kv_copy_config = None
 
 
+def poison_padding(_result: None, pool: Any, *_args: Any) -> None:
+    """Behind `MHATokenToKVPool._create_buffers_normal`: whatever reads the padding page says so."""
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[: pool.page_size].fill_(float("nan"))
+
+
 def assign_slots(
     _original: Callable[..., Any], rows: Any, table: Any, begins: Any, ends: Any, slots: Any, _size: int
 ) -> None:
@@ -162,6 +168,8 @@ def register() -> None:
     HookRegistry.register(assign, assign_slots, HookType.AROUND)
     pool = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
     HookRegistry.register(f"{pool}._init_kv_copy_and_warmup", no_copies, HookType.AROUND)
+    if os.environ.get("SGLANG_EXT_CPU_POISON") == "1":
+        HookRegistry.register(f"{pool}._create_buffers_normal", poison_padding, HookType.AFTER)
     if os.environ.get("SGLANG_EXT_CPU_SHORT_EXTEND") == "1":
         backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         HookRegistry.register(f"{backend}._run_sdpa_forward_extend", extend_new_rows, HookType.AROUND)

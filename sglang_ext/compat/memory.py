@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_ext.compat.server_args import settings_of
+from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.decode.buffers import KEPT_BYTES
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
-from sglang_ext.options import KV_PER_INDEX_BYTE, Build, DecodePath, SparseAttnConfig
+from sglang_ext.options import KV_PER_INDEX_BYTE, Build, DecodePath, Offload, SparseAttnConfig
+from sglang_ext.profiles import layer_plan_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,35 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
     return False
 
 
+def offload_bytes(settings: Settings, configurator: Any) -> int:
+    """Device bytes of offload's rows behind the KV pool, for a server without tensor parallelism: those of all layers,
+    and of layers that attend all what the host has, too.
+    """
+    offload = settings.config.offload
+    if offload is None:
+        return 0
+    model_config = configurator.model_config
+    layers, heads = int(model_config.num_hidden_layers), int(model_config.num_key_value_heads)
+    sizes: Any = SimpleNamespace(num_layers=layers, num_kv_heads=heads)
+    plan = layer_plan_of_rank(settings.config.layer_plan, settings.profile, sizes)
+    widths = int(model_config.head_dim) + int(getattr(model_config, "v_head_dim", None) or model_config.head_dim)
+    per_layer = heads * widths * int(model_config.dtype.itemsize)
+    rows = offload.staging_tokens + offload.resident_tokens
+    return rows * layers * per_layer + len(plan.dense_layers) * offload.host_bytes // layers
+
+
+_offload: Offload | None = None
+"""What asks for rows behind the KV pool in this process."""
+
+
+def offload_rows(page_size: int) -> tuple[int, int]:
+    """Rows for staging, and for residents, as whole pages of SGLang's and of ours."""
+    unit = math.lcm(page_size, PAGE_TOKENS)
+    tokens = (0, 0) if _offload is None else (_offload.staging_tokens, _offload.resident_tokens)
+    staging, residents = (-(-one // unit) * unit for one in tokens)
+    return staging, residents
+
+
 _kv_bytes = 0
 """What SGLang sizes the KV pool of this process's target model from."""
 
@@ -78,16 +111,18 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     Raises:
         ValueError: nothing would be left; as SGLang does where the weights leave nothing.
     """
-    global _kv_bytes
+    global _kv_bytes, _offload
     settings = None if configurator.is_draft_worker else settings_of(configurator.server_args)
     if settings is None:
         return result
     _kv_bytes = result
+    _offload = settings.config.offload
     if configurator.device != "cuda":
         return result
     args = configurator.server_args
     off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
-    promised = promised_bytes(settings.config, result, graphs=not off)
+    behind = offload_bytes(settings, configurator)
+    promised = behind + promised_bytes(settings.config, result - behind, graphs=not off)
     if promised >= result:
         config = settings.config
         given = {} if config.index_gpu_bytes is None else {"index_gpu_bytes": config.index_gpu_bytes}

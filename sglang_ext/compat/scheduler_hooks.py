@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any
 
 from prefix_index import printable_values
-from sglang_ext.compat import administration, lossless, tensor_parallel
+from sglang_ext.administration import summary
+from sglang_ext.compat import administration, lossless, offload, tensor_parallel
+from sglang_ext.compat.host_pool import offloading
+from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.metrics import Counters
-from sglang_ext.options import Build
+from sglang_ext.options import Build, PrefetchPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         unsupported(runner.server_args),
         lossless.refusal(runner.server_args, settings.config, decode_graphs=view.decode_graphs),
         tensor_parallel.refusal(runner.server_args, settings.config),
+        offload.refusal(runner.server_args, settings.config),
+        offload.graph_refusal(runner.device, settings.config),
         refusal(wrapped),
         view.refusal(),
         graph_refusal(runner.device, settings.config.build),
@@ -64,13 +69,16 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     # One rank exports: all count the same requests.
     prometheus = bool(getattr(runner.server_args, "enable_metrics", False)) and view.tp_rank == 0
     ranks = tensor_parallel.ranks_of(view.tp_rank, view.tp_size)
-    _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks)
+    options = settings.config.offload
+    waits = settings.config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
+    make = None if options is None else partial(offloading, runner, view, options, waits=waits)
+    _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks, offloading=make)
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream
 
         observe_residual_stream(runner.model, _runtime.observe)
     logging.getLogger(_DECODE_LINES).addFilter(_Shares(_runtime.counters))
-    logger.info("sparse attention: on %s; %s", type(wrapped).__name__, _runtime.summary())
+    logger.info("sparse attention: on %s; %s", type(wrapped).__name__, summary(_runtime))
     return adopt(wrapped, _runtime, view.layer_refusal)
 
 
@@ -173,14 +181,48 @@ def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
     if _runtime is None:
         return
     match = tree_cache.match_prefix
+    offloaded = None
+    if _runtime.offload is not None:
+        if message := offload.tree_refusal(tree_cache):
+            raise RuntimeError(message)
+        offloaded = OffloadedTree(tree_cache, _runtime.offload, _runtime.requests.of)
+        offloaded.install()
 
     def observed_match_prefix(params: Any) -> Any:
         if params.req is not None:
             _admit(params.req, params.key)
+            if offloaded is not None:
+                return offloaded.match(match, params)
         return match(params)
 
     tree_cache.match_prefix = observed_match_prefix
     _cache_observed = True
+
+
+def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill."""
+    offload = None if _runtime is None else _runtime.offload
+    if _runtime is None or offload is None:
+        return original(scheduler, *args, **kwargs)
+    waiting = scheduler.waiting_queue
+    for req in waiting:
+        _admit(req, _key_of(req))
+    held = offload.before_batch((req, _runtime.requests.of(req)) for req in waiting)
+    if not held:
+        return original(scheduler, *args, **kwargs)
+    scheduler.waiting_queue = [req for req in waiting if all(req is not one for one in held)]
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        scheduler.waiting_queue = [*held, *scheduler.waiting_queue]
+
+
+def _key_of(req: Any) -> Any:
+    """As SGLang will look a waiting request up."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    salt = {"cache_salt": req.cache_salt} if "cache_salt" in RadixKey.__slots__ else {}
+    return RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key, **salt)
 
 
 def namespace_of(key: Any) -> dict[str, str | None]:
@@ -211,6 +253,7 @@ def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
         (getattr(req, "lora_id", None) is not None, "a LoRA request"),
         (getattr(req, "multimodal_inputs", None) is not None, "a multimodal request"),
         (embeds is not None, "a request with its own embeddings"),
+        ((getattr(req.sampling_params, "beam_width", None) or 1) > 1, "a beam search request"),
         (bool(getattr(key, "is_bigram", False)), "a bigram prefix key (speculative decoding)"),
         (bool(getattr(getattr(req, "session", None), "streaming", False)), "a streaming session's request"),
     )
@@ -264,9 +307,9 @@ def next_tokens(runner: Any, output: Any) -> Any:
 
 
 def after_can_run_graph(can: Any, runner: Any, _forward_batch: Any) -> Any:
-    """No graph holds a step that is attended twice."""
-    guarded = _runtime is not None and _runtime.view.runner is runner.model_runner and _runtime.guarded
-    return False if guarded else can
+    """No graph holds a step that is attended twice, or by what lies in host memory."""
+    eager = _runtime is not None and _runtime.view.runner is runner.model_runner and _runtime.eager
+    return False if eager else can
 
 
 def around_update_finish_state(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
@@ -297,11 +340,9 @@ def before_req_to_token_free(pool: Any, req: Any) -> None:
 
     if _runtime is None or not isinstance(req, Req):
         return  # a streaming session gives back a slot that is no request's
-    kv = getattr(req, "kv", None)
-    row = getattr(kv, "req_pool_idx", None)
-    if row is None:
-        row = req.req_pool_idx
-    _runtime.slot_freed(req, int(row), finished=req.finished(), tokens=len(req.output_ids))
+    row = row_of(req)
+    assert row is not None
+    _runtime.slot_freed(req, row, finished=req.finished(), tokens=len(req.output_ids))
 
 
 def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence[Any]) -> None:
@@ -311,8 +352,9 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
     for req in reqs if _runtime is not None and _rows is not None else ():
         if not isinstance(req, Req):
             continue
+        offloaded = _runtime.offload is not None and _runtime.offload.slot_taken(req, row_of(req))
         try:
-            attachment = _runtime.slot_taken(req)
+            attachment = _runtime.slot_taken(req, offloaded=offloaded)
         except Exception:  # one request must not end the server
             logger.exception("sparse attention: request %s stays dense", req.rid)
             attachment = _runtime.requests.of(req)

@@ -13,7 +13,7 @@ from types import AsyncGeneratorType, FunctionType, NoneType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_ext import logs
-from sglang_ext.compat import administration, lossless_algorithm, memory, response, server_args
+from sglang_ext.compat import administration, host_pool, lossless_algorithm, memory, response, server_args
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.seam import Seam, declare, here
 
@@ -56,6 +56,7 @@ SEAMS: tuple[Seam, ...] = (
         ("pre_model_load_memory",),
         {"": int},
     ),
+    Seam(f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers", _AROUND, host_pool.around_create_buffers, ()),
     Seam(
         f"{_MEMORY}.registry.create_tree_cache",
         _AFTER,
@@ -116,6 +117,7 @@ SEAMS: tuple[Seam, ...] = (
         ("recv_req",),
         {"internal_state": dict},
     ),
+    Seam(f"{_SCHEDULER}.get_new_batch_prefill", _AROUND, hooks.around_get_new_batch_prefill, ("running_batch",)),
     Seam(f"{_SCHEDULER}.handle_dumper_control", _AROUND, hooks.around_dumper_control, ("recv_req",)),
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from prefix_index import printable
-from sglang_ext.compat import administration, lossless, tensor_parallel
+from sglang_ext.compat import administration, lossless, offload, tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.config import ENV_CONFIG, ConfigError, Settings, enabled_by_env, make_settings, settings_from_env
 from sglang_ext.profiles import local_folder
@@ -139,6 +139,7 @@ def after_check_server_args(_result: None, record: Any) -> None:
 
     message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
     message = message or lossless.refusal(record, settings.config, decode_graphs=False)  # its process knows of these
+    message = message or offload.refusal(record, settings.config)
     message = message or checkpoint.model_refusal(record, settings)
     if message:
         refuse(message)

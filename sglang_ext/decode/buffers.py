@@ -141,10 +141,13 @@ class StepBuffers:
 
     def copy_prefixes(self, layout: StepLayout, batch: DecodeBatch) -> None:
         """Copy the groups' slots out of the rows of their first members: at the begin of a layout, and in each step as
-        long as they may change.
+        long as they may change. A prefix in host memory has those of the layers that attend all.
         """
         if layout.prefixes:
             self._copy(batch, self._prefix_lists[: len(layout.prefixes)], self._prefix_counts)
+        for prefix, begin in zip(layout.prefixes, layout.begins, strict=True):
+            if prefix.host is not None and prefix.host.dense_slots is not None:
+                self.arena[begin : begin + prefix.length] = prefix.host.dense_slots
 
     def refresh(self, batch: DecodeBatch) -> None:
         """Copy each request's own list as it is in this step."""

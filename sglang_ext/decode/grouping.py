@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.slot_lists import common_slots
-from sglang_ext.decode.types import DecodeBatch, Index, PrefixGroup
+from sglang_ext.decode.types import DecodeBatch, HostPrefix, Index, PrefixGroup
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixIndex
 
@@ -282,28 +282,35 @@ class StepGroups:
         self._prefixes, self._number_of = prefixes, number_of
 
     def of(
-        self, serials: Sequence[int | None], indexes: Sequence[ResidentIndex | None]
+        self,
+        serials: Sequence[int | None],
+        indexes: Sequence[ResidentIndex | None],
+        hosts: Sequence[HostPrefix | None] = (),
     ) -> list[tuple[PrefixGroup, ResidentIndex]]:
-        """Rows that have one index and, as was shown, one set of slots of its prefix; in the order of first rows.
+        """Rows that have one index and, as was shown, one set of slots of its prefix, or one prefix in host memory; in
+        the order of first rows.
 
         Args:
             serials: per batch row; None for a row that shares nothing.
             indexes: per batch row, that it may use; None: it attends all of its prefix.
+            hosts: as of `DecodeBatch`.
         """
-        of_index: dict[int, list[int]] = {}
+        of_index: dict[tuple[int, HostPrefix | None], list[int]] = {}
         found: dict[int, ResidentIndex] = {}
         for row, (serial, index) in enumerate(zip(serials, indexes, strict=True)):
             if index is None or serial is None:
                 continue
             number = self._number_of(index)
-            of_index.setdefault(number, []).append(row)
+            of_index.setdefault((number, hosts[row] if hosts else None), []).append(row)
             found[number] = index
         groups = []
-        for number, rows in of_index.items():
+        for (number, host), rows in of_index.items():
             length = found[number].prefix_len
-            for same in self._prefixes.on_same_slots(rows, serials, length):
+            # Of prefixes in host memory no slot says which one it is.
+            apart = self._prefixes.on_same_slots(rows, serials, length) if host is None else [rows]
+            for same in apart:
                 key = (number, *((serials[row], self._settled(serials[row])) for row in same))
-                groups.append((PrefixGroup(key, tuple(same), length), found[number]))
+                groups.append((PrefixGroup(key, tuple(same), length, host=host), found[number]))
         return sorted(groups, key=lambda group: group[0].rows)
 
     def suffixes(

@@ -276,6 +276,11 @@ class QualityGuard:
         return self._now.guarded
 
     @property
+    def tries(self) -> bool:
+        """Whether an index that this step may use is on trial."""
+        return bool(self._now.trial)
+
+    @property
     def must(self) -> bool:
         """Whether the step that has begun may not be served unless it is guarded: an index of it is on trial."""
         return self._now.waits

@@ -23,7 +23,8 @@ from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.guard import GuardedStep, QualityGuard
 from sglang_ext.decode.select_op import graph_refusal, op_maker
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
-from sglang_ext.decode.types import DecodeBatch, StepPath
+from sglang_ext.decode.swap import HostKV
+from sglang_ext.decode.types import DecodeBatch, HostPrefix, StepPath
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
@@ -104,6 +105,7 @@ class DecodePlanner:
         layer_plan: role of each layer.
         ranks: of this process.
         trial: whether an index serves only after the guard has compared it.
+        host: KV of prefixes in host memory; None: there are none.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class DecodePlanner:
         ranks: Ranks | None = None,
         *,
         trial: bool = False,
+        host: HostKV | None = None,
     ) -> None:
         ranks = ranks or Ranks()
         self.forced = config.decode_path is DecodePath.SPARSE or not view.decode_graphs
@@ -159,7 +162,7 @@ class DecodePlanner:
             graphs = view.decode_graphs
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
         if config.decode_path is not DecodePath.CASCADE:
-            self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks)
+            self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks, host)
         if self.sparse is not None and config.guard_every and self.drafts is None:
             exact = self.cascade or CascadeDecode(shape, self._tracker, self._room(arena_size), view.device)
             backends = self.sparse, exact, self._tracker.max_batch, view.device
@@ -180,6 +183,7 @@ class DecodePlanner:
         arena_size: int,
         costs: dict[int, StepCosts],
         ranks: Ranks,
+        host: HostKV | None,
     ) -> SparseDecode | None:
         """What attends by indexes; None, and a warning, where decode graphs cannot hold it or its spec."""
         view, graphs = self._view, self._view.decode_graphs
@@ -200,6 +204,7 @@ class DecodePlanner:
                     captured=graphs,
                     beside=self.cascade.attentions if self.cascade is not None else None,
                     ranks=ranks,
+                    host=host,
                 )
             except ValueError as error:
                 message = str(error)
@@ -240,14 +245,24 @@ class DecodePlanner:
         if self.sparse is not None:
             self.sparse.skip()
 
+    def offloaded(self, rids: Sequence[str]) -> None:
+        """A decode step with rows whose prefix lies in host memory is none of `prepare`: all rows attend exactly."""
+        for attachment in map(self._requests.get, rids):
+            if attachment is not None:
+                attachment.count(attachment.reason or "offloaded", self._counters)
+
     # -- a step --------------------------------------------------------------------------------------------
 
-    def prepare(self, forward_batch: Any, usable: Usable) -> PlannedStep | None:
+    def prepare(
+        self, forward_batch: Any, usable: Usable, hosts: Sequence[HostPrefix | None] = ()
+    ) -> PlannedStep | None:
         """How this decode step is attended here; everything that its layers need is then in place. None: not here.
 
         Args:
             forward_batch: SGLang's, of a decode step.
             usable: the ready index of a request, if it has one.
+            hosts: as of `DecodeBatch`. With one of them the step is attended by indexes here, whatever that costs, and
+                is none that the guard compares; None: whoever knows such prefixes attends it.
         """
         if self.guard is not None:
             self.guard.collect()
@@ -256,7 +271,7 @@ class DecodePlanner:
             self.step_elsewhere()
             return None
         attachments = [self._requests.get(rid) for rid in rids]
-        step = self._prepare(forward_batch, attachments, usable)
+        step = self._prepare(forward_batch, attachments, usable, hosts)
         if step is None or step.backend is not self.sparse:
             self._counters.count_step(0, len(rids), 0)
         self._counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
@@ -285,6 +300,7 @@ class DecodePlanner:
         forward_batch: Any,
         attachments: Sequence[Attachment | None],
         usable: Usable,
+        hosts: Sequence[HostPrefix | None],
     ) -> PlannedStep | None:
         batch = self._batch(forward_batch, attachments)
         if batch is None or self.refusal is not None:
@@ -298,15 +314,18 @@ class DecodePlanner:
         if self.paused:
             self.step_elsewhere()
             return None
-        ready = self._admitted(ready, attachments)
-        exact = self.cascade.plan(batch) if self.cascade is not None else None
+        hosted = any(host is not None for host in hosts)
+        ready = self._admitted(ready, attachments, hosted=hosted)
+        batch = replace(batch, hosts=hosts)
+        exact = self.cascade.plan(batch) if self.cascade is not None and not hosted else None
         if self.sparse is not None and any(ready):
             batch = self._with_indexes(batch, attachments, ready)
             plan = self.sparse.plan(batch)
             cost = None if plan is None else self.sparse.cost_us(plan)
-            if plan is not None and self._pays(cost, exact):
+            if plan is not None and (hosted or self._pays(cost, exact)):
                 path = self.sparse.begin(plan, batch)
-                guarded = self.guard.begin(plan, batch) if self.guard is not None and path is not None else None
+                compares = self.guard is not None and path is not None and not hosted
+                guarded = self.guard.begin(plan, batch) if self.guard is not None and compares else None
                 for row in chain.from_iterable(guarded.rows.values()) if guarded is not None else ():
                     if (one := attachments[row]) is not None:
                         one.steps.guarded += 1
@@ -344,12 +363,16 @@ class DecodePlanner:
         return PlannedStep(self.cascade, path)
 
     def _admitted(
-        self, ready: list[ResidentIndex | None], attachments: Sequence[Attachment | None]
+        self, ready: list[ResidentIndex | None], attachments: Sequence[Attachment | None], *, hosted: bool
     ) -> list[ResidentIndex | None]:
-        """Ready indexes that rows may use in this step; the guard keeps some on trial away, which is counted."""
+        """Ready indexes that rows may use in this step; the guard keeps some on trial away, which is counted. With a
+        prefix in host memory it compares nothing, so that one on trial keeps all away.
+        """
         if self.guard is None or not any(ready):
             return ready
         admitted = self.guard.admitted(ready, [None if one is None else one.serial for one in attachments])
+        if hosted and self.guard.tries:
+            admitted = [None for _ in ready]
         waits = [True if one is not index else None for one, index in zip(ready, admitted, strict=True)]
         self._count_fallback("quality_guard", attachments, waits)
         return admitted

@@ -38,8 +38,9 @@ from sglang_ext.decode.buffers import (
 from sglang_ext.decode.costs import Line, Lines, StepCosts, measure_us, numbers_of_groups
 from sglang_ext.decode.grouping import SlotTracker, StepGroups
 from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, selection_group
+from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.trace import SelectionCopies
-from sglang_ext.decode.types import DecodeBatch, GroupRead, Index, PrefixGroup, StepPath
+from sglang_ext.decode.types import DecodeBatch, GroupRead, HostPrefix, Index, PrefixGroup, StepPath
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import ResidentIndex
@@ -125,6 +126,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         captured: whether decode steps replay graphs.
         beside: of exact steps, whose scratch serves here, too.
         ranks: of this process: the slowest one's costs count.
+        host: KV of prefixes in host memory; None: there are none.
 
     Raises:
         ListsTooLargeError: no room to keep what a search finds.
@@ -145,6 +147,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         captured: bool = False,
         beside: Attentions | None = None,
         ranks: Ranks | None = None,
+        host: HostKV | None = None,
     ) -> None:
         self._ranks = ranks or Ranks()
         self._config, self._layer_plan, self._device = config, layer_plan, device
@@ -162,6 +165,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         entries = list_entries(max_groups, copies, heads, self.width, LIST_BYTES if captured else KEPT_BYTES)
         self._buffers = StepBuffers(batch, heads, arena_size, device, reserved_counts=max_groups, num_sets=sets)
         self._lists = AnchorLists(layer_plan, self._buffers, entries, device)
+        self.swap = None if host is None else SwapIn(host, layer_plan, heads, max_groups, entries, device)
         most = max(_ROOM, max_prefix_len + PAGE_TOKENS) if captured else arena_size
         self._room = min(arena_size, most, max_groups * (max_prefix_len + PAGE_TOKENS))
         self._max_prefix_len = max_prefix_len
@@ -219,12 +223,12 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
     def plan(self, batch: DecodeBatch) -> SparsePlan | None:
         """A batch's groups, by index and slots, as far as there is room; None without one."""
-        found = self._groups.of(batch.serials, batch.indexes) if batch.indexes else []
+        found = self._groups.of(batch.serials, batch.indexes, batch.hosts) if batch.indexes else []
         size = len(batch.serials)
         if not found or not self._whole.fits(size):
             return None
         groups = self._fitting(found)
-        if not groups:
+        if not groups or not self._swaps(groups, batch.hosts):
             return None
         # A row whose prefix is in no group attends all; so only others' suffixes are selected from.
         grouped = {row for prefix, _ in groups for row in prefix.rows}
@@ -303,6 +307,19 @@ class SparseDecode(DecodeBackend[SparsePlan]):
                 taken.append(one)
         return [one for one in groups if one in kept]
 
+    def _swaps(self, groups: Sequence[tuple[PrefixGroup, Index]], hosts: Sequence[HostPrefix | None]) -> bool:
+        """Whether all rows whose prefix lies in host memory can be attended in one step."""
+        hosted = [one for one in groups if one[0].host is not None]
+        if not hosted or self.swap is None:
+            return not any(host is not None for host in hosts)
+        rows = {row for prefix, _ in hosted for row in prefix.rows}
+        if any(host is not None and row not in rows for row, host in enumerate(hosts)):
+            return False
+        dense = any(role.mode is LayerMode.DENSE for role in self._layer_plan.layers) and not self.swap.dense_elsewhere
+        if dense and any(host is not None and host.dense_slots is None for host in hosts):
+            return False
+        return self.swap.fits([selection_group(self._config, one[0].length, self._budget(*one)) for one in hosted])
+
     def _entries_of(self, prefix: PrefixGroup, index: Index) -> int:
         return self._shape.num_kv_heads * list_stride(self._budget(prefix, index))
 
@@ -352,6 +369,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         chosen = self._packed([(prefix.length, budget, begin) for prefix, begin, budget in groups])
         if before is None or selects != before.selects:
             self.op.plan(kernels.size, rows, chosen, indexes)
+            if self.swap is not None:
+                self.swap.plan(chosen, [prefix.host for prefix in layout.prefixes])
         if self.copies is not None:
             self.copies.places = chosen
         whole = [Segment(prefix.rows, prefix.length, list_begin=begin) for prefix, begin, _ in groups]
@@ -380,13 +399,19 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if mode is LayerMode.DENSE:
             kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
             return out
-        if mode is LayerMode.ANCHOR and (self._turns.searches or self._ahead is not None):
+        selects = self._turns.searches or self._ahead is not None
+        if mode is LayerMode.ANCHOR and selects:
             select = self.op.run if self._turns.searches or self._ahead is None else self._ahead.run_behind
             select(kernels.size, q, sm_scale, arena, layer, lists)
             if self.copies is not None:
                 self.copies.copy(layer, q)
+        swap = self.swap if selects else None
+        if swap is not None:
+            swap.before(layer, lists, kv)
         slots = lists.slots
         kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=head_map, head_slots=slots)
+        if swap is not None:
+            swap.behind(layer)
         if self._ahead is not None and mode is LayerMode.ANCHOR:
             self._look_ahead(kernels.size, q, layer, sm_scale)
         return out
@@ -430,6 +455,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
     def _clear(self, kernels: _Kernels) -> None:
         self.op.plan(kernels.size, (), (), ())
+        if self.swap is not None:
+            self.swap.plan((), ())
         kernels.whole.plan()
         kernels.selected.plan()
         self._planned = None
@@ -495,7 +522,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
-        return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self.lse.nbytes
+        swap = 0 if self.swap is None else self.swap.nbytes
+        return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self.lse.nbytes + swap
 
 
 class SearchTurns:

@@ -31,6 +31,20 @@ class StepPath(str, Enum):
         return "cascade" if self is StepPath.CASCADE else "sparse"
 
 
+@dataclass(frozen=True, eq=False)
+class HostPrefix:
+    """A prefix whose KV lies in host memory: the first entries of its rows of the table name no slots of it.
+
+    Attributes:
+        pages: [prefix_len / PAGE_TOKENS] int64 on the host, pages of the host's pool; whoever decodes holds them.
+        dense_slots: [prefix_len] int32 on the device, where layers that attend all have it in their pools; None: in
+            none.
+    """
+
+    pages: Tensor
+    dense_slots: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class DecodeBatch:
     """One decode step, as SGLang describes it, and which indexes its rows may use.
@@ -45,6 +59,8 @@ class DecodeBatch:
             where no row has one.
         suffix: per row, the index of its suffix tokens behind that, with the arrays of all layers; None: these are
             attended in full. Empty where no row has one.
+        hosts: per row, its prefix in host memory, as long as its index says; None: all its slots are real. Empty where
+            no row has one.
     """
 
     serials: Sequence[int | None]
@@ -54,6 +70,7 @@ class DecodeBatch:
     device_seq_lens: Tensor
     indexes: Sequence[ResidentIndex | None] = ()
     suffix: Sequence[SuffixIndex | None] = ()
+    hosts: Sequence[HostPrefix | None] = ()
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,12 +86,14 @@ class PrefixGroup(NamedTuple):
         rows: batch rows, ascending.
         length: tokens.
         begin: position of the first one.
+        host: where its KV lies; None: at its slots.
     """
 
     key: Hashable
     rows: tuple[int, ...]
     length: int
     begin: int = 0
+    host: HostPrefix | None = None
 
     @property
     def saved(self) -> int:

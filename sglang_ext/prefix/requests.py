@@ -76,6 +76,7 @@ class Attachment:
         suffix: index of its suffix tokens; None where all of them are attended in full.
         prompt_len: tokens of its own prompt.
         steps: which way its decode steps went.
+        offload_refusal: why its prefix is not copied to host memory, in a word; None where it is, or may be.
         drafts: tokens that lossless decode drafted for it, and how many of them exact steps said, too.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request, in this order.
@@ -90,6 +91,7 @@ class Attachment:
     suffix: SuffixIndex | None = None
     prompt_len: int = 0
     steps: StepLog = field(default_factory=StepLog)
+    offload_refusal: str | None = None
     drafts: tuple[int, ...] = (0, 0)
     serial: int = field(default_factory=_serials.__next__)
     reported: list[str] = field(default_factory=list)

@@ -82,10 +82,13 @@ def request(rid: str) -> Any:
 class Heard:
     """Stands where the runtime does; requests are told apart by their ids."""
 
+    offload = None
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def slot_taken(self, req: Any) -> None:
+    def slot_taken(self, req: Any, *, offloaded: bool) -> None:
+        assert not offloaded
         self.calls.append(["taken", req.rid])
 
     def slot_freed(self, req: Any, row: int, *, finished: bool, tokens: int) -> None:

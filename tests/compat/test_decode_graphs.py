@@ -178,7 +178,7 @@ def test_between_two_forwards_of_a_step_nobody_is_told_that_its_inputs_may_chang
 def test_a_guarded_step_is_not_replayed(hooked: Any, ours: bool, guarded: bool, can: bool) -> None:
     model = object()
     runtime = Runtime(model, largest=32)
-    runtime.guarded = guarded
+    runtime.eager = guarded
     assert hooked(runtime).after_can_run_graph(True, _graph_runner(model if ours else object()), None) is can
     assert hooked(runtime).after_can_run_graph(False, _graph_runner(model), None) is False
     assert hooked(None).after_can_run_graph(True, _graph_runner(model), None) is True

@@ -15,7 +15,7 @@ import pytest
 import torch
 from triton import knobs
 
-from prefix_kernels import PagedKV
+from prefix_kernels import PagedKV, launching
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.kernels import list_kernel
 from prefix_kernels.anchor_selection.runner import ScoredTokens
@@ -26,7 +26,9 @@ from prefix_kernels.grouped_attention import default_config as default_attention
 from prefix_kernels.launching import Launch, launch, recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
+from prefix_kernels.residents import Mode, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
+from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import CandidateForm, new_lists
 from prefix_kernels.union_selection import UnionSelection
 from tests.prefix_kernels.compiling import compiled
@@ -127,6 +129,19 @@ def compared_lists() -> None:
     common_slots(*slot_lists(), 3, torch.zeros(8, dtype=torch.int32), implementation="triton")
 
 
+def swapped_in(
+    mode: Mode, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, groups: int = 64, kv_heads: int = KV_HEADS
+) -> None:
+    """A step of the layer that selects, then the copy of one that reuses its selection."""
+    shape, device = ResidentShape(2, kv_heads, 4096, 8, 64, mode), torch.device("cpu")
+    residents = Residents(shape, groups, 64, device, implementation="triton")
+    residents.plan([ResidentGroup(0, SelectionGroup(48, 8, head_stride=8))])
+    cache = torch.zeros(64 + 16 * 4096, kv_heads, dim, dtype=dtype)
+    lists, kv = new_lists(64, (8, kv_heads), device, with_slots=True), PagedKV(cache, cache)
+    residents.run(0, torch.zeros(64, dtype=torch.int32), lists, kv, kv)
+    residents.fetch(0, kv, kv, torch.zeros(kv_heads, dtype=torch.int32))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 1 request": lambda: prefix(1),
     "prefix_attention of 8 requests": lambda: prefix(8),
@@ -180,6 +195,10 @@ CASES: dict[str, Callable[[], None]] = {
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
     "common_slots": compared_lists,
+    "residents": lambda: swapped_in(Mode.EXACT),
+    "residents one step behind": lambda: swapped_in(Mode.LAGGED),
+    "residents of one group and KV head": lambda: swapped_in(Mode.EXACT, torch.float16, 64, 1, 1),
+    "residents with heads of 96 in fp32": lambda: swapped_in(Mode.EXACT, torch.float32, 96),
 }
 NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
@@ -210,6 +229,7 @@ SPILLED = {
     "selection by lists of centroids": 120,
     "selection by lists of centroids in four launches": 64,
     "selection by lists of many centroids": 240,
+    "residents with heads of 96 in fp32": 8,
 }
 
 
@@ -252,7 +272,10 @@ def _marks(case: str, capability: int) -> Any:
     ("case", "capability"),
     [pytest.param(c, sm, marks=_marks(c, sm)) for c in CASES for sm in (80, 90) if (c, sm) not in NOT_FOR],
 )
-def test_kernels_compile_without_spilling(case: str, capability: int, tmp_path: Path) -> None:
+def test_kernels_compile_without_spilling(
+    case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_can_overlap", lambda: capability >= 90)
     for one in launches(case):
         kernel = compiled(one, capability)
         assert f".target sm_{capability}" in kernel.asm["ptx"]
@@ -329,6 +352,18 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
             assert not (wait and re.search(r"(st|red|atom)\.global", before))
             assert ptx.count("atom.global.gpu.acq_rel") == meetings * one.options.get("launch_cooperative_grid", 0)
         assert ("griddepcontrol.launch_dependents" in found[0][1]) == case.startswith("specialized selection")
+
+
+def test_pages_are_copied_by_16_bytes_behind_the_launch_that_gives_them_cells() -> None:
+    look_up, *copies = launches("residents")
+    assert "griddepcontrol.launch_dependents" in compiled(look_up, 90).asm["ptx"]
+    for one in copies:
+        before, wait, behind = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
+        assert one.options["launch_pdl"]
+        assert wait
+        assert not re.search(_GLOBAL, before)
+        # Keys and values of 16 rows of 256 bytes by 128 threads.
+        assert behind.count("ld.global.cg.v4.b32") == behind.count("st.global.v4.b32") == 4
 
 
 def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -> None:

@@ -112,7 +112,18 @@ def own_store(built: Prebuilt, tmp_path: Path) -> Path:
 
 #: Servers whose tests run in one process, one after another, as they read one store; others have one of their own.
 LANES = dict.fromkeys(
-    ("production", "guard", "lossless", "lossless-small", "small-pool", "exact-1", "exact-64"), "indexed"
+    (
+        "production",
+        "guard",
+        "lossless",
+        "lossless-small",
+        "offload",
+        "offload-small",
+        "small-pool",
+        "exact-1",
+        "exact-64",
+    ),
+    "indexed",
 )
 
 

@@ -91,7 +91,7 @@ class Runtime(SparseRuntime):
 
 
 def mode(name: str) -> Any:
-    return SimpleNamespace(is_decode=lambda: name == "decode", is_extend=lambda: name == "extend")
+    return SimpleNamespace(name=name.upper(), is_decode=lambda: name == "decode", is_extend=lambda: name == "extend")
 
 
 def extend_batch(rid: str, count: int, first: int = 0) -> Any:

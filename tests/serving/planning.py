@@ -12,6 +12,7 @@ import torch
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import SparseAttnConfig
 from sglang_ext.decode.planner import DecodePlanner
+from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -41,6 +42,7 @@ def blank_index(layers: int, digest: str = "d") -> ResidentIndex:
 def planner(
     config: SparseAttnConfig, requests: RequestTable, counters: Counters, plan: LayerPlan, rows: int,
     documents: int | None = None, ranks: Ranks | None = None, spec: IndexSpec | None = None,
+    host: HostKV | None = None, trial: bool = False,
 ) -> DecodePlanner:  # fmt: skip
     """With a table of `rows` requests: each on slots of its own, or in turns on prefixes of so many documents."""
     table = torch.arange(rows * LONGEST, dtype=torch.int32).reshape(rows, LONGEST)
@@ -53,7 +55,9 @@ def planner(
         kv_dtype=torch.float32, num_slots=rows * LONGEST, max_requests=rows, decode_graphs=True, device=cpu,
         req_to_token=table, kv=lambda layer: kv,
     )  # fmt: skip
-    made = DecodePlanner(config, view, requests, counters, spec or TokenIndexSpec(), plan, ranks or Ranks())
+    made = DecodePlanner(
+        config, view, requests, counters, spec or TokenIndexSpec(), plan, ranks or Ranks(), trial=trial, host=host
+    )
     assert made.sparse is not None or spec is not None
     return made
 

@@ -43,7 +43,7 @@ class Steps:
         outs: list[torch.Tensor] = []
         recall, error = [], []
         with runtime.step(batch):
-            guarded = runtime.guarded
+            guarded = runtime.eager
             for number in range(LAYERS):
                 layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
                 q = 3 * torch.randn(batch.batch_size, KV_HEADS * GQA * DIM, generator=gen)
@@ -174,8 +174,8 @@ def test_next_tokens_are_compared_by_one_forward_more(start: Any) -> None:
     exact: list[bool] = []
 
     def forward() -> Any:
-        exact.append(not runtime.guarded)
-        return torch.tensor([7 if runtime.guarded or len(exact) < 9 else 8])
+        exact.append(not runtime.eager)
+        return torch.tensor([7 if runtime.eager or len(exact) < 9 else 8])
 
     for _ in range(8):
         batch = decode_batch(runtime, ["r0"], steps.lens)

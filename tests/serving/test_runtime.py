@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from prefix_index import canonical_digest
+from sglang_ext.administration import summary
 from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.token_index import TokenIndexSelector
@@ -213,7 +214,7 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
 def test_the_start_says_what_is_on_and_why_not(make_bench: Any, keys: dict[str, Any], said: str) -> None:
     bench = make_bench(layer_plan=["anchor"] * LAYERS, **keys)
     runtime = SparseRuntime(Settings(config=bench.config, store=str(bench.store.folder)), Model(bench.model))
-    assert said in runtime.summary()
+    assert said in summary(runtime)
     runtime.close()
 
 
@@ -225,7 +226,7 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplo
     settings = Settings(config=bench.config, store=str(bench.store.folder))
     for model, line in ((bench.model, "1 of 3"), (msgspec.structs.replace(bench.model, kv_dtype="float16"), "0 of 3")):
         runtime = SparseRuntime(settings, Model(model))
-        said = runtime.summary()
+        said = summary(runtime)
         assert f"; indexes: {bench.config.method}, build off, at most 7,000 bytes in memory (index_gpu_bytes), " in said
         assert f", model {canonical_digest(model)[:8]}, store {settings.store}: usable {line} indexes (" in said
         assert said.startswith("shared prefixes: each request's own (share_prefixes is off")

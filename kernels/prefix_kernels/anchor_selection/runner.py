@@ -324,8 +324,9 @@ class AnchorSelection:
         self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
         self._tables = ScoreTables(shape, max_batch, max_groups, device, max_group)
         heads = shape.num_kv_heads
-        programs = num_programs or programs_at_once(device, config.programs_per_sm)
-        self.programs_of_a_head = _in_rounds(max(1, programs // heads))
+        programs = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
+        whole = config.specialized and config.block_m <= _FEW_ROWS and shape.form is CandidateForm.TOKEN
+        self.programs_of_a_head = programs if whole else _in_rounds(programs)
         max_items = _ROUNDS * self.programs_of_a_head + max_groups
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+"""Swap-in of pages from host memory: what a layer's step costs, and how many pages real decode steps change.
+
+    python benchmarks/offload.py swap --out rows.jsonl                # a GPU; minutes
+    make models                                                       # once
+    python benchmarks/offload.py churn --out rows.jsonl               # Qwen on a CPU
+    python benchmarks/offload.py --table rows.jsonl
+    python benchmarks/offload.py swap --smoke --out tiny.jsonl        # a CPU is enough
+
+`swap` is of one layer, 8 KV heads of 128, bf16, CUDA graph replays, medians; `exact` is what attention waits for,
+`reuse` the copy alone, of a layer that reuses a selection, `lagged` the run without the copy, with its lists copied
+anew before it. `floor_us` are the same bytes at 51 GB/s. Each configuration is first compared with the host's bytes,
+and its counters with set arithmetic; a red one is written and printed as failed, without a time.
+
+`churn` decodes a document's long answers as `query_prediction.py` does, and counts by layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+if "--smoke" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+from kernel_bench import attempt, device_of, group_shape, timer_of
+from kernel_rows import Row, Run, origin, provenance
+
+from prefix_kernels.budget import budget_for_group
+
+PARTS = ("exact", "reuse", "lagged")
+_USUAL: Row = {
+    "contexts": [131072],
+    "groups": [(1, 1), (8, 1), (1, 8)],
+    "churn": [0.0, 0.02, 0.05, 0.1, 0.3, 1.0],
+    "shape": (8, 128),
+    "dtype": "bfloat16",
+    "budget": 2048,
+}
+_SMOKE: Row = {
+    "contexts": [1024],
+    "groups": [(1, 1), (2, 1)],
+    "churn": [0.25],
+    "shape": (2, 16),
+    "dtype": "float16",
+    "budget": 64,
+}
+
+
+# -- swap ------------------------------------------------------------------------------------------------------
+
+
+def swap(args: argparse.Namespace) -> int:
+    """All rows that the file does not hold; how many failed."""
+    from offload_swap import LINK_RATE, Host, SwapSizes
+
+    run, timer, device = Run(Path(args.out), provenance(args)), timer_of(args), device_of(args)
+    run.origin["null_us"] = round(timer.null_us(), 2)
+    heads, dim = args.shape
+    for context in args.contexts:
+        for groups, requests in args.groups:
+            host: Host | None = None
+            for churn in args.churn:
+                budget = budget_for_group(args.budget, requests)
+                fields = (context, groups, budget, args.page_tokens, churn, heads, dim, getattr(torch, args.dtype))
+                sizes = SwapSizes(*fields, args.steps, args.copying)
+                for part in args.only or PARTS:
+                    key = {"bench": "swap", "case": f"{part} {churn:.0%}", "batch": groups * requests}
+                    key |= dataclasses.asdict(sizes) | {"dtype": args.dtype}
+                    if run.has(key):
+                        continue
+                    host = host or Host(sizes, device, args.seed)
+                    floor = round(sizes.nbytes / LINK_RATE * 1e6, 2)
+                    work = functools.partial(measured, sizes, part, host, timer, device, args.seed)
+                    found = attempt(timer, work)
+                    run.add({**key, "bytes": sizes.nbytes, "floor_us": floor, **found})
+    if run.failed:
+        print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)
+    return run.failed
+
+
+def measured(sizes: Any, part: str, host: Any, timer: Any, device: torch.device, seed: int) -> Row:
+    """The gate first; a time only when it is green."""
+    from offload_swap import Swap
+
+    case = Swap(sizes, part, host, device, seed)
+    replay = timer.prepare(case.run)
+    case.poison()
+    replay()
+    gate = case.check()
+    row: Row = {"green": gate.green, "gate": gate.figures, "meaningful": timer.meaningful, "config": case.config}
+    if gate.green:
+        times = timer.time(replay).over(sizes.steps)
+        row |= {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
+    return row
+
+
+# -- churn -----------------------------------------------------------------------------------------------------
+
+
+def churn(args: argparse.Namespace) -> None:
+    """Capture what is not there, then count what the result file does not hold."""
+    from answers_data import Chat, documents
+    from engines import append, read
+    from offload_churn import rows
+    from query_capture import TEMPERATURE, Captured, Capturing, long_documents
+    from transformers import AutoTokenizer
+
+    name, cpu = Path(args.model_path).name, torch.device("cpu")
+    known = {"model": name, "seed": args.seed, **origin(args), "device": platform.processor() or "CPU"}
+    folder = args.work / name / f"seed-{args.seed}-{args.new_tokens}"
+    folder.mkdir(parents=True, exist_ok=True)
+    chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
+    held = read([args.out]) if Path(args.out).exists() else []
+    done = {(row["document"], row["model"], row["commit"]) for row in held if row["bench"] == "churn"}
+    for length in args.contexts:
+        prose = next(iter(documents(args.packages, chat, length, 1, args.seed)))
+        for document in long_documents(chat, prose, length):
+            path = folder / f"{document.name}.pt"
+            if not path.exists():
+                capturing = Capturing(args.model_path, chat, cpu)
+                capturing.capture(document, args.new_tokens, TEMPERATURE).save(path)
+            if (document.name, name, known["commit"]) in done:
+                continue
+            captured = Captured.load(path, cpu)
+            for answer in captured.answers:
+                for row in rows(captured, answer, args.keep, args.cells):
+                    append(args.out, {**row, **known})
+
+
+# -- tables and command line -----------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown of both parts."""
+    parts = ("swap", swap_table), ("churn", churn_table)
+    found = ((make, [row for row in rows if row["bench"] == name]) for name, make in parts)
+    return "\n\n".join(make(of) for make, of in found if of)
+
+
+def swap_table(rows: Sequence[Row]) -> str:
+    """Microseconds by churn; each cell with the time of the same bytes at 51 GB/s."""
+    green = [row for row in rows if row["green"]]
+    columns = list(dict.fromkeys((row["groups"], row["batch"], row["context"]) for row in green))
+    lines = ["| us | " + " | ".join(f"{g} groups, batch {b}, {c:,} tokens" for g, b, c in columns) + " |"]
+    lines.append("|---|" + "---|" * len(columns))
+    for name in dict.fromkeys(row["case"] for row in green):
+        cells = []
+        for column in columns:
+            of = [
+                row for row in green if row["case"] == name and (row["groups"], row["batch"], row["context"]) == column
+            ]
+            cells.append(f"{of[-1]['us']:,.1f} (link {of[-1]['floor_us']:,.1f})" if of else "-")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def churn_table(rows: Sequence[Row]) -> str:
+    """By model, document and share kept: means over layers; then churn by layer."""
+    cells = list(rows[0]["transferred"])
+    lines = ["| | wanted | churn | " + " | ".join(f"moved with {float(one):.0%}" for one in cells) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(cells))
+    by_layer = []
+    names = ("model", "document", "selected", "kept")
+    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        of = [row for row in rows if tuple(row[name] for name in names) == key]
+        moved = [
+            f"{fmean(row['transferred'][one] for row in of):.1%}"
+            + (f", missed {missed:.1%}" if (missed := fmean(row["missed"][one] for row in of)) else "")
+            for one in cells
+        ]
+        name = f"{key[0]}, {key[1]}, {key[3]:.1%} in {key[2]}"
+        means = (f"{fmean(row[figure] for row in of):.1%}" for figure in ("wanted", "churn"))
+        lines.append(f"| {name} | " + " | ".join([*means, *moved]) + " |")
+        by_layer.append(f"{name}, churn by layer: " + " ".join(f"{row['churn']:.0%}" for row in of))
+    return "\n".join([*lines, "", *by_layer])
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line; defaults filled in."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("part", nargs="?", choices=["swap", "churn"], help="what to measure")
+    add("--out", default="offload.jsonl", help="result file; rows are appended (default: %(default)s)")
+    add("--contexts", nargs="+", type=int, metavar="TOKENS", help="prefix lengths (swap: 131072, churn: 8192)")
+    add("--groups", nargs="+", type=group_shape, metavar="GxR", help="G prefixes of R requests (1x1 8x1 1x8)")
+    add("--churn", nargs="+", type=float, metavar="SHARE", help="of the wanted pages (0 0.02 0.05 0.1 0.3 1)")
+    add("--only", nargs="+", choices=PARTS, help="parts of swap (all)")
+    add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048)")
+    add("--page-tokens", type=int, default=4, metavar="N", help="selected tokens of a wanted page (%(default)s)")
+    add("--steps", type=int, default=8, metavar="N", help="in one graph (%(default)s)")
+    add("--copying", type=int, default=64, metavar="N", help="programs that copy (%(default)s)")
+    add("--shape", nargs=2, type=int, metavar=("KV", "DIM"), help="KV heads, head dim (8 128)")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], help="of KV (bfloat16)")
+    add("--model-path", default=".models/qwen2.5-coder-0.5b-instruct", help="churn: of transformers")
+    add("--packages", type=Path, default=Path(".models/packages"), help="churn: folder of `make models`")
+    add("--work", type=Path, default=Path(".models/queries"), help="churn: folder of captures")
+    add("--new-tokens", type=int, default=128, help="churn: decode steps of an answer (%(default)s)")
+    add("--keep", nargs="+", type=float, default=[1 / 8, 1 / 20, 1 / 64], help="churn: budgets, shares of the prefix")
+    add("--cells", nargs="+", type=float, default=[0.1, 0.2, 0.5], help="churn: residents, shares of its pages")
+    add("--seed", type=int, default=0, help="of KV and lists, or of documents (%(default)s)")
+    add("--commit", help="for the rows, where the tree is no git checkout")
+    add("--smoke", action="store_true", help="swap: tiny shapes on the CPU in Triton's interpreter")
+    add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    args = parser.parse_args(argv)
+    if not (args.part or args.table):
+        parser.error("expected swap, churn or --table")
+    if args.part == "churn":
+        args.contexts = args.contexts or [8192]
+    for name, value in (_SMOKE if args.smoke else _USUAL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, or print the tables; returns the exit status."""
+    args = parse(argv)
+    if args.table:
+        from engines import read
+
+        print(table(read(args.table)))
+        return 0
+    if args.part == "churn":
+        with torch.no_grad():
+            churn(args)
+        return 0
+    if not args.smoke and not torch.cuda.is_available():
+        raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
+    return 1 if swap(args) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""What `offload.py swap` measures: residents of one layer, whose steps replace a given share of the pages.
+
+KV of the prefixes lies in pinned host memory, in host pages of a random order. Each KV head of each group wants as many
+pages as its budget fills, so many tokens of each; all cells of the residents hold what the last step wanted. From one
+step to the next a share of these pages, the churn, gives way to others.
+
+The gate looks at a replay that follows another: the residents count what sets say, and each slot of the last step's
+lists holds the very bytes that the host has for its position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from kernel_problem import Gate
+from torch import Tensor
+
+from prefix_kernels import PagedKV
+from prefix_kernels.residents import PAGE_TOKENS, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
+from prefix_kernels.types import SelectedLists, new_lists
+
+LINK_RATE = 51e9
+"""Bytes a second that a kernel reads of pinned memory, in pieces of 16 KiB (PCIe 5.0 x16)."""
+
+
+@dataclass(frozen=True)
+class SwapSizes:
+    """One row's sizes.
+
+    Attributes:
+        context: tokens of a prefix.
+        groups: prefixes.
+        budget: tokens of a list.
+        page_tokens: that a list names of each page that it wants.
+        churn: share of the wanted pages that the step before did not want.
+        heads, dim: KV heads and their width.
+        dtype: of the KV.
+        steps: in one graph.
+        copying: programs that copy.
+    """
+
+    context: int
+    groups: int
+    budget: int
+    page_tokens: int
+    churn: float
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    steps: int
+    copying: int
+
+    @property
+    def wanted(self) -> int:
+        """Pages of a list."""
+        return self.budget // self.page_tokens
+
+    @property
+    def fresh(self) -> int:
+        """Of these so many are new."""
+        return round(self.churn * self.wanted)
+
+    @property
+    def page_bytes(self) -> int:
+        """K and V of a page of one KV head."""
+        return 2 * PAGE_TOKENS * self.dim * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """That a step moves."""
+        return self.groups * self.heads * self.fresh * self.page_bytes
+
+
+class Host:
+    """Prefixes in pinned memory, of any values; made once for all rows of the same sizes."""
+
+    def __init__(self, sizes: SwapSizes, device: torch.device, seed: int) -> None:
+        pages = sizes.groups * sizes.context // PAGE_TOKENS
+        gen = torch.Generator(device).manual_seed(seed)
+        shape = (pages * PAGE_TOKENS, sizes.heads, sizes.dim)
+        pinned = device.type == "cuda"
+        caches = [torch.empty(shape, dtype=sizes.dtype, pin_memory=pinned) for _ in "kv"]
+        for cache in caches:
+            for part in cache.split(1 << 16):
+                part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
+        self.kv = PagedKV(*caches)
+        self.tables = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int().to(device)
+
+
+class Swap:
+    """A case: `steps` runs of a set, each with lists of its own.
+
+    Args:
+        sizes: see there.
+        part: "exact": the run of a layer that selects, all that its attention waits for; "reuse": the copy alone, of a
+            layer that reuses its selection; "lagged": the run without the copy, and its lists anew before it.
+        host: the prefixes.
+        device: of the residents.
+        seed: of the lists.
+    """
+
+    def __init__(self, sizes: SwapSizes, part: str, host: Host, device: torch.device, seed: int) -> None:
+        self.sizes, self._host, self._device, self._part = sizes, host, device, part
+        mode = Mode.LAGGED if part == "lagged" else Mode.EXACT
+        cells = sizes.groups * sizes.wanted
+        pages = len(host.tables)
+        self._shape = ResidentShape(1, sizes.heads, cells, pages, PAGE_TOKENS, mode)
+        pool = torch.empty(PAGE_TOKENS * (1 + cells), sizes.heads, sizes.dim, dtype=sizes.dtype, device=device)
+        self.pool = PagedKV(pool, torch.empty_like(pool))
+        count = sizes.wanted * sizes.page_tokens
+        packed = pack_lists([SelectionGroup(sizes.context, count)] * sizes.groups, sizes.heads)
+        self._groups = [
+            ResidentGroup(n, group, n * sizes.context // PAGE_TOKENS, sizes.wanted) for n, group in enumerate(packed)
+        ]
+        self._entries = self._groups[-1].group.lists_end(sizes.heads)
+        self._lists = _lists(sizes, self._groups, self._entries, device, seed)
+        self._now = self._new_lists()
+        self.residents = Residents(
+            self._shape, sizes.groups, self._entries, device, implementation="triton", num_copying=sizes.copying
+        )
+        self.residents.plan(self._groups)
+        self.config = {"copying": sizes.copying, "cells": cells, "part": part}
+        self.eager_too = False
+
+    def _new_lists(self) -> SelectedLists:
+        return new_lists(self._entries, (self.sizes.groups, self.sizes.heads), self._device, with_slots=True)
+
+    def run(self) -> None:
+        """All steps."""
+        for lists in self._lists:
+            if self._part == "reuse":
+                self.residents.fetch(0, self._host.kv, self.pool)
+                continue
+            if self._part == "lagged":
+                self._now.positions.copy_(lists.positions)
+                self._now.counts.copy_(lists.counts)
+                lists = self._now
+            self.residents.run(0, self._host.tables, lists, self._host.kv, self.pool)
+
+    def poison(self) -> None:
+        """Residents hold nothing, and what they hold is NaN; then each step has been once."""
+        state = self.residents.state
+        for tensor, value in ((state.page_of_cell, -1), (state.cell_of_page, -1), (state.counters, 0)):
+            tensor.fill_(value)
+        for cache in (self.pool.k_cache, self.pool.v_cache):
+            cache.fill_(torch.nan)
+        if self._part == "reuse":
+            for lists in self._lists:
+                self.residents.run(0, self._host.tables, lists, self._host.kv, self.pool)
+            for cache in (self.pool.k_cache, self.pool.v_cache):
+                cache.fill_(torch.nan)
+        else:
+            self.run()
+        self._before = self.residents.counters[0].tolist()
+
+    def check(self) -> Gate:
+        """Counts, and bytes, behind a run."""
+        sizes = self.sizes
+        self.residents.state.check_integrity()
+        found = [now - before for now, before in zip(self.residents.counters[0].tolist(), self._before, strict=True)]
+        each = sizes.steps * sizes.groups * sizes.heads
+        lost = sizes.fresh if self._part == "lagged" else 0
+        expected = [0] * 3 if self._part == "reuse" else [each * sizes.wanted, each * sizes.fresh, each * lost]
+        figures = {
+            "wrong_counts": float(sum(one != other for one, other in zip(found, expected, strict=True))),
+            "wrong_rows": float(self._check_bytes()),
+        }
+        return Gate(0.0 if not any(figures.values()) else torch.inf, figures)
+
+    def _check_bytes(self) -> int:
+        """Listed rows of the last step that differ from the host's; of a copy alone those of what was copied."""
+        state, host, wrong = self.residents.state, self._host.kv, 0
+        if self._part != "exact":
+            if self._part == "lagged":
+                self.residents.fetch(0, host, self.pool)
+            for head in range(self.sizes.heads):
+                count = int(state.num_fetched[0, head])
+                pages, cells = (one[0, head, :count] for one in (state.fetched_pages, state.fetched_cells))
+                wrong += self._differing(head, _rows(pages), PAGE_TOKENS + _rows(cells))
+            return wrong
+        lists = self._lists[-1]
+        for one in self._groups:
+            positions, slots = (one.group.lists_in(arena, self.sizes.heads) for arena in (lists.positions, lists.slots))
+            for head, (of_head, at) in enumerate(zip(positions.long(), slots.long(), strict=True)):
+                page = self._host.tables[one.table_begin + of_head // PAGE_TOKENS].long()
+                wrong += self._differing(head, page * PAGE_TOKENS + of_head % PAGE_TOKENS, at)
+        return wrong
+
+    def _differing(self, head: int, rows: Tensor, slots: Tensor) -> int:
+        wrong = 0
+        for of_host, of_pool in (
+            (self._host.kv.k_cache, self.pool.k_cache),
+            (self._host.kv.v_cache, self.pool.v_cache),
+        ):
+            same = of_host[rows.cpu(), head].to(self._device) == of_pool[slots, head]
+            wrong += int((~same.all(dim=-1)).sum())
+        return wrong
+
+
+def _rows(pages: Tensor) -> Tensor:
+    """Of pages, of the host or of cells."""
+    return (pages.long()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=pages.device)).flatten()
+
+
+def _lists(
+    sizes: SwapSizes, groups: list[ResidentGroup], entries: int, device: torch.device, seed: int
+) -> list[SelectedLists]:
+    """Of each step: pages that all steps want, and others in turns, as many turns as the prefix has pages for."""
+    gen = torch.Generator().manual_seed(seed)
+    fixed, fresh, pages = sizes.wanted - sizes.fresh, sizes.fresh, sizes.context // PAGE_TOKENS
+    turns = min(sizes.steps, (pages - fixed) // fresh) if fresh else 1
+    if fresh and (turns < 2 or sizes.steps % turns):
+        turns = max((n for n in range(2, turns + 1) if sizes.steps % n == 0), default=0)
+    if not turns:
+        raise ValueError(f"expected pages for two turns of {fresh} and {fixed} others, got {pages}; lower the budget")
+    found = [
+        new_lists(entries, (sizes.groups, sizes.heads), torch.device("cpu"), with_slots=True)
+        for _ in range(sizes.steps)
+    ]
+    for one in groups:
+        for head in range(sizes.heads):
+            order = torch.randperm(pages, generator=gen)
+            for step, lists in enumerate(found):
+                begin = fixed + step % turns * fresh
+                wanted = torch.cat([order[:fixed], order[begin : begin + fresh]]).sort().values
+                inside = torch.rand(len(wanted), PAGE_TOKENS, generator=gen).argsort(dim=1)[:, : sizes.page_tokens]
+                tokens = (wanted[:, None] * PAGE_TOKENS + inside.sort(dim=1).values).flatten().int()
+                one.group.lists_in(lists.positions, sizes.heads)[head] = tokens
+                lists.counts[one.number, head] = len(tokens)
+    return [
+        SelectedLists(lists.positions.to(device), lists.counts.to(device), lists.slots.to(device)) for lists in found
+    ]

@@ -1,0 +1,145 @@
+"""Residents in torch: what a step does with them. Waits and allocates as it likes; serves CPUs, and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.residents.state import PAGE_TOKENS, Counter, Mode, ResidentGroup, ResidentShape, ResidentState
+from prefix_kernels.types import PagedKV, SelectedLists
+
+FREE, OLDEST = 255, 254
+"""Ages of a free cell, and of the oldest ones that are told apart: older ones tie with them."""
+
+
+def look_up(
+    shape: ResidentShape,
+    state: ResidentState,
+    number: int,
+    groups: Sequence[ResidentGroup],
+    host_pages: Tensor,
+    lists: SelectedLists,
+) -> None:
+    """Give missing pages cells, and lists slots.
+
+    For each KV head, with M_t the host pages of which the groups' lists name a token, and C_t the resident ones:
+
+    1. Cells of M_t & C_t are stamped with this step: none of them is taken.
+    2. T_t = M_t - C_t in the order of groups and positions take the cells that were not wanted for the longest time,
+       free ones first; those cells in ascending order. Ages above `OLDEST` steps tie, ties go to the lowest cell.
+       Pages for which none is left stay away.
+    3. Tokens of resident pages become slots: resident_begin + PAGE_TOKENS * cell + position % PAGE_TOKENS. Others leave
+       their list. Resident are those after 2 (`Mode.EXACT`), or those before it, C_t (`Mode.LAGGED`).
+
+    AsyncTLS has C_{t+1} = M_t; cells beyond |M_t| keep older pages here.
+
+    Args:
+        shape: of the state.
+        state: written.
+        number: of the set.
+        groups: of the step; no two of them have a host page in common.
+        host_pages: [arena] int32, the groups' tables: page of the host's pool of each page of the prefix.
+        lists: of the selection; slots are written, positions and counts where tokens leave.
+    """
+    heads = range(shape.num_kv_heads)
+    before = state.cell_of_page[number].clone()
+    for head in heads:
+        pages = [_pages(one, head, host_pages, lists) for one in groups]
+        # Positions ascend: tokens of a page follow each other.
+        wanted: list[Tensor] = [torch.unique_consecutive(one) for one in pages]
+        _assign(state, number, head, torch.cat([*wanted, host_pages[:0]]).long(), shape.mode)
+    resident = before if shape.mode is Mode.LAGGED else state.cell_of_page[number]
+    for one in groups:
+        for head in heads:
+            cells = resident[head, _pages(one, head, host_pages, lists).long()]
+            _rewrite(shape, one, head, cells, lists)
+
+
+def fetch(
+    shape: ResidentShape,
+    state: ResidentState,
+    number: int,
+    host: PagedKV,
+    pool: PagedKV,
+    head_map: Tensor | None = None,
+) -> None:
+    """Copy the pages that the last `look_up` of a set gave cells.
+
+    Args:
+        shape: of the state.
+        state: read only.
+        number: of the set.
+        host: a layer's KV in host memory, read only.
+        pool: the layer's pool on the GPU; rows of cells are written.
+        head_map: [num_kv_heads] int32: KV head h has the cells of KV head head_map[h] of the set; None: of its own.
+    """
+    inside = torch.arange(PAGE_TOKENS)
+    for head in range(shape.num_kv_heads):
+        of = head if head_map is None else int(head_map[head])
+        count = int(state.num_fetched[number, of])
+        pages, cells = (one[number, of, :count].cpu() for one in (state.fetched_pages, state.fetched_cells))
+        source = (pages[:, None] * PAGE_TOKENS + inside).flatten().long()
+        target = (shape.resident_begin + cells[:, None] * PAGE_TOKENS + inside).flatten().long()
+        for of_host, of_pool in ((host.k_cache, pool.k_cache), (host.v_cache, pool.v_cache)):
+            # As bytes: not every release of torch writes fp8 by index.
+            rows = of_host[:, head].view(torch.uint8)[source.to(of_host.device)]
+            of_pool[:, head].view(torch.uint8)[target.to(of_pool.device)] = rows.to(of_pool.device)
+
+
+def ages(state: ResidentState, number: int, head: int) -> Tensor:
+    """Of each cell [num_cells] how many steps ago its page was wanted: 0 in this one; `FREE` without a page."""
+    age = state.steps[number, head] - state.stamps[number, head]
+    age = torch.where((age < 0) | (age > OLDEST), OLDEST, age)
+    return torch.where(state.page_of_cell[number, head] < 0, FREE, age)
+
+
+def _pages(one: ResidentGroup, head: int, host_pages: Tensor, lists: SelectedLists) -> Tensor:
+    """Host page of each token of a list."""
+    positions = _listed(one, head, lists.positions, lists.counts)
+    return host_pages[one.table_begin + (positions // PAGE_TOKENS).long()]
+
+
+def _listed(one: ResidentGroup, head: int, arena: Tensor, counts: Tensor) -> Tensor:
+    """A group's list of a KV head, a view."""
+    begin = one.group.list_begin + head * one.group.head_stride
+    return arena[begin : begin + min(int(counts[one.number, head]), one.group.count)]
+
+
+def _assign(state: ResidentState, number: int, head: int, wanted: Tensor, mode: Mode) -> None:
+    """Cells of the wanted pages, each named once."""
+    cell_of_page, page_of_cell = state.cell_of_page[number, head], state.page_of_cell[number, head]
+    step, stamps = state.steps[number, head], state.stamps[number, head]
+    cells = cell_of_page[wanted].long()
+    stamps[cells[cells >= 0]] = step
+    missing = wanted[cells < 0]
+    age = ages(state, number, head)
+    oldest = age.sort(descending=True, stable=True).indices[: len(missing)]
+    taken = oldest[age[oldest] > 0].sort().values
+    given = missing[: len(taken)]
+    left = page_of_cell[taken].long()
+    cell_of_page[left[left >= 0]] = -1
+    cell_of_page[given] = taken.int()
+    page_of_cell[taken] = given.int()
+    stamps[taken] = step
+    state.num_fetched[number, head] = len(taken)
+    state.fetched_pages[number, head, : len(taken)] = given.int()
+    state.fetched_cells[number, head, : len(taken)] = taken.int()
+    counters = state.counters[number, head]
+    counters[Counter.WANTED] += len(wanted)
+    counters[Counter.TRANSFERRED] += len(taken)
+    counters[Counter.MISSED] += len(missing) if mode is Mode.LAGGED else len(missing) - len(taken)
+    state.steps[number, head] += 1
+
+
+def _rewrite(shape: ResidentShape, one: ResidentGroup, head: int, cells: Tensor, lists: SelectedLists) -> None:
+    """Slots of a list's tokens, whose cells are given; a token without a cell leaves the list."""
+    assert lists.slots is not None
+    positions = _listed(one, head, lists.positions, lists.counts)
+    slots = _listed(one, head, lists.slots, lists.counts)
+    there = cells >= 0
+    kept, count = positions[there], int(there.sum())
+    slots[:count] = shape.resident_begin + cells[there] * PAGE_TOKENS + kept % PAGE_TOKENS
+    positions[:count] = kept
+    lists.counts[one.number, head] = count

@@ -1,0 +1,303 @@
+"""Residents of offloaded prefixes, planned on the host, then decided and copied on the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.launching import block_of, launch, launch_behind, send
+from prefix_kernels.residents import reference
+from prefix_kernels.residents.state import Mode, ResidentGroup, ResidentShape, ResidentState
+from prefix_kernels.types import PagedKV, SelectedLists, check_int32
+
+_FIELDS = 6
+"""int64 fields of a group, see `kernels.GROUP_FIELDS`."""
+_LOOK_UP_WARPS, _LOOK_UP_TILE = 16, 2048
+_FETCH_WARPS, _FETCH_TILE = 4, 1024
+_LEAST_BLOCK = 2
+"""Triton 3.6 does not compile a search in one entry."""
+_WORD = 4
+"""Bytes of what is copied; four are loaded at a time."""
+COPYING = 64
+"""Programs that copy: a page of K and of V each is on its way, 8 KiB of heads of 128 in 16 bits."""
+
+
+class Residents:
+    """Cells of the GPU's pool that hold pages of prefixes in host memory.
+
+    `reference.look_up` and `reference.fetch` say what is computed, `ResidentState` what is kept. Source: AsyncTLS, 4.2.
+    For each set (a layer that selects) `run` follows the selection. With `Mode.EXACT` a layer's attention may follow
+    `run`, or `fetch` of a layer that reuses the selection. With `Mode.LAGGED` attention may follow `run` at once, and
+    `fetch` of each layer, on any stream behind it, is to end before the next `run` of the set. A layer that leaves out
+    a fetch holds other pages than its cells are said to: fetch for all layers of a set after each of its runs.
+
+    Args:
+        shape: sizes of the state.
+        max_groups: groups of a step, at most.
+        list_entries: of the lists of all groups and KV heads together, at most.
+        device: of the GPU's pool.
+        implementation: "reference" or "triton"; None: Triton on a GPU, else the reference.
+        num_copying: programs of a launch that copy.
+
+    Attributes:
+        state: may be read, and told of what is gone (`ResidentState.forget`).
+
+    Raises:
+        ValueError: sizes below 1, or an unknown implementation.
+    """
+
+    def __init__(
+        self,
+        shape: ResidentShape,
+        max_groups: int,
+        list_entries: int,
+        device: torch.device,
+        *,
+        implementation: str | None = None,
+        num_copying: int = COPYING,
+    ) -> None:
+        if min(max_groups, list_entries, num_copying) < 1:
+            raise ValueError(
+                "expected max_groups, list_entries and num_copying of at least 1, got "
+                f"{(max_groups, list_entries, num_copying)}"
+            )
+        if implementation not in (None, "reference", "triton"):
+            raise ValueError(
+                f"residents have no implementation {implementation!r}; expected one of: reference, triton. Nothing is "
+                "substituted for it"
+            )
+        self.shape, self.max_groups, self.list_entries, self.device = shape, max_groups, list_entries, device
+        self.state = ResidentState.empty(shape, device)
+        self._triton = implementation == "triton" or (implementation is None and device.type == "cuda")
+        self._num_copying = num_copying
+
+        def integers(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        self._table = integers(max_groups, _FIELDS, dtype=torch.int64)
+        self._missing = integers(list_entries)
+        self._group_counts = integers(block_of(max_groups, _LEAST_BLOCK), shape.num_kv_heads, 3)
+        self._arrived = integers(shape.num_kv_heads)
+        self._groups: tuple[ResidentGroup, ...] = ()
+        self.plan(())
+
+    def plan(self, groups: Sequence[ResidentGroup]) -> None:
+        """Write the table of the next runs. Copies to the device, without a wait, on the stream of the runs.
+
+        Args:
+            groups: of the step's selections whose prefixes lie in host memory; their lists may be anywhere among those
+                of other groups. No two of them have a host page in common.
+
+        Raises:
+            ValueError: more groups or lists than there is room for; two groups of one table; or, with `Mode.EXACT`,
+                fewer cells than a step can want. The plan before stays.
+        """
+        heads = self.shape.num_kv_heads
+        lists_end = max((one.group.lists_end(heads) for one in groups), default=0)
+        if len(groups) > self.max_groups or lists_end > self.list_entries:
+            raise ValueError(
+                f"expected at most {self.max_groups} groups and {self.list_entries} entries of lists, got "
+                f"{len(groups)} and {lists_end}; raise the limits"
+            )
+        tables = sorted((one.table_begin, one.table_begin + one.num_pages) for one in groups)
+        if any(begin < end for (_, end), (begin, _) in itertools.pairwise(tables)):
+            raise ValueError(
+                f"expected tables of host pages that do not overlap, got {tables}; make one group of all requests on "
+                "a prefix"
+            )
+        needed = sum(one.needed_cells for one in groups)
+        if self.shape.mode is Mode.EXACT and needed > self.shape.num_cells:
+            raise ValueError(
+                f"expected as many cells as a step can want, {needed} for {len(groups)} groups, got "
+                f"{self.shape.num_cells}; keep fewer tokens, select within fewer candidates (most_pages), make more "
+                "cells, or take Mode.LAGGED"
+            )
+        self._groups = tuple(groups)
+        self._tables_end = max((end for _, end in tables), default=0)
+        self._counts_end = max((one.number + 1 for one in groups), default=0)
+        rows = [
+            (one.number, one.table_begin, one.group.list_begin, one.group.head_stride, one.group.count, len(groups))
+            for one in groups
+        ]
+        table = torch.zeros(self._table.shape, dtype=torch.int64)
+        table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS)
+        send(table, self._table)
+        self._lists_end = lists_end
+
+    def run(self, number: int, host_pages: Tensor, lists: SelectedLists, host: PagedKV, pool: PagedKV) -> None:
+        """Make slots of the lists of a set: with `Mode.EXACT` in two launches, behind which the pages are there; with
+        `Mode.LAGGED` in one, which copies nothing.
+
+        Args:
+            number: of the set.
+            host_pages: [arena] int32 on the pool's device, the groups' tables: page of the host's pool of each page of
+                a prefix, in order; below `num_host_pages`, which is not checked.
+            lists: as the selection wrote them; slots of the planned groups are written. Tokens of pages that are not
+                resident leave the lists of positions, too: with `Mode.EXACT` of those alone for which no cell is left,
+                as more are wanted than `most_pages` said.
+            host: KV of the selecting layer in host memory [host_rows, num_kv_heads, head_dim], pinned; read only.
+            pool: its pool on the GPU, of which rows of cells are written.
+
+        Raises:
+            ValueError: tensors of another shape, dtype or place.
+        """
+        self._check(number, host, pool)
+        self._check_lists(host_pages, lists)
+        exact = self.shape.mode is Mode.EXACT
+        if not self._triton:
+            reference.look_up(self.shape, self.state, number, self._groups, host_pages, lists)
+            if exact:
+                reference.fetch(self.shape, self.state, number, host, pool)
+            return
+        from prefix_kernels.residents.kernels import look_up_kernel
+
+        state = self.state
+        of_lists = self._of_lists(number, host_pages, lists)
+        arguments = of_lists | {
+            "page_of_cell_ptr": state.page_of_cell[number],
+            "stamps_ptr": state.stamps[number],
+            **self._fetched(number),
+            "steps_ptr": state.steps[number],
+            "counters_ptr": state.counters[number],
+            "missing_ptr": self._missing,
+            "group_counts_ptr": self._group_counts,
+            "arrived_ptr": self._arrived,
+            "LAGGED": not exact,
+            "TILE": _LOOK_UP_TILE,
+            "BLOCK_G": block_of(self.max_groups, _LEAST_BLOCK),
+        }
+        grid = (self.max_groups, self.shape.num_kv_heads)
+        launch_behind(look_up_kernel, grid, arguments, num_warps=_LOOK_UP_WARPS)
+        if exact:
+            self._fetch(number, host, pool, None, of_lists)
+
+    def fetch(self, number: int, host: PagedKV, pool: PagedKV, head_map: Tensor | None = None) -> None:
+        """Copy what the last run of a set decided, for one layer, in one launch.
+
+        Args:
+            number: of the set.
+            host, pool: KV of the layer, as for `run`.
+            head_map: [num_kv_heads] int32 on the pool's device: the set's KV head of each one of the layer; None: the
+                same.
+
+        Raises:
+            ValueError: tensors of another shape, dtype or place.
+        """
+        self._check(number, host, pool)
+        if head_map is not None:
+            check_int32("head_map", head_map, (self.shape.num_kv_heads,))
+        if self._triton:
+            self._fetch(number, host, pool, head_map, None)
+        else:
+            reference.fetch(self.shape, self.state, number, host, pool, head_map)
+
+    @property
+    def counters(self) -> Tensor:
+        """[num_sets, 3] int64 on the device, see `Counter`: sums over KV heads since the beginning; new memory."""
+        return self.state.counters.sum(dim=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory, the cells apart."""
+        own = (self._table, self._missing, self._group_counts, self._arrived)
+        return self.state.nbytes + sum(tensor.nbytes for tensor in own)
+
+    def _of_lists(self, number: int, host_pages: Tensor, lists: SelectedLists) -> dict[str, Any]:
+        return {
+            "groups_ptr": self._table,
+            "host_pages_ptr": host_pages,
+            "positions_ptr": lists.positions,
+            "slots_ptr": lists.slots,
+            "counts_ptr": lists.counts,
+            "cell_of_page_ptr": self.state.cell_of_page[number],
+            "num_pages": self.shape.num_host_pages,
+            "num_cells": self.shape.num_cells,
+            "resident_begin": self.shape.resident_begin,
+        }
+
+    def _fetched(self, number: int) -> dict[str, Tensor]:
+        return {
+            "fetched_pages_ptr": self.state.fetched_pages[number],
+            "fetched_cells_ptr": self.state.fetched_cells[number],
+            "num_fetched_ptr": self.state.num_fetched[number],
+        }
+
+    def _fetch(
+        self, number: int, host: PagedKV, pool: PagedKV, head_map: Tensor | None, of_lists: dict[str, Any] | None
+    ) -> None:
+        """Launch; `of_lists`: arguments of lists that are made slots of."""
+        from prefix_kernels.residents.kernels import fetch_kernel
+
+        heads = self.shape.num_kv_heads
+        arguments: dict[str, Any] = {"HAS_MAP": head_map is not None, "REWRITES": of_lists is not None}
+        for name, of_host, of_pool in (("K", host.k_cache, pool.k_cache), ("V", host.v_cache, pool.v_cache)):
+            from_words, to_words = _words(of_host), _words(of_pool)
+            arguments |= {f"host_{name.lower()}_ptr": from_words, f"pool_{name.lower()}_ptr": to_words}
+            arguments |= {f"HOST_{name}_STRIDE": from_words.stride(0), f"POOL_{name}_STRIDE": to_words.stride(0)}
+            arguments |= {f"{name}_WORDS": to_words.shape[2], f"BLOCK_{name}": block_of(to_words.shape[2])}
+        unused = self._of_lists_unused() if of_lists is None else of_lists
+        arguments |= (
+            unused
+            | self._fetched(number)
+            | {
+                "head_map_ptr": self._arrived if head_map is None else head_map,
+                "num_heads": heads,
+                "num_copying": self._num_copying,
+                "TILE": _FETCH_TILE,
+                "BLOCK_H": block_of(heads, _LEAST_BLOCK),
+            }
+        )
+        programs = self._num_copying + (0 if of_lists is None else self.max_groups * heads)
+        if self.shape.mode is Mode.EXACT:
+            launch_behind(fetch_kernel, (programs,), arguments, num_warps=_FETCH_WARPS)
+        else:
+            # It may follow what another stream has launched.
+            launch(fetch_kernel, (programs,), arguments | {"OVERLAPPED": False}, num_warps=_FETCH_WARPS)
+
+    def _of_lists_unused(self) -> dict[str, Any]:
+        names = ("host_pages_ptr", "positions_ptr", "slots_ptr", "counts_ptr", "cell_of_page_ptr")
+        sizes = {"num_cells": self.shape.num_cells, "resident_begin": self.shape.resident_begin, "num_pages": 0}
+        return dict.fromkeys(names, self._arrived) | sizes | {"groups_ptr": self._table}
+
+    def _check(self, number: int, host: PagedKV, pool: PagedKV) -> None:
+        shape = self.shape
+        if not 0 <= number < shape.num_sets:
+            raise ValueError(f"expected a set below {shape.num_sets}, got {number}")
+        wanted = ("host", host, shape.host_rows), ("pool", pool, shape.pool_rows)
+        for name, kv, rows in wanted:
+            for cache, like in ((kv.k_cache, pool.k_cache), (kv.v_cache, pool.v_cache)):
+                alike = cache.shape[1:] == like.shape[1:] and cache.dtype == like.dtype
+                if cache.shape[0] < rows or cache.shape[1] != shape.num_kv_heads or not alike:
+                    raise ValueError(
+                        f"expected {name} [{rows} rows or more, {shape.num_kv_heads}, {like.shape[2]}] {like.dtype}, "
+                        f"got {tuple(cache.shape)} {cache.dtype}; are both of one layer, and the sizes those of the "
+                        "pools?"
+                    )
+                row = cache.shape[2] * cache.dtype.itemsize
+                dense = cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]
+                if not dense or row % _WORD or (cache.stride(0) * cache.dtype.itemsize) % _WORD:
+                    raise ValueError(
+                        f"expected {name} with adjacent heads of whole words of {_WORD} bytes, got strides "
+                        f"{cache.stride()} of {cache.dtype}"
+                    )
+        on_host = [one for one in (host.k_cache, host.v_cache) if one.device.type == "cpu"]
+        if self.device.type == "cuda" and not all(one.is_pinned() for one in on_host):
+            raise ValueError("expected host in pinned memory, which a kernel can read; got pageable memory")
+
+    def _check_lists(self, host_pages: Tensor, lists: SelectedLists) -> None:
+        if lists.slots is None:
+            raise ValueError("expected lists with slots, got none; use new_lists(with_slots=True)")
+        entries, rows = max(lists.positions.shape[0], self._lists_end), max(lists.counts.shape[0], self._counts_end)
+        check_int32("positions", lists.positions, (entries,))
+        check_int32("slots", lists.slots, (entries,))
+        check_int32("counts", lists.counts, (rows, self.shape.num_kv_heads))
+        check_int32("host_pages", host_pages, (max(host_pages.shape[0], self._tables_end),))
+
+
+def _words(cache: Tensor) -> Tensor:
+    """A pool's buffer as words, [rows, num_kv_heads, words]; the same memory."""
+    return cache.view(torch.int32)

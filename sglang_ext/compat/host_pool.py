@@ -1,0 +1,154 @@
+"""A pool of host memory, made of SGLang's own class for such pools, and the staging rows behind its KV pool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_ext.compat import memory
+from sglang_ext.compat.versions import older_than
+from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.model_view import ModelView
+from sglang_ext.offload.host import RowsBehind, rows_of, runs
+from sglang_ext.offload.offloading import Offloading
+from sglang_ext.options import Offload
+
+logger = logging.getLogger(__name__)
+
+
+def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) -> None:
+    """The tensors of the KV pool get staging rows behind those that the allocator knows."""
+    rows = sum(memory.offload_rows(pool.page_size))
+    pool.size += rows
+    try:
+        original(pool, *args)
+    finally:
+        pool.size -= rows
+
+
+def rows_behind(pool: Any) -> RowsBehind:
+    """Rows of a KV pool's tensors that the allocator does not know, of all layers.
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    begin, (staging, residents) = int(pool.size) + int(pool.page_size), memory.offload_rows(pool.page_size)
+    end = begin + staging + residents
+    held = min(int(buffer.shape[0]) for buffer in (*pool.k_buffer, *pool.v_buffer))
+    if end == begin or held < end:
+        raise RuntimeError(
+            f"--sparse-attn: expected KV tensors of {end} rows for offload, the last {end - begin} for it; got "
+            f"{held}. Another plugin or a changed SGLang is the likely cause: remove offload"
+        )
+    return RowsBehind(range(begin, begin + staging), range(begin + staging, end))
+
+
+def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, *, waits: bool) -> Offloading:
+    """What keeps prefixes in host memory, behind the KV pool of a model runner. Raises RuntimeError: no room for it."""
+    pool = runner.token_to_kv_pool
+    rows = rows_behind(pool)
+    host = SGLangHostPool(pool, options, plan.dense_layers, rows.residents.stop)
+    found = Offloading(options, view, host, rows, int(pool.page_size), waits=waits)
+    logger.info("sparse attention: offload: %s", found.summary())
+    if view.device.type == "cuda":
+        logger.warning("sparse attention: offload was not run on a GPU yet: compare answers first (docs/offload.md)")
+    return found
+
+
+class SGLangHostPool:
+    """A `HostPool` of an `MHATokenToKVPoolHost`, layer first, in pages of `PAGE_TOKENS` rows.
+
+    Args:
+        device_pool: SGLang's KV pool. Tensors of layers that attend all are replaced by larger ones.
+        options: what is to be kept.
+        dense_layers: that attend all: they have it in rows of the device pool, too.
+        dense_begin: first of these rows.
+
+    Raises:
+        RuntimeError: the host has not so much memory, or it cannot be pinned.
+    """
+
+    def __init__(self, device_pool: Any, options: Offload, dense_layers: Sequence[int], dense_begin: int) -> None:
+        self._device = device_pool
+        pinned = device_pool.k_buffer[0].device.type == "cuda"
+        try:
+            self._host = _made(device_pool, options.host_bytes, pinned=pinned)
+        except (ValueError, RuntimeError, MemoryError) as error:
+            raise RuntimeError(
+                f"--sparse-attn: expected {options.host_bytes} bytes of host memory for offload, and some GB beside; "
+                f"got: {error}. Lower offload.host_bytes"
+            ) from error
+        self.num_pages = int(self._host.size) // PAGE_TOKENS
+        self.nbytes = int(self._host.size) * int(self._host.size_per_token)
+        self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
+        for buffers in (device_pool.k_buffer, device_pool.v_buffer):
+            for layer in dense_layers:
+                before = buffers[layer]
+                buffers[layer] = before.new_zeros(dense_begin + int(self._host.size), *before.shape[1:])
+                buffers[layer][: len(before)] = before
+        if dense_layers:
+            device_pool._init_data_ptrs_and_strides()
+
+    @property
+    def free_pages(self) -> int:
+        return int(self._host.available_size()) // PAGE_TOKENS
+
+    def alloc(self, num_pages: int) -> Tensor | None:
+        rows = self._host.alloc(num_pages * PAGE_TOKENS)
+        return None if rows is None else rows[::PAGE_TOKENS] // PAGE_TOKENS
+
+    def free(self, pages: Tensor) -> None:
+        self._host.free((pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten())
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._host.k_data_refs[layer], self._host.v_data_refs[layer]
+
+    def backup(self, slots: Tensor, pages: Tensor) -> None:
+        for layer in range(len(self._device.k_buffer)):
+            sources = self._device.k_buffer[layer], self._device.v_buffer[layer]
+            for source, target in zip(sources, self.layer(layer), strict=True):
+                taken = source.index_select(0, slots)
+                for place, page, count in runs(pages):
+                    target[rows_of(page, count)].copy_(taken[rows_of(place, count)], non_blocking=True)
+                    if layer in self._dense and self.dense_begin is not None:
+                        source[self.dense_begin :][rows_of(page, count)] = taken[rows_of(place, count)]
+
+    def restore(self, pages: Tensor) -> None:
+        for layer in self._dense:
+            targets = (buffers[layer][self.dense_begin :] for buffers in (self._device.k_buffer, self._device.v_buffer))
+            for source, target in zip(self.layer(layer), targets, strict=True):
+                for _, page, count in runs(pages):
+                    target[rows_of(page, count)].copy_(source[rows_of(page, count)], non_blocking=True)
+
+    def stage(self, layer: int, pages: Tensor, begin: int) -> None:
+        targets = self._device.k_buffer[layer][begin:], self._device.v_buffer[layer][begin:]
+        for source, target in zip(self.layer(layer), targets, strict=True):
+            for place, page, count in runs(pages):
+                target[rows_of(place, count)].copy_(source[rows_of(page, count)], non_blocking=True)
+
+
+def _made(device_pool: Any, nbytes: int, *, pinned: bool) -> Any:
+    """SGLang's pool; from 0.5.23 on it takes a description of the device pool and exact tokens."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    if older_than("0.5.23"):
+        return MHATokenToKVPoolHost(device_pool, 0.0, nbytes / 1e9, PAGE_TOKENS, "layer_first", pin_memory=pinned)
+    info = device_pool._mha_buffer_info()
+    per_token = (info.head_dim + info.v_head_dim) * info.head_num * info.dtype.itemsize * len(info.buffers.k)
+    return MHATokenToKVPoolHost(
+        info,
+        0.0,
+        0,
+        PAGE_TOKENS,
+        "layer_first",
+        pin_memory=pinned,
+        device_capacity_tokens=int(device_pool.size),
+        start_layer=int(device_pool.start_layer),
+        end_layer=int(device_pool.end_layer),
+        host_token_capacity=max(1, nbytes // (per_token * PAGE_TOKENS)) * PAGE_TOKENS,
+    )

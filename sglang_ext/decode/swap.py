@@ -1,0 +1,176 @@
+"""Prefixes in host memory in a sparse step: residents of each layer that selects, and of those that reuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.launching import send
+from prefix_kernels.residents import Counter, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import PagedKV, SelectedLists
+from sglang_ext.decode.types import HostPrefix
+from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
+
+
+@dataclass(frozen=True, eq=False)
+class HostKV:
+    """What steps need to know of the host's pool, and of the room for its pages on the device.
+
+    Attributes:
+        num_pages: of the host's pool.
+        layer: a layer's KV there, [num_pages * 16, num_kv_heads, head_dim], pinned where a GPU reads it; at the same
+            addresses as long as the server lives.
+        resident_begin: row of every layer's pool on the device from which on `num_cells` pages of 16 rows are nobody
+            else's.
+        num_cells: of a layer and KV head, for all prefixes.
+        most_pages: of a prefix's tokens and a budget, pages that a list names tokens of at most
+            (`IndexSpec.most_pages`); None: each token may have a page of its own.
+        dense_elsewhere: whether the caller attends layers that attend all, and runs none of them here, where prefixes
+            in host memory have no `dense_slots`.
+        mode: when a page that is missing is attended.
+        implementation: of `Residents`.
+    """
+
+    num_pages: int
+    layer: Callable[[int], PagedKV]
+    resident_begin: int
+    num_cells: int
+    most_pages: Callable[[int, int], int] | None = None
+    dense_elsewhere: bool = False
+    mode: Mode = Mode.EXACT
+    implementation: str | None = None
+
+
+class SwapIn:
+    """Makes slots of what layers select of such prefixes, and fetches the pages that are missing.
+
+    Lagged pages are fetched on a stream of their own, beside attention and feed-forward of this step, which does not
+    read the cells that they take: it does not want what lay there. The step's last layer that selects or reuses a
+    selection waits for them.
+
+    Attributes:
+        dense_elsewhere: see `HostKV`.
+
+    Args:
+        host: see there.
+        layer_plan: role of each layer; one that reuses a selection has its anchor's cells, in its own pool.
+        num_kv_heads: KV heads.
+        max_groups: of a step, at most.
+        list_entries: of the lists of a step.
+        device: of the KV pool.
+    """
+
+    def __init__(
+        self,
+        host: HostKV,
+        layer_plan: LayerPlan,
+        num_kv_heads: int,
+        max_groups: int,
+        list_entries: int,
+        device: torch.device,
+    ) -> None:
+        anchors = layer_plan.anchor_layers
+        sizes = (max(1, len(anchors)), num_kv_heads, host.num_cells, host.num_pages)
+        shape = ResidentShape(*sizes, host.resident_begin, host.mode)
+        self._host, self._device = host, device
+        self.residents = Residents(shape, max_groups, list_entries, device, implementation=host.implementation)
+        # Prefixes of a step have no page in common.
+        self._tables = torch.zeros(host.num_pages, dtype=torch.int32, device=device)
+        self.dense_elsewhere = host.dense_elsewhere
+        self._lagged = host.mode is Mode.LAGGED
+        self._set_of: list[int | None] = []
+        self._head_maps: list[Tensor | None] = []
+        for layer, role in enumerate(layer_plan.layers):
+            anchor = layer if role.mode is LayerMode.ANCHOR else role.anchor_layer
+            self._set_of.append(None if anchor is None else anchors.index(anchor))
+            mapped = None if role.anchor_layer is None else role.head_map
+            self._head_maps.append(None if mapped is None else torch.tensor(mapped, dtype=torch.int32, device=device))
+        self._anchors = frozenset(anchors)
+        self._last = max((layer for layer, of in enumerate(self._set_of) if of is not None), default=None)
+        aside = self._lagged and device.type == "cuda"
+        self._beside = torch.cuda.Stream(device) if aside else None  # type: ignore[no-untyped-call]
+
+    def fits(self, groups: Sequence[SelectionGroup]) -> bool:
+        """Whether a step can select from all these prefixes in host memory."""
+        planned = [self._group(0, group, 0) for group in groups]
+        needed = sum(one.needed_cells for one in planned)
+        return sum(one.num_pages for one in planned) <= len(self._tables) and (
+            self._lagged or needed <= self._host.num_cells
+        )
+
+    def plan(self, groups: Sequence[SelectionGroup], hosts: Sequence[HostPrefix | None]) -> None:
+        """Write the tables of the next steps, without a wait.
+
+        Args:
+            groups: all of a step, in the order of the counts of its lists.
+            hosts: of each group.
+        """
+        planned, tables, at = list[ResidentGroup](), list[Tensor](), 0
+        for number, (group, host) in enumerate(zip(groups, hosts, strict=True)):
+            if host is not None:
+                planned.append(self._group(number, group, at))
+                tables.append(host.pages)
+                at += len(host.pages)
+        self.residents.plan(planned)
+        if tables:
+            send(torch.cat(tables).int(), self._tables)
+
+    def _group(self, number: int, group: SelectionGroup, table_begin: int) -> ResidentGroup:
+        most = None if self._host.most_pages is None else self._host.most_pages(group.prefix_len, group.budget)
+        return ResidentGroup(number, group, table_begin, most)
+
+    def before(self, layer: int, lists: SelectedLists, kv: PagedKV) -> None:
+        """Between a layer's selection, or the one that it reuses, and its attention.
+
+        Args:
+            layer: its number.
+            lists: that it attends.
+            kv: its pool on the device; rows of cells are written.
+        """
+        number = self._set_of[layer]
+        if number is None:
+            return
+        host, selects = self._host.layer(layer), layer in self._anchors
+        if selects:
+            self.residents.run(number, self._tables, lists, host, kv)
+        if self._lagged or not selects:
+            with self._aside():
+                self.residents.fetch(number, host, kv, self._head_maps[layer])
+
+    def behind(self, layer: int) -> None:
+        """Behind a layer's attention: the last one waits for what was fetched beside the step."""
+        if layer == self._last and self._beside is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._beside)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the stream beside the step, behind what was launched so far."""
+        if self._beside is None:
+            yield
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def forget(self, pages: Tensor) -> None:
+        """Host pages are given to another prefix: before a step that selects from that one.
+
+        Args:
+            pages: [count] int64 on the host.
+        """
+        self.residents.state.forget(pages.to(self._device, non_blocking=True))
+
+    def counted(self) -> dict[str, int]:
+        """Pages of all layers and KV heads since the start, by the names of `Counter`; waits for the device."""
+        totals = self.residents.counters.sum(0).tolist()
+        return {one.name.lower(): totals[one] for one in Counter}
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory, the cells apart."""
+        return self.residents.nbytes + self._tables.nbytes

@@ -1,0 +1,397 @@
+"""Offload in one scheduler process: which prefixes are copied out, which requests have one in front, how they attend.
+
+A request whose prefix lies in host memory has *virtual* slots in its first P entries of `req_to_token`: entry i is
+i % page_size, a slot of SGLang's padding page, which nothing may read. SGLang's prefix cache and allocator see what
+stands behind them only (`compat.offload_tree`). A forward with such a row is attended here, or raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.types import PagedKV
+from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.decode.swap import HostKV, SwapIn
+from sglang_ext.decode.types import HostPrefix
+from sglang_ext.model_view import ModelView
+from sglang_ext.offload.attention import Span, StagedAttention, StagedStep
+from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
+from sglang_ext.offload.host import HostPool, RowsBehind
+from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
+from sglang_ext.options import Offload as Options
+from sglang_ext.prefix.requests import ALONE, Attachment
+
+logger = logging.getLogger(__name__)
+
+_Request = TypeVar("_Request", bound=Hashable)
+
+_LOOKED = 4096
+"""Prefixes without a file that are remembered, at most."""
+COPY_BYTES = 256 << 20
+"""Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
+
+
+class Offloading:
+    """Used by the scheduler's thread only; copies are queued on the stream that runs the forwards.
+
+    Attributes:
+        directory: of the prefixes in host memory.
+        page_size: SGLang's.
+        refused: requests whose prefix was not copied out, by reason; once for each.
+        translated: requests that got their slots behind a prefix in host memory.
+        swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
+
+    Args:
+        options: checked.
+        view: of the model runner.
+        pool: of host memory.
+        behind: rows of the KV pool's tensors behind the allocator's.
+        page_size: SGLang's; a prefix is a multiple of it.
+        waits: whether a request waits while its prefix is read from a file; else it is prefilled.
+
+    Raises:
+        OSError: the folder for files cannot be made.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        view: ModelView,
+        pool: HostPool,
+        behind: RowsBehind,
+        page_size: int,
+        *,
+        waits: bool = False,
+    ) -> None:
+        self._options, self._view, self._pool = options, view, pool
+        self._behind = behind
+        self._attention = StagedAttention(pool, behind.staging)
+        self.directory = OffloadDirectory(pool)
+        self.page_size = page_size
+        self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()
+        self._rows: dict[int, Offload] = {}
+        per_token = 2 * view.num_layers * view.num_kv_heads * view.head_dim * view.kv_dtype.itemsize
+        self._piece = max(1, COPY_BYTES // (per_token * PAGE_TOKENS)) * PAGE_TOKENS
+        self.refused: Counter[str] = Counter()
+        self.translated = 0
+        self.swap: SwapIn | None = None
+        self._off = False
+        self._waits, self._fresh, self._looked = waits, list[Tensor](), dict[str, float]()
+        self._files: KVFiles | None = None
+        if options.folder is not None:
+            self._files = KVFiles(Path(options.folder), pool, view.num_layers, options.folder_bytes)
+            self._mover = Mover(self._files)
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def before_batch(self, waiting: Iterable[tuple[_Request, Attachment | None]]) -> list[_Request]:
+        """Before SGLang looks for requests to prefill, when none is matched: take what was read and written, and read
+        what waiting requests begin with.
+
+        Returns:
+            Those that wait on, as their prefix is being read.
+        """
+        self._take_moves()
+        held = []
+        for request, attachment in waiting if self._files is not None and not self._off else ():
+            if attachment is None or attachment.entry is None or attachment.reason in ALONE:
+                continue
+            digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
+            found = self.directory.get(digest)
+            if found is None and self._unfit(tokens) is None and self._filed(digest):
+                begun = self.directory.begin(digest, tokens, OffloadState.LOADING)
+                found = None if isinstance(begun, str) else begun
+                if found is not None:
+                    self._fresh.append(found.pages)
+                    self._move(found, loads=True)
+            if self._waits and found is not None and found.state is OffloadState.LOADING:
+                held.append(request)
+        return held
+
+    def _filed(self, digest: str) -> bool:
+        """Whether there is a file; of one that is not there, what was true within the last second."""
+        assert self._files is not None
+        now = time.monotonic()
+        if now < self._looked.get(digest, 0.0):
+            return False
+        if self._files.path(digest).exists():
+            return True
+        if len(self._looked) >= _LOOKED:
+            self._looked.clear()
+        self._looked[digest] = now + 1.0
+        return False
+
+    def _move(self, offload: Offload, *, loads: bool) -> None:
+        self.directory.pin(offload)
+        self._mover.begin(Move(offload, loads, waits_for(self._view.device)))
+
+    def _take_moves(self) -> None:
+        for move in self._mover.ended() if self._files is not None else ():
+            offload = move.offload
+            if move.error is not None:
+                what = "read from" if move.loads else "written to"
+                logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
+                if isinstance(move.error, KVFileError) and self._files is not None:
+                    self._files.path(offload.digest).unlink(missing_ok=True)
+                self.directory.moved("load_failed" if move.loads else "save_failed", offload)
+            elif move.loads and not offload.dropped:
+                self._pool.restore(offload.pages)
+                offload.host = self._host_of(offload)
+                self.directory.moved("loaded", offload)
+            else:
+                self._looked.pop(offload.digest, None)
+                self.directory.moved("saved", offload)
+            self.directory.unpin(offload)
+
+    # -- from match to slot ----------------------------------------------------------------------------------
+
+    def wanted(self, request: Hashable, attachment: Attachment | None, limit: int) -> Offload | None:
+        """What a waiting request has in front, if its prefix lies in host memory now. Asked at each match; the last
+        one before it gets its slot counts. Nothing leaves the host in between: room is made in decode steps, and before
+        SGLang looks for requests to prefill.
+
+        Args:
+            request: SGLang's request object.
+            attachment: what is known of it.
+            limit: tokens that its match may cover.
+        """
+        self._matched.pop(request, None)
+        if self._off or attachment is None or attachment.entry is None or attachment.reason in ALONE:
+            return None
+        found = self.directory.get(attachment.entry.digest)
+        if found is None or found.state is not OffloadState.HOST or found.prefix_len > limit:
+            return None
+        self._matched[request] = found
+        return found
+
+    def virtual_slots(self, offload: Offload, device: torch.device) -> Tensor:
+        """[prefix_len] int64: entry i is i % page_size, so that the page behind them begins anew for SGLang."""
+        return torch.arange(offload.prefix_len, dtype=torch.int64, device=device) % self.page_size
+
+    def matched(self, request: Hashable) -> Offload | None:
+        """What the last match of a request without a slot had in front."""
+        return self._matched.get(request)
+
+    def slot_taken(self, request: Hashable, row: int) -> bool:
+        """A request has a slot: what its last match had in front stays in host memory until the slot is given back.
+        Called at each chunk of a prefill; the first counts.
+
+        Returns:
+            Whether it has virtual slots.
+        """
+        found = self._matched.pop(request, None)
+        if found is None:
+            return row in self._rows
+        if found.state is not OffloadState.HOST or found.dropped or row in self._rows:
+            raise RuntimeError(
+                f"offload: expected the prefix that a request was matched with to be in host memory; it is "
+                f"{'dropped' if found.dropped else found.state.value}. Please report this with the server's log"
+            )
+        self.directory.pin(found)
+        self._rows[row] = found
+        self.translated += 1
+        return True
+
+    def slot_freed(self, row: int) -> None:
+        """A row is given back: finish, abort and retraction alike."""
+        found = self._rows.pop(row, None)
+        if found is not None:
+            self.directory.unpin(found)
+
+    def of_row(self, row: int) -> Offload | None:
+        """What a row of `req_to_token` has in front; None where all its slots are real."""
+        return self._rows.get(row)
+
+    def drop(self, *, forever: bool = False) -> None:
+        """The cache was flushed; or, `forever`, weights were changed: what is in host memory is of the old ones."""
+        self._off = self._off or forever
+        self._matched.clear()
+        self.directory.drop()
+
+    # -- a forward -------------------------------------------------------------------------------------------
+
+    def hosts(self, forward_batch: Any) -> list[HostPrefix | None]:
+        """Per row of a decode step, what steps that select need to know of its prefix; empty where no row has one."""
+        fronts = self._fronts(forward_batch) if self._rows else []
+        return [None if one is None else one.host for one in fronts] if any(fronts) else []
+
+    def host_kv(self, most_pages: Callable[[int, int], int]) -> HostKV:
+        """The pool, as steps that select see it.
+
+        Args:
+            most_pages: see there.
+        """
+        residents = self._behind.residents
+
+        def layer(number: int) -> PagedKV:
+            k_host, v_host = self._pool.layer(number)
+            return replace(self._view.kv(number), k_cache=k_host, v_cache=v_host)
+
+        return HostKV(self._pool.num_pages, layer, residents.start, len(residents) // PAGE_TOKENS, most_pages)
+
+    def _fronts(self, forward_batch: Any) -> list[Offload | None]:
+        rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices")[: forward_batch.batch_size]
+        return [self._rows.get(row) for row in rows]
+
+    def begin(self, forward_batch: Any) -> StagedStep | None:
+        """How a forward is attended exactly; None: no row of it has virtual slots.
+
+        Raises:
+            RuntimeError: one has, and there is no way here to attend this kind of forward.
+        """
+        if not self._rows:
+            return None
+        rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices")[: forward_batch.batch_size]
+        fronts = [self._rows.get(row) for row in rows]
+        if not any(fronts):
+            return None
+        mode = forward_batch.forward_mode.name
+        if mode not in ("DECODE", "EXTEND"):
+            raise RuntimeError(
+                f"offload: expected a decode or extend step for rows whose prefix lies in host memory; got {mode}. "
+                "SGLang's own kernels must not read their slots: remove offload from --sparse-attn-config"
+            )
+        lens = _on_host(forward_batch, "seq_lens_cpu", "seq_lens")
+        counts = [1] * len(rows)
+        if mode == "EXTEND":
+            counts = _on_host(forward_batch, "extend_seq_lens_cpu", "extend_seq_lens")
+            self._check_rows(rows, fronts)
+        return self._staged(rows, lens, counts, fronts)
+
+    def _check_rows(self, rows: Sequence[int], fronts: Sequence[Offload | None]) -> None:
+        """A row has virtual slots exactly where it is known to have them; waits for the device."""
+        first = self._view.req_to_token[torch.as_tensor(list(rows), device=self._view.device), 0].tolist()
+        for row, slot, front in zip(rows, first, fronts, strict=True):
+            if (slot < self.page_size) != (front is not None):
+                raise RuntimeError(
+                    f"offload: expected row {row} to begin with a {'real' if front is None else 'virtual'} slot; got "
+                    f"slot {slot}, page size {self.page_size}. Please report this with the server's log"
+                )
+
+    def _staged(
+        self, rows: Sequence[int], lens: Sequence[int], counts: Sequence[int], fronts: Sequence[Offload | None]
+    ) -> StagedStep:
+        spans, queries, begin = [], dict[Offload, list[Tensor]](), 0
+        for row, length, count, front in zip(rows, lens, counts, fronts, strict=True):
+            first = 0 if front is None else front.prefix_len
+            spans.append(Span(slice(begin, begin + count), self._view.req_to_token[row, first:length].to(torch.int64)))
+            if front is not None:
+                own = torch.arange(begin, begin + count, device=self._view.device)
+                queries.setdefault(front, []).append(own)
+            begin += count
+        return StagedStep(spans, [(front, torch.cat(parts)) for front, parts in queries.items()])
+
+    def attend(self, step: StagedStep, q: Tensor, layer: int, sm_scale: float) -> Tensor:
+        """One layer of it; see `StagedAttention.run`."""
+        return self._attention.run(step, q, self._view.kv(layer), layer, sm_scale)
+
+    def ended(self, step: StagedStep) -> None:
+        """Behind the layers. Raises RuntimeError where one of them was attended elsewhere, from virtual slots."""
+        missing = sorted(set(range(self._view.num_layers)) - step.layers)
+        if missing:
+            raise RuntimeError(
+                f"offload: expected all layers of a step with virtual slots to be attended here; layers {missing} were "
+                "not. Their output is wrong: remove offload from --sparse-attn-config, and report the model and flags"
+            )
+
+    # -- copying out -----------------------------------------------------------------------------------------
+
+    def decoding(self, forward_batch: Any, attachments: Sequence[Attachment | None]) -> None:
+        """Before a decode step: copy a piece of one prefix that a row of it has on the device. The row's request runs,
+        so its lock keeps these slots; what is queued later and overwrites them comes behind the copy.
+        """
+        if self.swap is not None:
+            for pages in self._fresh:
+                self.swap.forget(pages)
+        self._fresh.clear()
+        if self._off:
+            return
+        rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices") if self._rows else ()
+        virtual = {place for place, row in enumerate(rows) if row in self._rows}
+        for place, one in enumerate(attachments):
+            if place in virtual or one is None or one.entry is None or one.reason in ALONE:
+                continue
+            if one.offload_refusal is not None:
+                continue
+            digest, tokens = one.entry.digest, one.entry.identity.num_tokens
+            found = self.directory.get(digest)
+            if found is not None and found.state is not OffloadState.COPYING:
+                continue
+            begun = self._unfit(tokens) or found or self.directory.begin(digest, tokens)
+            if isinstance(begun, str):
+                one.offload_refusal = begun
+                self.refused[begun] += 1
+                continue
+            if found is None and self.swap is not None:
+                self.swap.forget(begun.pages)
+            self._copy(begun, forward_batch.req_pool_indices[place : place + 1])
+            return
+
+    def _unfit(self, tokens: int) -> str | None:
+        """Why a prefix of so many tokens is never copied out, in a word."""
+        if tokens < self._options.min_tokens:
+            return "short"
+        return "page_size" if tokens % self.page_size else None
+
+    def _copy(self, offload: Offload, row: Tensor) -> None:
+        tokens = min(self._piece, offload.prefix_len - offload.copied)
+        part = slice(offload.copied, offload.copied + tokens)
+        pages = offload.pages[part.start // PAGE_TOKENS : part.stop // PAGE_TOKENS]
+        try:
+            self._pool.backup(self._view.req_to_token.index_select(0, row)[0, part].to(torch.int64), pages)
+        except Exception as error:  # the server lives on
+            logger.error("sparse attention: a prefix cannot be copied to host memory", exc_info=error)
+            self.directory.failed(offload)
+            return
+        self.directory.copied(offload, tokens)
+        if offload.state is OffloadState.HOST:
+            offload.host = self._host_of(offload)
+            if self._files is not None and not self._files.path(offload.digest).exists():
+                self._move(offload, loads=False)
+
+    def _host_of(self, offload: Offload) -> HostPrefix:
+        if self._pool.dense_begin is None:
+            return HostPrefix(offload.pages)
+        rows = self._pool.dense_begin + offload.pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
+        return HostPrefix(offload.pages, rows.flatten().int().to(self._view.device))
+
+    # -- what others see -------------------------------------------------------------------------------------
+
+    def summary(self) -> str:
+        """One line for people, at the start."""
+        tokens = self._pool.num_pages * PAGE_TOKENS
+        (staging, residents), least = self._behind, self._options.min_tokens
+        return (
+            f"{self._pool.nbytes:,} bytes of host memory for {tokens:,} tokens of prefixes of {least:,} or more; "
+            f"{len(staging):,} and {len(residents):,} rows of the KV tensors behind SGLang's, from {staging.start:,} "
+            "on, for staging and residents"
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """What is exported, by metric."""
+        return {"offload": {"translated": self.translated, **self.directory.events, **self.refused}}
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain values."""
+        self._take_moves()
+        self.directory.check_integrity()
+        counts: dict[str, Any] = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
+        counts["residents"] = None if self.swap is None else self.swap.counted()
+        return {**self.directory.snapshot(), "events": dict(self.directory.events), **counts}
+
+
+def _on_host(forward_batch: Any, mirror: str, name: str) -> list[int]:
+    """A batch's numbers: from the copy on the host, where this release has one."""
+    found = getattr(forward_batch, mirror, None)
+    found = getattr(forward_batch, name) if found is None else found
+    return [int(one) for one in (found if isinstance(found, list) else found.tolist())]

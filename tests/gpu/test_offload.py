@@ -1,0 +1,86 @@
+"""On a GPU: behind a prefix in host memory, decode graphs say what they said while it lay on the device.
+
+    python -m pytest -s tests/gpu/test_offload.py
+
+SPARSE_ATTN_TEST_BACKEND names the attention backend, where the default (triton) cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.needle.tasks import make_document
+from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, QUESTIONS, SAID = 8192, 8, 24
+FLAGS = ["--attention-backend", os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton"), "--sampling-backend", "pytorch"]
+FLAGS += ["--grammar-backend", "none", "--context-length", "16384", "--page-size", "16"]
+FLAGS += ["--max-total-tokens", "32768", "--max-running-requests", "8", "--disable-prefill-cuda-graph"]
+CONFIG: dict[str, Any] = {
+    **DISK, **SPARSE_CONFIG, "decode_path": "sparse", "layer_plan": ["dense", *["anchor"] * 5], "guard_every": 0,
+    "share_prefixes": True,
+}  # fmt: skip
+OFFLOAD = {"host_bytes": 64 << 20, "min_tokens": 1024, "resident_tokens": 16384}
+
+SHARED = make_document("many_keys", seed=81, num_tokens=TOKENS, num_questions=QUESTIONS)
+OTHER = make_document("multi_query", seed=82, num_tokens=TOKENS, num_questions=QUESTIONS)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    prompts, store = tmp_path / "prompts.jsonl", tmp_path / "store"
+    lines = [json.dumps({"id": name, "text": one.text}) for name, one in (("shared", SHARED), ("other", OTHER))]
+    prompts.write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL), "--store", str(store)]
+    command += ["--prompts", str(prompts), "--sparse-attn-config", json.dumps(CONFIG), "--", *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours = ["--sparse-attn", "--sparse-attn-store", str(store)]
+    ours += ["--sparse-attn-config", json.dumps({**CONFIG, "offload": OFFLOAD})]
+    server = Server([*FLAGS, *ours], {}, tmp_path / "server.log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_steps_behind_host_memory_say_what_they_said_on_the_device(server: Server) -> None:
+    documents = (SHARED, OTHER)
+    asked = [f"{one.text} {question.text}" for one in documents for question in one.questions]
+    scored = [question for one in documents for question in one.questions]
+
+    def ask() -> tuple[list[Answer], list[Answer]]:
+        calls: list[Callable[[], Answer]] = [lambda p=prompt: server.generate(p, SAID) for prompt in asked]  # type: ignore[misc]
+        return [call() for call in calls], server.together(calls[:4] + calls[-4:])
+
+    # Its answers of one token leave no prefix in host memory: nothing decodes.
+    dense = [server.generate(prompt, SAID, sparse=False) for prompt in asked]
+    assert server.settled()["offload"]["prefixes"] == {}
+    first = [server.generate(f"{one.text} {one.questions[0].text}", SAID) for one in documents]
+    assert server.settled()["offload"]["prefixes"] == {"host": 2}
+    begun = time.perf_counter()
+    (alone, together), delta = server.during(ask)
+    seconds = time.perf_counter() - begun
+    state = server.settled()["offload"]
+    right = [sum(q.score(a.text) for q, a in zip(scored, found, strict=True)) for found in (dense, alone)]
+    print(f"right: dense {right[0]}, from host memory {right[1]} of {len(asked)}; {seconds:.1f} s; {state}")
+    assert state["translated"] == len(asked) + 8
+    assert delta.fallbacks == {}
+    assert delta.dense_rows == 0
+    for document, answer in zip((0, QUESTIONS), first, strict=True):
+        assert alone[document].ids == answer.ids, "expected what the device's slots gave"
+    assert [one.ids for one in together] == [one.ids for one in (*alone[:4], *alone[-4:])]
+    assert right[1] >= right[0] - 1
+    assert state["users"] == 0

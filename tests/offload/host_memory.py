@@ -1,0 +1,61 @@
+"""A `HostPool` of plain tensors beside a KV pool of plain tensors, whose padding page holds NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prefix_kernels.types import PagedKV
+from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.offload.host import RowsBehind, rows_of, runs
+
+
+class PlainPools:
+    """Both pools; with two layers unless said otherwise.
+
+    Args:
+        slots: of the device pool.
+        staging: rows behind them.
+        num_pages: of host memory.
+    """
+
+    def __init__(self, slots: int, staging: int, num_pages: int, layers: int = 2, heads: int = 2, dim: int = 8) -> None:
+        self.num_pages, self.dense_begin = num_pages, None
+        self.device = [torch.randn(2, slots + staging, heads, dim) for _ in range(layers)]
+        self.host = [torch.full((2, num_pages * PAGE_TOKENS, heads, dim), float("nan")) for _ in range(layers)]
+        for layer in self.device:
+            layer[:, :PAGE_TOKENS] = float("nan")
+            layer[:, slots:] = float("nan")
+        self.behind = RowsBehind(range(slots, slots + staging), range(slots + staging, slots + staging))
+        self.nbytes = sum(layer.nbytes for layer in self.host)
+        self._free = torch.randperm(num_pages).tolist()
+
+    def kv(self, layer: int, *scales: float) -> PagedKV:
+        return PagedKV(*self.device[layer], *scales)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def alloc(self, num_pages: int) -> Tensor | None:
+        if num_pages > len(self._free):
+            return None
+        taken, self._free = self._free[:num_pages], self._free[num_pages:]
+        return torch.tensor(taken)
+
+    def free(self, pages: Tensor) -> None:
+        assert not set(pages.tolist()) & set(self._free)
+        self._free += pages.tolist()
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.host[layer][0], self.host[layer][1]
+
+    def backup(self, slots: Tensor, pages: Tensor) -> None:
+        for device, host in zip(self.device, self.host, strict=True):
+            for place, page, count in runs(pages):
+                host[:, rows_of(page, count)] = device[:, slots[rows_of(place, count)]]
+
+    def stage(self, layer: int, pages: Tensor, begin: int) -> None:
+        for place, page, count in runs(pages):
+            part = rows_of(place, count)
+            self.device[layer][:, begin + part.start : begin + part.stop] = self.host[layer][:, rows_of(page, count)]

@@ -1,0 +1,240 @@
+"""Offload without SGLang: exact attention through staging rows, who leaves host memory, and what a forward may be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.types import PagedKV
+from sglang_ext.offload.attention import QUERY_BLOCK
+from sglang_ext.offload.directory import OffloadDirectory, OffloadState
+from sglang_ext.offload.host import runs
+from sglang_ext.offload.offloading import Offloading
+from sglang_ext.options import Offload
+from sglang_ext.prefix.requests import Attachment
+from tests.offload.host_memory import PlainPools
+
+PREFIX, HEADS, DIM, PAGE = 96, 4, 8, 16
+SLOTS = 2048
+
+
+class Served:
+    """Offload over plain pools, with a table of slots."""
+
+    def __init__(self, *, num_pages: int = 12, staging: int = 32, min_tokens: int = 32) -> None:
+        torch.manual_seed(3)
+        self.pools = PlainPools(SLOTS, staging, num_pages)
+        self.table = torch.zeros(8, 1024, dtype=torch.int32)
+        self.view: Any = SimpleNamespace(
+            num_layers=2, num_kv_heads=2, head_dim=DIM, kv_dtype=torch.float32, device=torch.device("cpu"),
+            req_to_token=self.table, kv=self.pools.kv,
+        )  # fmt: skip
+        options = Offload(host_bytes=self.pools.nbytes, min_tokens=min_tokens, staging_tokens=staging)
+        self.offloading = Offloading(options, self.view, self.pools, self.pools.behind, PAGE)
+        self._next = PAGE
+
+    def slots(self, row: int, begin: int, end: int) -> None:
+        """Real slots of a row's positions."""
+        self.table[row, begin:end] = torch.arange(self._next, self._next + end - begin)
+        self._next += end - begin
+        assert self._next <= SLOTS
+
+    def decode(self, row: int, one: Attachment | None) -> None:
+        """A decode step of one row."""
+        self.offloading.decoding(SimpleNamespace(req_pool_indices=torch.tensor([row])), [one])
+
+    def behind(self, row: int, one: Attachment, request: Any) -> None:
+        """A request gets a row, its prefix in host memory in front."""
+        found = self.offloading.wanted(request, one, PREFIX)
+        assert found is not None
+        assert self.offloading.slot_taken(request, row)
+        self.table[row, :PREFIX] = self.offloading.virtual_slots(found, self.view.device)
+
+
+def attachment(digest: str = "a", tokens: int = PREFIX) -> Attachment:
+    """Of a request with an index."""
+    entry: Any = SimpleNamespace(digest=digest, identity=SimpleNamespace(num_tokens=tokens))
+    return Attachment("rid", None, entry)
+
+
+class Request:
+    """Can be held weakly."""
+
+
+def forward(rows: list[int], lens: list[int], counts: list[int] | None = None, mode: str = "EXTEND") -> Any:
+    """A batch of SGLang's."""
+    return SimpleNamespace(
+        batch_size=len(rows), req_pool_indices=torch.tensor(rows), seq_lens=torch.tensor(lens),
+        extend_seq_lens_cpu=counts, forward_mode=SimpleNamespace(name=mode),
+    )  # fmt: skip
+
+
+def dense(q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last rows of one request, row by row."""
+    out = torch.zeros_like(q)
+    for row in range(q.shape[0]):
+        seen = slots[: len(slots) - q.shape[0] + row + 1].long()
+        for head in range(HEADS):
+            scores = scale * kv.k_cache[seen, head // 2] @ q[row, head]
+            out[row, head] = scores.softmax(0) @ kv.v_cache[seen, head // 2]
+    return out
+
+
+@pytest.mark.parametrize("staging", [16, 32, 512])
+def test_a_batch_attends_as_if_all_slots_were_on_the_device(staging: int) -> None:
+    """Two rows behind one prefix, one behind another, one without; in an extend step of several blocks of queries, and
+    in a decode step. The padding page, free host rows and rows that are not staged hold NaN.
+    """
+    served = Served(staging=staging)
+    whole = []
+    for row, digest in ((0, "a"), (1, "b")):
+        served.slots(row, 0, PREFIX)
+        whole.append(served.table[row, :PREFIX].clone())
+        served.decode(row, attachment(digest))
+    lens = [PREFIX + QUERY_BLOCK + 37, PREFIX + 5, PREFIX + 21, 70]
+    counts = [QUERY_BLOCK + 33, 5, 1, 33]
+    requests = [Request() for _ in lens]
+    expected = []
+    for row, (front, length) in enumerate(zip((0, 0, 1, None), lens, strict=True), 2):
+        first = 0 if front is None else PREFIX
+        if front is not None:
+            served.behind(row, attachment("ab"[front]), requests[row - 2])
+        served.slots(row, first, length)
+        own = served.table[row, first:length]
+        expected.append(own if front is None else torch.cat([whole[front], own]))
+    rows = list(range(2, 6))
+    for mode, step_counts in (("EXTEND", counts), ("DECODE", [1] * 4)):
+        step = served.offloading.begin(forward(rows, lens, counts, mode))
+        assert step is not None
+        for layer in range(2):
+            q = torch.randn(sum(step_counts) + 3, HEADS, DIM)
+            found = served.offloading.attend(step, q, layer, 0.4)
+            begin, kv = 0, served.pools.kv(layer)
+            for slots, count in zip(expected, step_counts, strict=True):
+                part = slice(begin, begin + count)
+                torch.testing.assert_close(found[part], dense(q[part], kv, slots, 0.4), rtol=1e-4, atol=1e-5)
+                begin += count
+            assert not found[begin:].any()
+            if layer == 0:
+                with pytest.raises(RuntimeError, match=r"layers \[1\] were not"):
+                    served.offloading.ended(step)
+        served.offloading.ended(step)
+    assert served.offloading.begin(forward([0, 1, 5], [PREFIX, PREFIX, 70], [1, 1, 1])) is None
+
+
+def test_only_extend_and_decode_steps_may_have_virtual_slots() -> None:
+    served = Served()
+    served.slots(0, 0, PREFIX)
+    served.decode(0, attachment())
+    request = Request()
+    served.behind(1, attachment(), request)
+    for mode in ("MIXED", "TARGET_VERIFY", "SPLIT_PREFILL"):
+        with pytest.raises(RuntimeError, match=f"expected a decode or extend step .* got {mode}"):
+            served.offloading.begin(forward([0, 1], [PREFIX, PREFIX + 1], [1, 1], mode))
+    served.table[1, 0] = 77
+    with pytest.raises(RuntimeError, match="expected row 1 to begin with a virtual slot; got slot 77"):
+        served.offloading.begin(forward([0, 1], [PREFIX, PREFIX + 1], [1, 1]))
+    served.table[1, 0] = 0
+    served.table[0, 0] = 5
+    with pytest.raises(RuntimeError, match="expected row 0 to begin with a real slot; got slot 5"):
+        served.offloading.begin(forward([0, 1], [PREFIX, PREFIX + 1], [1, 1]))
+
+
+def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+    served = Served()
+    one = attachment()
+    for row in (0, 1):  # two requests of the prompt, one after the other
+        served.slots(row, 0, PREFIX)
+    for step, row in enumerate((0, 1, 1)):
+        assert served.offloading.wanted(Request(), one, PREFIX) is None
+        served.decode(row, one)
+        found = served.offloading.directory.get("a")
+        assert found is not None
+        assert found.copied == 32 * (step + 1)
+    assert found.state is OffloadState.HOST
+    for layer in range(2):
+        keys = served.pools.layer(layer)[0].reshape(-1, PAGE, 2, DIM)[found.pages].reshape(PREFIX, 2, DIM)
+        slots = torch.cat([served.table[0, :32], served.table[1, 32:PREFIX]]).long()
+        assert torch.equal(keys, served.pools.kv(layer).k_cache[slots])
+    assert served.offloading.wanted(Request(), one, PREFIX - 1) is None
+    assert served.offloading.wanted(Request(), one, PREFIX) is found
+    assert served.offloading.wanted(Request(), Attachment("rid", "unsupported_mode", one.entry), PREFIX) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [(16, "short"), (104, "page_size"), (16 * 13, "too_long"), (16 * 7, "host_full")]
+)
+def test_why_a_prefix_stays_on_the_device(tokens: int, reason: str) -> None:
+    served = Served(min_tokens=32)
+    served.slots(0, 0, PREFIX)
+    served.decode(0, attachment("held"))
+    holder = Request()
+    served.behind(7, attachment("held"), holder)
+    one = attachment("other", tokens)
+    served.slots(1, 0, tokens)
+    served.decode(1, one)
+    served.decode(1, one)
+    assert one.offload_refusal == reason
+    assert served.offloading.figures()["offload"].get(reason) == 1
+    assert served.offloading.snapshot()["free_pages"] == 6
+
+
+def test_a_copy_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the link is down")
+
+    monkeypatch.setattr(served.pools, "backup", broken)
+    for _ in range(2):
+        served.decode(0, attachment())
+    assert served.offloading.snapshot()["prefixes"] == {"failed": 1}
+    assert served.offloading.snapshot()["free_pages"] == 12
+    assert served.offloading.wanted(Request(), attachment(), PREFIX) is None
+
+
+def test_who_leaves_host_memory() -> None:
+    """The least recently used without a user; what is dropped while in use leaves with its last user."""
+    directory = OffloadDirectory(PlainPools(32, 16, 6))
+    first, second, third = (directory.begin(digest, 32) for digest in "abc")
+    for one in (first, second, third):
+        directory.copied(one, 32)  # type: ignore[arg-type]
+    directory.pin(first)  # type: ignore[arg-type]
+    directory.get("b")
+    assert not isinstance(directory.begin("d", 32), str)
+    assert directory.get("c") is None
+    assert directory.get("b") is second
+    assert directory.begin("e", 96) == "host_full"
+    directory.drop()
+    directory.check_integrity()
+    assert directory.snapshot() == {"prefixes": {}, "users": 1, "pages": 6, "free_pages": 4}
+    again = directory.begin("a", 32)
+    assert again is not first
+    assert again.key != first.key  # type: ignore[union-attr]
+    directory.unpin(first)  # type: ignore[arg-type]
+    assert directory.snapshot()["free_pages"] == 4
+    directory.check_integrity()
+
+
+def test_virtual_slots_are_never_copied_out() -> None:
+    served = Served()
+    served.slots(0, 0, PREFIX)
+    served.decode(0, attachment())
+    request = Request()
+    served.behind(1, attachment(), request)
+    served.offloading.drop()
+    served.decode(1, attachment())
+    assert served.offloading.directory.get("a") is None
+    served.offloading.slot_freed(1)
+    served.offloading.drop(forever=True)
+    served.decode(0, attachment())
+    assert served.offloading.snapshot()["free_pages"] == 12
+
+
+def test_runs_of_pages() -> None:
+    assert list(runs(torch.tensor([4, 5, 6, 2, 9, 10]))) == [(0, 4, 3), (3, 2, 1), (4, 9, 2)]
+    assert list(runs(torch.tensor([], dtype=torch.int64))) == []

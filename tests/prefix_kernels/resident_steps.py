@@ -1,0 +1,141 @@
+"""Steps of residents for tests: KV of some prefixes in a host's pool, and lists of what a step wants of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prefix_kernels import PagedKV
+from prefix_kernels.residents import PAGE_TOKENS, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride
+from prefix_kernels.types import SelectedLists, new_lists
+
+Wanted = Mapping[int, Sequence[Sequence[int]]]
+"""Of a step: by prefix, for each KV head, positions, ascending."""
+BEFORE = 3
+"""Rows of the GPU's pool before the first cell."""
+
+
+@dataclass
+class Prefixes:
+    """Prefixes of so many pages each, in host pages of a random order, every other one unused.
+
+    Attributes:
+        host: KV, NaN in unused pages.
+        tables: [arena] int32, host pages of one prefix after the other.
+        begins: where each prefix's table begins.
+    """
+
+    host: PagedKV
+    tables: Tensor
+    begins: list[int]
+    pages: list[int]
+
+    @classmethod
+    def of(cls, pages: Sequence[int], heads: int, dtype: torch.dtype, dims: tuple[int, int] = (4, 2)) -> Prefixes:
+        gen = torch.Generator().manual_seed(sum(pages))
+        used = sum(pages)
+        tables = torch.randperm(2 * used + 1, generator=gen)[:used]
+        caches = []
+        for dim in dims:
+            cache = torch.full((2 * used + 1, PAGE_TOKENS, heads, dim), torch.nan)
+            cache[tables] = torch.randn(used, PAGE_TOKENS, heads, dim, generator=gen)
+            caches.append(cache.flatten(0, 1).to(dtype))
+        begins = [sum(pages[:n]) for n in range(len(pages))]
+        return cls(PagedKV(*caches), tables.int(), begins, list(pages))
+
+    @property
+    def num_host_pages(self) -> int:
+        return self.host.k_cache.shape[0] // PAGE_TOKENS
+
+    def rows(self, prefix: int, positions: Tensor) -> Tensor:
+        """Rows of the host of a prefix's positions."""
+        page = self.tables[self.begins[prefix] + positions.long() // PAGE_TOKENS].long()
+        return page * PAGE_TOKENS + positions.long() % PAGE_TOKENS
+
+    def pool(self, num_cells: int) -> PagedKV:
+        """A pool of nothing but NaN."""
+        k, v = self.host.k_cache, self.host.v_cache
+        rows = BEFORE + num_cells * PAGE_TOKENS
+        return PagedKV(*(one.new_full((rows, *one.shape[1:]), torch.nan) for one in (k, v)))
+
+
+class Steps:
+    """Residents of two sets, each with a pool of its own, and the lists of their steps.
+
+    Args:
+        prefixes: whose pages are wanted.
+        num_cells: of a KV head.
+        mode: see `Mode`.
+        implementation: of `Residents`.
+        device: of all but the host's pool.
+    """
+
+    def __init__(
+        self, prefixes: Prefixes, num_cells: int, mode: Mode, implementation: str, device: torch.device | None = None
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.prefixes, self.heads = prefixes, prefixes.host.num_kv_heads
+        self.shape = ResidentShape(2, self.heads, num_cells, prefixes.num_host_pages, BEFORE, mode)
+        self.tables = prefixes.tables.to(self.device)
+        self.max_groups = len(prefixes.pages) + 1
+        strides = [list_stride(PAGE_TOKENS * n) for n in prefixes.pages]
+        self.entries = 8 + self.heads * sum(strides)
+        self.residents = Residents(
+            self.shape, self.max_groups, self.entries, self.device, implementation=implementation
+        )
+        pools = [prefixes.pool(num_cells) for _ in range(self.shape.num_sets)]
+        self.pools = [PagedKV(one.k_cache.to(self.device), one.v_cache.to(self.device)) for one in pools]
+        self.groups: list[ResidentGroup] = []
+
+    def begin(self, wanted: Wanted) -> SelectedLists:
+        """Plan a step; the lists as a selection leaves them. Rows of the counts are one behind the group's place."""
+        lists = new_lists(self.entries, (self.max_groups + 1, self.heads), torch.device("cpu"), with_slots=True)
+        self.groups, at = [], 8
+        for place, (prefix, by_head) in enumerate(wanted.items()):
+            pages = self.prefixes.pages[prefix]
+            longest = max(1, *map(len, by_head))
+            stride = list_stride(longest)
+            group = SelectionGroup(pages * PAGE_TOKENS, longest, list_begin=at, head_stride=stride)
+            # Tests want more than there are cells for, too.
+            self.groups.append(ResidentGroup(place + 1, group, self.prefixes.begins[prefix], most_pages=0))
+            for head, positions in enumerate(by_head):
+                begin = at + head * stride
+                lists.positions[begin : begin + len(positions)] = torch.tensor(positions, dtype=torch.int32)
+                lists.counts[place + 1, head] = len(positions)
+            at += self.heads * stride
+        self.residents.plan(self.groups)
+        assert lists.slots is not None
+        return SelectedLists(*(one.to(self.device) for one in (lists.positions, lists.counts, lists.slots)))
+
+    def run(self, wanted: Wanted, number: int = 0) -> SelectedLists:
+        """A step of a set, up to its attention."""
+        lists = self.begin(wanted)
+        self.residents.run(number, self.tables, lists, self.prefixes.host, self.pools[number])
+        return lists
+
+    def listed(self, lists: SelectedLists, place: int, head: int) -> tuple[Tensor, Tensor]:
+        """Positions and slots of a group's list."""
+        assert lists.slots is not None
+        one = self.groups[place]
+        begin, count = one.group.list_begin + head * one.group.head_stride, int(lists.counts[one.number, head])
+        return lists.positions[begin : begin + count].cpu(), lists.slots[begin : begin + count].cpu()
+
+    def check(self, lists: SelectedLists, wanted: Wanted, number: int = 0) -> None:
+        """Each listed slot of a set holds what the host has for its position; residents hold each page once."""
+        pool = self.pools[number]
+        self.residents.state.check_integrity()
+        for place, prefix in enumerate(wanted):
+            for head in range(self.heads):
+                positions, slots = self.listed(lists, place, head)
+                assert bool((slots >= BEFORE).all())
+                rows = self.prefixes.rows(prefix, positions)
+                for of_pool, of_host in (
+                    (pool.k_cache, self.prefixes.host.k_cache),
+                    (pool.v_cache, self.prefixes.host.v_cache),
+                ):
+                    # NaN is equal to nothing.
+                    assert torch.equal(of_pool.cpu()[slots.long(), head], of_host[rows, head])

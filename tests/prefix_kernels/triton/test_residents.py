@@ -1,0 +1,157 @@
+"""Residents: the kernels against the reference, step by step, state and all."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from prefix_kernels import PagedKV
+from prefix_kernels.residents import PAGE_TOKENS, Mode
+from prefix_kernels.residents import runner as residents_runner
+from tests.prefix_kernels.resident_steps import Prefixes, Steps, Wanted
+from tests.prefix_kernels.triton.conftest import INTERPRETED
+
+
+def steps_of(prefixes: Prefixes, count: int, seed: int, most: int) -> list[Wanted]:
+    """What steps want: some prefixes, each KV head of a few pages of them, a part of which the step before had."""
+    drawn = random.Random(seed)
+    steps: list[Wanted] = []
+    for _ in range(count):
+        some = [one for one in range(len(prefixes.pages)) if drawn.random() < 0.7]
+        step: dict[int, list[list[int]]] = {}
+        for one in some:
+            step[one] = []
+            for head in range(prefixes.host.num_kv_heads):
+                pages = range(prefixes.pages[one])
+                near = sorted(drawn.sample(pages, min(len(pages), drawn.randint(0, most))))
+                before = steps[-1].get(one) if steps else None
+                kept = {n // PAGE_TOKENS for n in before[head]} if before and drawn.random() < 0.7 else set()
+                tokens = {PAGE_TOKENS * page + drawn.randrange(PAGE_TOKENS) for page in {*near, *kept} for _ in "123"}
+                step[one].append(sorted(tokens))
+        steps.append(step)
+    return steps
+
+
+def caches(kv: PagedKV) -> tuple[torch.Tensor, torch.Tensor]:
+    return kv.k_cache, kv.v_cache
+
+
+def pinned(prefixes: Prefixes) -> Prefixes:
+    """With KV that a kernel can read."""
+    if INTERPRETED:
+        return prefixes
+    host = PagedKV(prefixes.host.k_cache.pin_memory(), prefixes.host.v_cache.pin_memory())
+    return Prefixes(host, prefixes.tables, prefixes.begins, prefixes.pages)
+
+
+def assert_same(one: Steps, other: Steps) -> None:
+    for name, mine in vars(one.residents.state).items():
+        theirs = getattr(other.residents.state, name)
+        if name in ("fetched_pages", "fetched_cells"):
+            # Behind the last one there is nothing.
+            there = torch.arange(mine.shape[2]) < one.residents.state.num_fetched[..., None].cpu()
+            mine, theirs = mine.cpu()[there], theirs.cpu()[there]
+        assert torch.equal(mine.cpu(), theirs.cpu()), name
+    for mine, theirs in zip(one.pools, other.pools, strict=True):
+        for cache, like in zip(caches(mine), caches(theirs), strict=True):
+            assert torch.equal(cache.cpu().view(torch.uint8), like.cpu().view(torch.uint8))
+
+
+CASES = [
+    # pages of prefixes, KV heads, cells, widths of a key and a value, dtype, most new pages of a step
+    pytest.param(([5], 1, 7, (8, 8), torch.float32, 4), id="one prefix"),
+    pytest.param(([9, 4, 6], 3, 12, (16, 4), torch.float16, 5), id="few cells"),
+    pytest.param(([40, 31], 2, 67, (12, 12), torch.float16, 30), id="several tiles"),
+    pytest.param(([9, 4], 2, 1, (2, 6), torch.float16, 3), id="one cell"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mode", list(Mode))
+def test_steps_as_the_reference(
+    case: tuple[list[int], int, int, tuple[int, int], torch.dtype, int],
+    mode: Mode,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages, heads, num_cells, dims, dtype, most = case
+    monkeypatch.setattr(residents_runner, "_LOOK_UP_TILE", 32)
+    monkeypatch.setattr(residents_runner, "_FETCH_TILE", 16)
+    prefixes = Prefixes.of(pages, heads, dtype, dims)
+    of = Steps(pinned(prefixes), num_cells, mode, "triton", device)
+    of.residents = type(of.residents)(
+        of.shape, of.max_groups, of.entries, device, implementation="triton", num_copying=3
+    )
+    wanted_of = Steps(prefixes, num_cells, mode, "reference")
+    for number, wanted in enumerate(steps_of(prefixes, 8, num_cells, most)):
+        lists, should = of.run(wanted, number % 2), wanted_of.run(wanted, number % 2)
+        assert_same(of, wanted_of)
+        for place in range(len(wanted)):
+            for head in range(heads):
+                mine, theirs = of.listed(lists, place, head), wanted_of.listed(should, place, head)
+                assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+        of.check(lists, wanted, number % 2)
+        if mode is Mode.LAGGED:
+            for one in (of, wanted_of):
+                one.residents.fetch(number % 2, one.prefixes.host, one.pools[number % 2])
+            assert_same(of, wanted_of)
+        if number == 5:
+            for one in (of, wanted_of):
+                one.residents.state.forget(one.tables[: pages[0]].long())
+    assert int(of.residents.counters[:, 1].sum()) > 0
+
+
+def test_layers_that_reuse_a_selection_fetch_by_their_heads(device: torch.device) -> None:
+    prefixes = Prefixes.of([6, 3], 3, torch.float32)
+    other = Prefixes.of([6, 3], 3, torch.float32)
+    other.host.k_cache.mul_(3)
+    other.host.v_cache.mul_(5)
+    of, head_map = Steps(pinned(prefixes), 9, Mode.EXACT, "triton", device), torch.tensor([2, 0, 0], device=device)
+    pool = PagedKV(torch.full_like(of.pools[0].k_cache, torch.nan), torch.full_like(of.pools[0].v_cache, torch.nan))
+    host = pinned(other).host
+    for wanted in steps_of(prefixes, 4, 0, 2):
+        lists = of.run(wanted)
+        of.residents.fetch(0, host, pool, head_map.int())
+        for place, prefix in enumerate(wanted):
+            for head, of_head in enumerate(head_map.tolist()):
+                positions, slots = of.listed(lists, place, of_head)
+                rows = other.rows(prefix, positions)
+                assert torch.equal(pool.k_cache.cpu()[slots.long(), head], other.host.k_cache[rows, head])
+                assert torch.equal(pool.v_cache.cpu()[slots.long(), head], other.host.v_cache[rows, head])
+
+
+def test_without_groups_nothing_is_copied(device: torch.device) -> None:
+    of = Steps(pinned(Prefixes.of([6], 1, torch.float32)), 6, Mode.EXACT, "triton", device)
+    of.run({0: [[0, 40]]})
+    of.residents.state.forget(of.tables.long())
+    of.pools[0].k_cache.fill_(torch.nan)
+    before = of.residents.counters
+    of.run({})
+    assert torch.equal(of.residents.counters, before)
+    assert bool(of.pools[0].k_cache.isnan().all())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: a graph, and pageable memory that a kernel cannot read")
+def test_replays_follow_the_lists_and_the_plan(device: torch.device) -> None:
+    prefixes = pinned(Prefixes.of([40, 31], 2, torch.float16, (64, 64)))
+    of, wanted_of = (Steps(prefixes, 71, Mode.EXACT, one, device) for one in ("triton", "reference"))
+    steps = steps_of(prefixes, 6, 1, 12)
+    fixed = of.begin(steps[0])
+    for _ in range(2):
+        of.residents.run(0, of.tables, fixed, prefixes.host, of.pools[0])
+        wanted_of.run(steps[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        of.residents.run(0, of.tables, fixed, prefixes.host, of.pools[0])
+    for wanted in steps:
+        lists = of.begin(wanted)
+        for mine, theirs in zip(vars(fixed).values(), vars(lists).values(), strict=True):
+            mine.copy_(theirs)
+        graph.replay()
+        wanted_of.run(wanted)
+        assert_same(of, wanted_of)
+        of.check(fixed, wanted)
+    with pytest.raises(ValueError, match="expected host in pinned memory"):
+        of.residents.run(0, of.tables, fixed, PagedKV(*(one.clone() for one in caches(prefixes.host))), of.pools[0])

@@ -1,0 +1,211 @@
+"""Sparse steps of prefixes in host memory, by the references: each step equals its definition on KV of the device."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from prefix_kernels.residents import PAGE_TOKENS, Counter, Mode
+from prefix_kernels.types import PagedKV
+from sglang_ext.config import config_from_dict
+from sglang_ext.decode.costs import Line, Lines, StepCosts
+from sglang_ext.decode.swap import HostKV
+from sglang_ext.decode.types import HostPrefix, StepPath
+from sglang_ext.methods import SelectArgs, make_builder, make_selector
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.base import IndexSpec, LayerProfile
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.methods.registry import parse_spec
+from sglang_ext.methods.two_level import TwoLevelSpec
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, RequestTable
+from tests.hosted_server import HostedServer, walk_host
+from tests.serving.admitting import Request
+from tests.serving.planning import DIM, LONGEST, PREFIX, blank_index, capture_all, forward_of, planner
+from tests.sparse_server import KV_HEADS, LAYERS, ROLES, SPEC, Server, searches
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="token index"),
+        pytest.param({"spec": parse_spec({"method": "two_level"})}, id="two levels"),
+        pytest.param({"suffix_dense_tokens": 32}, id="suffixes selected from"),
+    ],
+)
+def test_steps_equal_those_of_prefixes_on_the_device(changes: dict[str, Any]) -> None:
+    server = HostedServer(CPU, 60, kernels=False, **changes)
+    walk_host(server, 3)
+    assert server.sparse.swap is not None
+    counted = server.sparse.swap.counted()
+    assert 0 < counted["transferred"] < counted["wanted"]
+    assert counted["missed"] == 0
+
+
+def test_steps_that_keep_a_selection_keep_its_pages() -> None:
+    server = HostedServer(CPU, 60, kernels=False, search_period=3)
+    slots, index = server.prefix(304)
+    host = server.offload(slots)
+    for serial in (1, 2):
+        server.join_behind(serial, host, slots, index, 4)
+    assert server.sparse.swap is not None
+    found, wanted = [], [0]
+    for _ in range(9):
+        found += searches(server, [1, 2], 1)
+        wanted.append(int(server.sparse.swap.residents.counters[0, Counter.WANTED]))
+    assert found.count(False) >= 4
+    assert [now > before for before, now in itertools.pairwise(wanted)] == found
+
+
+def test_lagged_steps_attend_what_is_resident_and_fetch_for_the_next_one() -> None:
+    """With queries that stay each layer misses all at first, and nothing a step later."""
+    server = HostedServer(CPU, 60, Mode.LAGGED, kernels=False)
+    slots, index = server.prefix(304)
+    host = server.offload(slots)
+    server.join_behind(1, host, slots, index, 4)
+    swap = server.sparse.swap
+    assert swap is not None
+    lens = [server.lens[1]]
+    batch = server.batch([1], lens)
+    q = torch.randn(1, 4, server.dim, generator=server.gen)
+    outs = []
+    for _ in range(3):
+        plan = server.sparse.plan(batch)
+        assert plan is not None
+        assert server.sparse.begin(plan, batch) is not None
+        before = swap.residents.counters
+        outs.append([server.sparse.run(q, kv, layer, 0.1) for layer, kv in enumerate(server.pools)])
+        assert not any(out.isnan().any() for out in outs[-1])
+        wanted, fetched, missed = (swap.residents.counters - before).sum(0).tolist()
+        assert wanted > 0
+        assert fetched == missed == (wanted if len(outs) == 1 else 0)
+    own = server.slots_of(1, 304, lens[0])
+    kv = server.pools[1]
+    alone = torch.softmax(torch.einsum("hgd,nhd->hgn", q[0].view(KV_HEADS, 2, -1), kv.k_cache[own]) * 0.1, -1)
+    assert torch.allclose(outs[0][1][0], torch.einsum("hgn,nhd->hgd", alone, kv.v_cache[own]).flatten(0, 1), atol=1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(outs[1], outs[2], strict=True))
+    assert not torch.equal(outs[0][1], outs[1][1])
+    assert torch.equal(outs[0][0], outs[1][0]), "a layer that attends all has it on the device"
+
+
+BLOCKS = ABSparseSpec(sizes="profile")
+FEW = TwoLevelSpec(first=BLOCKS, candidate_ratio=0.01, candidate_factor=2.0)
+
+
+@pytest.mark.parametrize("spec", [SPEC, ABSparseSpec(), BLOCKS, FEW], ids=lambda spec: spec.method)
+def test_a_selection_has_tokens_of_so_many_pages_at_most(spec: IndexSpec) -> None:
+    gen = torch.Generator().manual_seed(0)
+    most = []
+    for prefix_len, budget, sink in ((1024, 100, 5), (1024, 129, 16), (512, 33, 0), (64, 60, 3)):
+        builder = make_builder(spec, LayerProfile(block_sizes=(16, 64)))
+        # Few values: many blocks tie.
+        keys = torch.randint(0, 2, (prefix_len, KV_HEADS, 16), generator=gen).float()
+        arrays = builder.build_layer(keys, torch.randn(KV_HEADS, 64, 16, generator=gen))
+        args = SelectArgs(prefix_len=prefix_len, budget=budget, num_sink=sink, num_recent=16, sm_scale=0.1)
+        found = make_selector(spec).select(arrays, torch.randn(2, 4, 16, generator=gen), args)
+        pages = [len(set((one // PAGE_TOKENS).tolist())) for one in found.positions]
+        assert max(pages) <= spec.most_pages(prefix_len, budget)
+        most.append(spec.most_pages(prefix_len, budget))
+    assert most == {SPEC: [64, 64, 32, 4], FEW: [15, 19, 7, 4]}.get(spec, [9, 11, 5, 4])
+
+
+def test_few_candidates_do_with_few_cells() -> None:
+    for num_cells, planned in ((9, False), (10, True)):
+        server = HostedServer(CPU, num_cells, kernels=False, spec=FEW)
+        slots, index = server.prefix(304)
+        server.join_behind(1, server.offload(slots), slots, index, 4)
+        assert (server.sparse.plan(server.batch([1], [server.lens[1]])) is not None) == planned
+    for _ in range(6):
+        server.step([1])
+    assert server.sparse.swap is not None
+    assert int(server.sparse.swap.residents.counters[:, Counter.MISSED].sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_cells", "mode", "entries", "planned"),
+    [
+        pytest.param(19, Mode.EXACT, None, True, id="all of its pages"),
+        pytest.param(18, Mode.EXACT, None, False, id="too few cells"),
+        pytest.param(18, Mode.LAGGED, None, True, id="which lagged steps do with"),
+        pytest.param(19, Mode.EXACT, 8, False, id="no room for its lists"),
+    ],
+)
+def test_no_step_attends_virtual_slots(num_cells: int, mode: Mode, entries: int | None, planned: bool) -> None:
+    """A batch that cannot be attended here is not planned, though another row of it could be."""
+    server = HostedServer(CPU, num_cells, mode, kernels=False)
+    if entries is not None:
+        server.sparse._lists.entries = entries
+    slots, index = server.prefix(304)
+    host = server.offload(slots)
+    server.join_behind(1, host, slots, index, 4)
+    server.join(2, *server.prefix(16), 4)
+    batch = server.batch([1, 2], [server.lens[1], server.lens[2]])
+    assert (server.sparse.plan(batch) is not None) == planned
+    real = server.batch([2], [server.lens[2]])
+    assert (server.sparse.plan(real) is not None) == (entries is None)
+
+
+def test_layers_that_attend_all_need_such_a_prefix_on_the_device() -> None:
+    for roles, planned in ((ROLES, False), (["anchor"] * LAYERS, True)):
+        server = HostedServer(CPU, 60, kernels=False, layer_plan=roles)
+        slots, index = server.prefix(304)
+        server.join_behind(1, HostPrefix(server.offload(slots).pages), slots, index, 4)
+        if planned:
+            server.step([1])
+        assert (server.sparse.plan(server.batch([1], [server.lens[1]])) is not None) == planned
+        assert server.sparse.swap is not None
+        server.sparse.swap.dense_elsewhere = True
+        assert server.sparse.plan(server.batch([1], [server.lens[1]])) is not None
+
+
+def test_prefixes_in_host_memory_are_not_ours_without_residents() -> None:
+    server = Server(CPU, kernels=False)
+    slots, index = server.prefix(304)
+    server.join(1, slots, index, 4)
+    batch = server.batch([1], [server.lens[1]])
+    assert server.sparse.plan(batch) is not None
+    assert server.sparse.plan(replace(batch, hosts=[HostPrefix(torch.arange(19))])) is None
+
+
+@pytest.mark.parametrize(
+    ("num_cells", "trial", "path"),
+    [
+        pytest.param(8, False, StepPath.SPARSE, id="cells for all its pages"),
+        pytest.param(7, False, None, id="too few cells"),
+        pytest.param(8, True, None, id="an index on trial"),
+    ],
+)
+def test_a_step_of_such_a_prefix_is_sparse_or_not_ours(num_cells: int, trial: bool, path: StepPath | None) -> None:
+    """Whatever it costs; no group is attended exactly, and no guard compares, by slots that hold nothing."""
+    roles = ["anchor", "anchor"]
+    config = config_from_dict(
+        {"share_prefixes": True, "min_shared_tokens": 16, "layer_plan": roles, "guard_every": 1, "guard_share": 1.0}
+    )
+    plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
+    kv = PagedKV(*(torch.zeros(8 * PAGE_TOKENS, 1, DIM) for _ in "kv"))
+    host = HostKV(8, lambda layer: kv, 3 * LONGEST, num_cells)
+    requests, index = RequestTable(), blank_index(2)
+    made = planner(config, requests, Counters(2), plan, 3, 1, host=host, trial=trial)
+    for row in range(3):
+        request = Request()
+        requests.add(request, Attachment(f"r{row}", index=index))
+        requests.enter(request)
+    assert made.sparse is not None
+    # A search that never pays.
+    made.sparse._costs[4] = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(1e6, 0.0)}), 0, 2, 0)
+    capture_all(made, 3)
+    prefix = HostPrefix(torch.arange(8))
+    for _ in range(4):
+        forward = forward_of(["r0", "r1", "r2"], [0, 1, 2], [PREFIX + 1] * 3)
+        step = made.prepare(forward, lambda one, **_: index, [prefix, prefix, None])
+        assert (None if step is None else step.path) == path
+        assert step is None or step.guarded is None
+        exact = made.prepare(forward, lambda one, **_: None)
+    assert exact is not None
+    assert exact.path is StepPath.CASCADE, "the same rows on real slots"
