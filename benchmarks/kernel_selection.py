@@ -52,6 +52,11 @@ SPECS: dict[str, IndexSpec] = {
     "two_level": TwoLevelSpec(first=_BLOCKS),
     "union": UnionSpec(first=CSAttentionSpec(), second=_BLOCKS),
 }
+#: What names candidates a step ahead: a quarter of the prefix by blocks, and four budgets or a sixteenth by tokens.
+AHEAD: dict[str, TwoLevelSpec] = {
+    "two_level": TwoLevelSpec(first=_BLOCKS),
+    "two_level_tokens": TwoLevelSpec(first=TokenIndexSpec(), candidate_ratio=0.0625),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +282,7 @@ def _made(form: Callable[[Prefixes], Any], spec: IndexSpec, *of: Any) -> Any:
 #: (that a run selects at) and `eager_too` (timed without a CUDA graph where none can hold it).
 SELECTION: dict[str, Callable[[AttentionShape, int, int, int, torch.device, float], Any]] = {
     **{name: functools.partial(_made, Ours, spec) for name, spec in SPECS.items()},
-    "two_level_behind": functools.partial(_made, Behind, SPECS["two_level"]),
-    "two_level_ahead": functools.partial(_made, Ahead, SPECS["two_level"]),
+    **{f"{name}_behind": functools.partial(_made, Behind, spec) for name, spec in AHEAD.items()},
+    **{f"{name}_ahead": functools.partial(_made, Ahead, spec) for name, spec in AHEAD.items()},
     **{f"{name}_torch": functools.partial(_made, Torch, spec) for name, spec in SPECS.items()},
 }

@@ -138,7 +138,7 @@ def _check_methods(config: SparseAttnConfig) -> None:
         )
     if config.sum_every not in (None, 1) and not METHODS[config.method].samples_sums:
         todo = f"Remove it; the method is {config.method!r}."
-        raise _fail("sum_every 1 with a method other than token_index", config.sum_every, todo)
+        raise _fail("sum_every 1 with a method other than token_index and two_level", config.sum_every, todo)
 
 
 def _check_suffix_part(config: SparseAttnConfig) -> None:

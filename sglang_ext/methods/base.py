@@ -371,11 +371,16 @@ def make_selector(spec: S, sum_every: int = 1) -> Selector[S]:
     return method.selector(spec)
 
 
-def pool_candidates(raw: Tensor, args: SelectArgs, candidates: Tensor | None) -> Tensor:
-    """`pool_scores` of token scores [num_kv_heads, num_rows, gqa, prefix_len], over the candidates if given."""
-    if candidates is not None:
-        raw = raw.masked_fill(~candidates[:, None, None], -torch.inf)
-    return pool_scores(raw, args.sm_scale, args.pooling)
+def pool_candidates(raw: Tensor, args: SelectArgs, candidates: Tensor | None, sum_every: int = 1) -> Tensor:
+    """`pool_scores` of token scores [num_kv_heads, num_rows, gqa, prefix_len], over the candidates if given: then these
+    alone, in their order, are what one in `sum_every` is of."""
+    if candidates is None:
+        return pool_scores(raw, args.sm_scale, args.pooling, sum_every=sum_every)
+    pooled = raw.new_full(candidates.shape, -torch.inf, dtype=torch.float32)
+    for scores, own, chosen in zip(raw, pooled, candidates, strict=True):
+        some = scores[None, ..., chosen]
+        own[chosen] = pool_scores(some, args.sm_scale, args.pooling, sum_every=sum_every)[0]
+    return pooled
 
 
 def check_finite(**tensors: Tensor) -> dict[str, float]:

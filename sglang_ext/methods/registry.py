@@ -28,7 +28,7 @@ METHODS.update(
         "csattention": Method(CSAttentionSpec, CSAttentionBuilder, CSAttentionSelector, _CSA_OP),
         "ab_sparse": Method(ABSparseSpec, ABSparseBuilder, ABSparseSelector, _BLOCK_OP),
         "token_index": Method(TokenIndexSpec, TokenIndexBuilder, TokenIndexSelector, _TOKEN_OP, samples_sums=True),
-        "two_level": Method(TwoLevelSpec, CombinedBuilder, TwoLevelSelector, _TWO_LEVEL_OP),
+        "two_level": Method(TwoLevelSpec, CombinedBuilder, TwoLevelSelector, _TWO_LEVEL_OP, samples_sums=True),
         "union": Method(UnionSpec, CombinedBuilder, UnionSelector, _UNION_OP),
         "exact": Method(ExactSpec, ExactBuilder, ExactSelector),
     }

@@ -22,10 +22,12 @@ from sglang_ext.decode.types import Index
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
 from sglang_ext.prefix.residency import LayerArrays
 
-SCORE_BYTES = 96 << 20
+SCORE_BYTES = 160 << 20
 """Of the scores of all layers, at most."""
 GROUP_BYTES = 96 << 20
 """Of what kernels of one height of a tile keep of each layer's groups, at most: sums of rows, and counts of keys."""
+_LIST_WARPS = 8
+"""A program lists a whole prefix, or half of one."""
 _COLD_BYTES = 128 << 20
 """Of made-up arrays: more than any L2 cache holds, as those of all layers are."""
 
@@ -34,7 +36,7 @@ class ScorePack:
     """What `ScoredOp.run` selects at each of some layers, in one run.
 
     Args:
-        op: whose arrays are scored. Tokens are scored by Triton's kernel for all GPUs.
+        op: whose arrays are scored.
         shape: of a layer.
         sizes: of the operation; `ahead` has the layers.
         list_entries: from the lists of one layer to those of the next.
@@ -69,11 +71,11 @@ class ScorePack:
         return len(lengths) <= self._most_groups and entries <= self._stride
 
     def _of(self, size: int) -> AnchorSelection:
-        config, requests = self._op.tile_of(size, specialized=False)
+        config, requests = self._op.tile_of(size)
         if config.block_m not in self._found:
             count = len(self._layers)
             sizes = count * requests, count * self._groups_of(requests), count * self._list_entries
-            self._found[config.block_m] = self._op.selection(config, *sizes, max_group=requests)
+            self._found[config.block_m] = self._op.selection(config, *sizes, max_group=requests, list_warps=_LIST_WARPS)
         return self._found[config.block_m]
 
     def plan(

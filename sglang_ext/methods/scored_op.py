@@ -138,11 +138,15 @@ class ScoredOp(ScoringOp):
         """See the base: one for each height of the tile."""
         return self._of(size)
 
-    def tile_of(self, size: int, *, specialized: bool) -> tuple[AnchorConfig, int]:
+    def tile_of(self, size: int) -> tuple[AnchorConfig, int]:
         """What serves batches of that size, and the requests of its batches, at most."""
         on_gpu, most = self._device.type == "cuda", self._sizes.max_batch
         capability = torch.cuda.get_device_capability(self._device) if on_gpu else (9, 0)
-        config, highest = (default_config(self.shape, n, capability, specialized=specialized) for n in (size, most))
+
+        def serves(requests: int) -> AnchorConfig:
+            return default_config(self.shape, requests, capability, specialized=self._specialized)
+
+        config, highest = serves(size), serves(most)
         # A lower tile than the highest holds all rows of its batches.
         return config, most if config.block_m == highest.block_m else config.block_m // self.shape.gqa
 
@@ -151,7 +155,7 @@ class ScoredOp(ScoringOp):
         return self._known[index]
 
     def selection(
-        self, config: AnchorConfig, max_batch: int, max_groups: int, list_entries: int, max_group: int | None = None
+        self, config: AnchorConfig, max_batch: int, max_groups: int, list_entries: int, **options: int
     ) -> AnchorSelection:
         """What selects for this shape and device; arguments as of `AnchorSelection`."""
         on_gpu = self._device.type == "cuda"
@@ -165,11 +169,11 @@ class ScoredOp(ScoringOp):
             self._device,
             form=Form.FUSED if on_gpu else Form.UNFUSED,
             num_programs=None if on_gpu else 2 * self.shape.num_kv_heads,
-            max_group=max_group,
+            **options,
         )
 
     def _of(self, size: int) -> AnchorSelection:
-        config, requests = self.tile_of(size, specialized=self._specialized)
+        config, requests = self.tile_of(size)
         if config.block_m not in self._found:
             rows = requests * self._sizes.groups_of_a_row
             groups = min(rows, self._sizes.max_groups)

@@ -73,16 +73,28 @@ def test_the_documented_times_of_the_methods() -> None:
 
 
 def test_the_documented_times_of_candidates_ahead() -> None:
-    rows = rows_of(RESULTS / "kernels-h100-ahead.jsonl")
-    assert all(row["green"] for row in rows)
-    us = {(row["case"], row["batch"]): row["us"] for row in rows}
+    us: dict[tuple[str, str, int], float] = {}
+    for run in ("ahead", "ahead-before"):
+        rows = rows_of(RESULTS / f"kernels-h100-{run}.jsonl")
+        assert all(row["green"] for row in rows)
+        us |= {(run, row["case"], row["batch"]): row["us"] for row in rows if row["context"] == 131072}
 
-    def said(*cases: str) -> str:
-        return "{:.1f}, {:.1f} and {:.1f}".format(*(sum(us[case, batch] for case in cases) for batch in (1, 8, 32)))
+    def said(run: str, case: str) -> list[str]:
+        return [f"{us[run, case, batch]:.1f}" for batch in (1, 8, 32)]
 
-    ahead, behind, text = "two_level_ahead", "two_level_behind", prose("kernels")
-    assert f"takes {said(ahead, behind)} us at batch 1, 8 and 32, and {said('two_level')} in line" in text
-    assert f"at once {said(ahead)}, ranking a quarter of the prefix {said(behind)}" in text
+    for named, *shown in documented_table("kernels", "| candidates named by |"):
+        case = "two_level" if named.startswith("blocks") else "two_level_tokens"
+        runs = [(run, f"{case}_{part}") for part in ("ahead", "behind") for run in ("ahead", "ahead-before")]
+        assert [one.split(", ") for one in shown] == [said(*run) for run in runs]
+    alone = said("ahead-before", "token_index")
+    assert f"The token index alone took {alone[0]}, {alone[1]} and {alone[2]} before" in prose("kernels")
+    blocks, tokens = (
+        [us["ahead", f"{case}_ahead", size] + us["ahead", f"{case}_behind", size] for size in (1, 8, 32)]
+        for case in ("two_level", "two_level_tokens")
+    )
+    in_line = [us["ahead-before", "token_index", size] for size in (1, 8, 32)]
+    assert all(one < other - 4.4 for one, other in zip(blocks, in_line, strict=True))
+    assert all(one > other for one, other in zip(tokens, in_line, strict=True))
 
 
 def test_the_documented_search_of_launch_parameters() -> None:

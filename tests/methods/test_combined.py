@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefix_kernels.top_k_selection import LOWEST_LOG, NUM_KEYS, keys_of
-from sglang_ext.methods import make_builder, parse_spec
+from sglang_ext.methods import SelectArgs, make_builder, make_selector, parse_spec
 from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile
 from tests.methods.common import randn, scores, select
@@ -86,6 +86,27 @@ def test_union_by_hand(first, second, budget):
         inside = [float(depths[head, p]) for p in got[head] - WINDOWS]
         outside = [float(depths[head, p]) for p in set(range(300)) - got[head]]
         assert not outside or not inside or max(inside) <= min(outside) * math.exp(STEP)
+
+
+def test_candidates_alone_are_summed_one_in_so_many():
+    """By each KV head's own list of them, in its order."""
+    data = {"method": "two_level", "first": {"method": "ab_sparse"}, "second": {"method": "token_index"}}
+    spec, length = parse_spec({**data, "candidate_ratio": 0.5}), 9000
+    arrays = make_builder(spec).build_layer(randn(length, 2, 16), SAMPLES)
+    args = SelectArgs(prefix_len=length, budget=40, sm_scale=0.3)
+    second = {name.removeprefix("second."): array for name, array in arrays.items() if name.startswith("second")}
+    found = []
+    for sum_every in (1, 16):
+        selector = make_selector(spec, sum_every)
+        found.append(selector.token_scores(arrays, Q, args))
+        for head, allowed in enumerate(found[-1] > -torch.inf):
+            assert int(allowed.sum()) == 4500
+            own = {name: array[head : head + 1] for name, array in second.items()}
+            listed = {**own, "keys_packed": own["keys_packed"][:, allowed]}
+            alone = make_selector(spec.second, sum_every)
+            wanted = alone.token_scores(listed, Q[:, 4 * head : 4 * head + 4], args)[0]
+            torch.testing.assert_close(found[-1][head, allowed], wanted)
+    assert bool((found[0] - found[1] > 1).any()), "a sample's shares are lowered"
 
 
 def test_parts_keep_their_arrays_and_heads():

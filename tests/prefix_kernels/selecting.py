@@ -15,7 +15,7 @@ from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
 from prefix_kernels.pooling import HEADROOM, Pooling, pool_scores
 from prefix_kernels.top_k_selection import SelectionGroup, pack_lists
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import CandidateForm, SelectedLists
 
 KV_HEADS, GQA, DIM = 2, 4, 64
 #: Largest error of a log-probability, natural log, where queries times steps are fp32, and where they are fp16.
@@ -35,6 +35,7 @@ class Problem:
         scored, selected: the plan.
         room: entries of the arena of scores.
         limit: largest error of a score above `least`; lower ones may be anything.
+        spread: tokens of a prefix for each that is a candidate.
     """
 
     q: Tensor
@@ -44,6 +45,7 @@ class Problem:
     limit: float
     least: float = -torch.inf
     sm_scale: float = 0.3
+    spread: int = 1
     keys: list[Tensor] = field(default_factory=list)
 
     def part(self, groups: slice) -> Any:
@@ -58,10 +60,14 @@ class Problem:
         """Run a selection that has this plan."""
         raise NotImplementedError
 
+    def tokens(self, group: int, head: int, places: Tensor) -> Tensor:
+        """Which those at some places of a KV head's scores are."""
+        return places
+
     @property
     def slot_table(self) -> Tensor:
         """Of all groups."""
-        size = max((group.slot_start + group.prefix_len for group in self.selected), default=0)
+        size = max((group.slot_start + self.spread * group.prefix_len for group in self.selected), default=0)
         return torch.randperm(size, generator=torch.Generator().manual_seed(9)).to(self.q.device, torch.int32)
 
 
@@ -73,10 +79,12 @@ class TokenProblem(Problem):
         keys: of each group, [KV_HEADS, prefix_len, head_dim] that the codes stand for, 0 on channels that they do not
             keep.
         tile: query rows that are rounded to units of their own in INT8, as Hopper's kernel has them; 0: none are.
+        candidates: int32, of listed tokens: those of all lists, which lie as `scored` says.
     """
 
     shape: ScoreShape
     tile: int = 0
+    candidates: Tensor | None = None
 
     def wanted(self, group: int) -> Tensor:
         q = self.q[list(self.scored[group].rows)].double().unflatten(1, (KV_HEADS, -1)).transpose(0, 1).flatten(1, 2)
@@ -99,7 +107,14 @@ class TokenProblem(Problem):
         return torch.zeros_like(queries).scatter_(2, index, (products / unit).round() * unit / steps[:, None])
 
     def launch(self, one: AnchorSelection, scores: Tensor, lists: SelectedLists, **options: Any) -> None:
-        one.run(ScoreInputs(self.q, self.sm_scale, **options), scores, lists, slot_table=self.slot_table)
+        inputs = ScoreInputs(self.q, self.sm_scale, candidates=self.candidates, **options)
+        one.run(inputs, scores, lists, slot_table=self.slot_table)
+
+    def tokens(self, group: int, head: int, places: Tensor) -> Tensor:
+        """See the base."""
+        if self.candidates is None:
+            return places
+        return self.candidates[self.scored[group].list_begins[head] + places.long()]
 
 
 def problem(
@@ -116,11 +131,13 @@ def problem(
     sum_every: int = 1,
     gqa: int = GQA,
     rising: float = 0.0,
+    by_list: bool = False,
     **more: Any,
 ) -> TokenProblem:
     """Token indexes of groups.
 
     Args:
+        by_list: what is said of tokens is said of candidates, every third one of a prefix or so.
         same: all tokens are one and the same, so all of them tie.
         rising: how far later keys point the way of the first row's queries: scores leave any first step behind.
         more: fields of the problem.
@@ -131,7 +148,11 @@ def problem(
     hopper = "tile" in more
     scored, selected, keys = [], [], []
     at = table_at = 0
-    for rows, length, budget in sizes:
+    form = CandidateForm.LISTED if by_list else CandidateForm.TOKEN
+    lists = torch.full((7,), POISON, dtype=torch.int32)
+    spread = 3 if by_list else 1
+    for rows, count, budget in sizes:
+        length = spread * count
         values = torch.randn(KV_HEADS, 1 if same else length, channels, generator=gen) + 0.7
         kept = torch.rand(KV_HEADS, dim, generator=gen).argsort(dim=1)[:, :channels]
         kept = kept if hopper or channels < dim else kept.sort(dim=1).values
@@ -141,20 +162,28 @@ def problem(
         kept = kept.to(device)
         listed = kept.short() if hopper or channels < dim else None
         full = torch.zeros(KV_HEADS, length, dim, device=device)
-        keys.append(full.scatter_(2, kept[:, None].expand(-1, length, -1), dequantize(codes)))
-        stride = -(-length // 4) * 4
+        full = full.scatter_(2, kept[:, None].expand(-1, length, -1), dequantize(codes))
+        list_begins = ()
+        if by_list:
+            tokens = torch.rand(KV_HEADS, length, generator=gen).argsort(dim=1)[:, :count].sort(dim=1).values
+            full = torch.stack([own[of] for own, of in zip(full, tokens.to(device), strict=True)])
+            list_begins = tuple(len(lists) + head * count for head in range(KV_HEADS))
+            lists = torch.cat([lists, tokens.flatten().int()])
+        keys.append(full)
+        stride = -(-count // 4) * 4
         firsts = tuple(head * length for head in range(KV_HEADS))
         begins = tuple(at + head * stride for head in range(KV_HEADS))
-        scored.append(ScoredGroup(rows, length, firsts, begins, (listed, codes.packed, codes.scale)))
+        arrays = (listed, codes.packed, codes.scale)
+        scored.append(ScoredGroup(rows, count, firsts, begins, arrays, list_begins=list_begins))
         sink, recent = windows if budget >= sum(windows) else (0, 0)
-        selected.append(SelectionGroup(length, budget, sink, recent, slot_start=table_at))
+        selected.append(SelectionGroup(count, budget, sink, recent, slot_start=table_at))
         at += KV_HEADS * stride
         table_at += length
-    shape = ScoreShape(KV_HEADS * gqa, KV_HEADS, channels, bits, hopper or channels < dim, pooling, sum_every)
+    shape = ScoreShape(KV_HEADS * gqa, KV_HEADS, channels, bits, hopper or channels < dim, pooling, sum_every, form)
     more.setdefault("limit", FP32_LIMIT if dtype is torch.float32 else FP16_LIMIT)
     return TokenProblem(
         q=q.to(device, dtype), scored=scored, selected=pack_lists(selected, KV_HEADS), room=at + 4, keys=keys,
-        shape=shape, **more,
+        shape=shape, spread=spread, candidates=lists.to(device) if by_list else None, **more,
     )  # fmt: skip
 
 
@@ -216,6 +245,7 @@ def check(made: Problem, scores: Tensor, lists: SelectedLists) -> None:
         positions = group.lists_in(lists.positions, KV_HEADS)
         assert torch.equal(group.lists_in(lists.slots, KV_HEADS), table[group.slot_start + positions.long()])
         for head, begin in enumerate(of.score_begins):
-            assert positions[head].tolist() == best(scores[begin : begin + group.prefix_len], group), (g, head)
+            chosen = torch.tensor(best(scores[begin : begin + group.prefix_len], group), device=table.device)
+            assert torch.equal(positions[head], made.tokens(g, head, chosen).int()), (g, head)
     for buffer in (lists.positions, lists.slots):
         assert int((buffer != POISON).sum()) == KV_HEADS * sum(group.count for group in made.selected), "nothing else"

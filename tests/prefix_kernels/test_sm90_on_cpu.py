@@ -91,7 +91,7 @@ class Problem:
         select.plan(made.scored, made.selected)
         arena = torch.full((made.room,), UNTOUCHED)
         with recording() as kept:
-            select.run(ScoreInputs(made.q, made.sm_scale), arena, select.new_lists())
+            select.run(ScoreInputs(made.q, made.sm_scale, candidates=made.candidates), arena, select.new_lists())
         scores = [one for one in kept.launches if one.kernel is score_items_sm90_kernel]
         assert [one.grid for one in scores] == [(programs, KV_HEADS)] * (1 if self.joined else 2)
         return scores, list(made.scored[0].arrays), arena[made.scored[0].score_begins[HEAD] :][: self.count]
@@ -163,7 +163,8 @@ class Problem:
         # In fp32, as in the kernel: another last bit would round other queries up.
         unit = (scaled.abs().amax() * (1 / 127)).clamp_min(self.made.least_unit)
         queries = (scaled.double() * (1 / unit).double()).round()
-        whole = queries @ unpack_codes(self.codes, 4).double().T
+        tokens = self.made.tokens(0, HEAD, torch.arange(self.count))
+        whole = queries @ unpack_codes(self.codes, 4).double()[tokens].T
         log_unit = unit.double() * self.made.sm_scale
         exact = whole * log_unit
         log_sums = (exact - log_shares(exact, self.made.shape.sum_every))[:, :1]
@@ -178,6 +179,8 @@ SIZES: list[dict[str, Any]] = [
     *({"count": count, "sum_every": 16} for count in (333, 4203)),
     *({"count": 333, "programs": programs} for programs in (1, 3)),
     *({"count": 4203, "sum_every": 16, "programs": programs} for programs in (1, 3)),
+    *({"count": count, "by_list": True} for count in (41, 333)),
+    *({"count": 4203, "sum_every": 16, "by_list": True, "programs": programs} for programs in (0, 3)),
     *({"count": 333, "size": size} for size in (0.0, 2.0**-22, 2.0**-18, 2.0**-14)),
 ]
 

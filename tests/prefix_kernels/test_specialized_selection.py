@@ -68,6 +68,17 @@ def test_sums_of_a_sample(sum_every: int, config: AnchorConfig, form: Form) -> N
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("sum_every", [1, 16])
+def test_listed_candidates(sum_every: int, config: AnchorConfig, form: Form) -> None:
+    for length in (1, 65, 1000, 4999):
+        made = problem([((0, 1, 2), length, max(1, length // 4)), ((3,), 300, 80)], sum_every=sum_every, by_list=True)
+        for num_programs in (2, 2 * 7, None):
+            check(made, config, form, num_programs)
+    check(problem([(tuple(range(33)), 20_011, 5000)], sum_every=sum_every, by_list=True), config, form)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("length", "sum_every"), [(40_001, 3), (40_001, 16), (120_000, 2)])
 def test_sums_of_a_sample_of_long_prefixes(length: int, sum_every: int, form: Form) -> None:
     made = problem([((0, 1, 2), length, 900)], sum_every=sum_every)

@@ -90,11 +90,11 @@ def tables(rows: int, *, form: Form = Form.FUSED, **sizes: Any) -> None:
     select.run(q(rows), 0.1, torch.zeros(64), lists, slot_table=table)
 
 
-def blocks(rows: int, form: CandidateForm, bits: int = 4, *, dim: int = DIM) -> None:
+def blocks(rows: int, form: CandidateForm, bits: int = 4, *, dim: int = DIM, hopper: bool = False) -> None:
     """A selection by blocks, or of listed candidates."""
     listed = form is CandidateForm.LISTED
-    shape = ScoreShape(HEADS, KV_HEADS, 64 if listed else dim, bits, listed_channels=listed, form=form)
-    config, device = default_config(shape, rows), torch.device("cpu")
+    shape = ScoreShape(HEADS, KV_HEADS, 64 if listed else dim, bits, listed, sum_every=16 if listed else 1, form=form)
+    config, device = default_config(shape, rows, specialized=hopper), torch.device("cpu")
     select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, num_programs=264)
     inputs = ScoreInputs(q(rows, dim=dim), 0.1, candidates=torch.zeros(64, dtype=torch.int32))
     lists, table = select.new_lists(with_slots=True), torch.arange(64).int()
@@ -185,6 +185,12 @@ CASES: dict[str, Callable[[], None]] = {
     "selection of blocks by halves": lambda: blocks(8, CandidateForm.MEAN, 16),
     "selection of listed tokens": lambda: blocks(8, CandidateForm.LISTED),
     "selection of listed tokens for 32 requests": lambda: blocks(32, CandidateForm.LISTED),
+    **{
+        f"specialized selection of listed tokens for {rows} requests": lambda rows=rows: blocks(
+            rows, CandidateForm.LISTED, hopper=True
+        )
+        for rows in (1, 8, 32)
+    },
     "selection by two methods": union,
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
@@ -207,13 +213,16 @@ SPILLED = {
     "attention with bounded registers": 32,
     "specialized attention of 128 rows": 16,
     # Numbers of the tables, outside of the loops.
-    "specialized selection of tokens": 296,
+    "specialized selection of tokens": 304,
     "specialized selection of tokens for 8 requests": 56,
-    "specialized selection of tokens for 16 requests": 48,
+    "specialized selection of tokens for 16 requests": 56,
     "specialized selection of tokens for 32 requests": 416,
     "specialized selection by a sample's sums for 8 requests": 48,
     "specialized selection by a sample's sums for 32 requests": 200,
     "specialized selection by a sample's sums": 8,
+    "specialized selection of listed tokens for 1 requests": 40,
+    "specialized selection of listed tokens for 8 requests": 64,
+    "specialized selection of listed tokens for 32 requests": 16,
     "selection of tokens by codes of 8 bits": 40,
     "selection of blocks by minima and maxima": 8,
     "selection of blocks by minima and maxima for 32 requests": 24,

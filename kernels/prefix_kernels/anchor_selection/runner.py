@@ -134,8 +134,7 @@ class AnchorConfig:
 
 def fits_specialized(shape: ScoreShape) -> bool:
     """Whether sm_90's own kernel has it: tokens in codes of 4 bits, pooled by the maximum."""
-    tokens = shape.form is CandidateForm.TOKEN
-    return tokens and shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
+    return not shape.form.is_block and shape.bits == 4 and shape.channels in _CHANNELS and shape.pooling is Pooling.MAX
 
 
 def default_config(
@@ -156,12 +155,15 @@ def default_config(
     if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
         block_n = 256 if block_m <= 16 else 128 if block_m <= 32 else 64
-        return AnchorConfig(block_m, block_n, 4, 3, 2, specialized=True)
+        # A list of one request or two is too short for more: each program reads what all of them counted.
+        programs = 1 if block_m == 8 and shape.form is CandidateForm.LISTED else 2
+        return AnchorConfig(block_m, block_n, 4, 3, programs, specialized=True)
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16
     if shape.form.is_block:
-        return _config_of_blocks(shape, block_m, hopper)
+        # Warp-group instructions, from 16 rows on, take two thirds of the time of others.
+        return _config_of_blocks(shape, max(block_m, 16) if hopper else block_m, hopper)
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
         return AnchorConfig(block_m, 128, 8, 3, 1, halves)
@@ -288,6 +290,7 @@ class AnchorSelection:
         form: scores in one launch, or in one for each phase.
         num_programs: of a launch, shared by the KV heads and then by the groups; None: as many as run at a time.
         max_group: requests of a group, at most; None: all of a batch.
+        list_warps: of a program that lists; more where its stretches are long.
 
     Raises:
         ValueError: sizes below 1, a prefix of 2^30 tokens or more, heads or bits as `ScoreTables` says.
@@ -306,6 +309,7 @@ class AnchorSelection:
         form: Form = Form.FUSED,
         num_programs: int | None = None,
         max_group: int | None = None,
+        list_warps: int = LIST_WARPS,
     ) -> None:
         sizes = (max_batch, max_groups, max_prefix_len, list_entries)
         if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
@@ -316,12 +320,13 @@ class AnchorSelection:
         if config.specialized:
             _check_fits(shape, device)
         self.shape, self.config, self.form, self.device = shape, config, form, device
+        self._list_warps = list_warps
         self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
         self._tables = ScoreTables(shape, max_batch, max_groups, device, max_group)
         heads = shape.num_kv_heads
-        self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
-        if not config.specialized or config.block_m > _FEW_ROWS:
-            self.programs_of_a_head = _in_rounds(self.programs_of_a_head)
+        programs = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
+        whole = config.specialized and config.block_m <= _FEW_ROWS and shape.form is CandidateForm.TOKEN
+        self.programs_of_a_head = programs if whole else _in_rounds(programs)
         max_items = _ROUNDS * self.programs_of_a_head + max_groups
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -369,7 +374,7 @@ class AnchorSelection:
                 f"{layers} of lists up to {lists_end}; raise the limit"
             )
         if self.config.specialized:
-            _check_rows(self.config, scored)
+            self._check_rows(scored)
         self._tables.plan(scored, layers)
         table = torch.zeros(self._items.shape, dtype=torch.int64)
         every = [replace(group, list_begin=group.list_begin + n * apart) for n in range(count) for group in selected]
@@ -418,11 +423,11 @@ class AnchorSelection:
             "HAS_SLOTS": lists.slots is not None,
             "OVERLAPPED": False,
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
-            "TILE": 32 * LIST_WARPS * TOKENS_OF_A_THREAD,
+            "TILE": 32 * self._list_warps * TOKENS_OF_A_THREAD,
         }
         # Programs of scores that wait for each other are all on the GPU before they let these come.
         start = launch_behind if self.form is Form.FUSED and self.config.specialized else launch
-        start(list_kernel, self._grid, arguments_of(list_kernel, arguments), num_warps=LIST_WARPS)
+        start(list_kernel, self._grid, arguments_of(list_kernel, arguments), num_warps=self._list_warps)
 
     def score(self, inputs: ScoreInputs, scores: Tensor) -> ScoredTokens:
         """The launches of `run` up to scores, whose counts and tables are returned."""
@@ -492,6 +497,15 @@ class AnchorSelection:
             "STRETCH": self.config.stretch,
         }
 
+    def _check_rows(self, scored: Sequence[ScoredGroup]) -> None:
+        """Sm_90's own kernel numbers rows of codes by 32 bits; which tokens are listed is not known here."""
+        end = max((max(of.first_rows) for of in scored), default=0) + self.max_prefix_len
+        if end + _STEPS_AHEAD * self.config.stretch >= _MOST_ROWS:
+            raise ValueError(
+                f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that "
+                "is not specialized"
+            )
+
     def _check_group(self, of: ScoredGroup, group: SelectionGroup) -> None:
         found = (group.prefix_len, group.lists_end(self.shape.num_kv_heads))
         limits = (self.max_prefix_len, self.list_entries)
@@ -524,16 +538,6 @@ def _check_fits(shape: ScoreShape, device: torch.device) -> None:
     if device.type == "cuda" and not has_specialized(device):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"expected sm_90 for sm_90's own kernel, got {name}; use a configuration not specialized")
-
-
-def _check_rows(config: AnchorConfig, scored: Sequence[ScoredGroup]) -> None:
-    """It numbers rows of codes by 32 bits."""
-    end = max((max(of.first_rows) + of.count for of in scored), default=0)
-    if end + _STEPS_AHEAD * config.stretch >= _MOST_ROWS:
-        raise ValueError(
-            f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that is "
-            "not specialized"
-        )
 
 
 def _check_inputs(inputs: ScoreInputs) -> None:

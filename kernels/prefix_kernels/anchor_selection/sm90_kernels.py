@@ -21,15 +21,16 @@ from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
 )
 from prefix_kernels.anchor_selection.sm90_product_kernels import (
     FEW_ROWS,
-    load_words,
+    load_step,
     product,
     put_queries,
     right_sides,
+    step_of,
     sum_item,
     sum_sample_item,
 )
 from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, let_the_next_kernel_come, meet
-from prefix_kernels.pooled_scores.kernels import HEADROOM, LN2, LOG2E, num_summed, stretch_of, sum_step
+from prefix_kernels.pooled_scores.kernels import HEADROOM, LISTED, LN2, LOG2E, num_summed, stretch_of, sum_step
 from prefix_kernels.top_k_selection.kernels import ordered_keys
 
 NEVER = gl.constexpr(2.0**30)
@@ -75,15 +76,17 @@ def _put_scores(pooled, n, end, tile, put):
 
 @gluon.jit
 def _first_words(codes, sizes: gl.constexpr):
-    """Codes of a stretch's first four steps."""
+    """Codes of a stretch's first four steps, and what those of the next two are loaded by."""
     BLOCK_N: gl.constexpr = sizes[2]
-    packed_ptr, first_row, begin, end = codes
-    row, last = first_row + begin, first_row + end - 1
-    w0 = load_words(packed_ptr, row, last, sizes)
-    w1 = load_words(packed_ptr, row + BLOCK_N, last, sizes)
-    w2 = load_words(packed_ptr, row + 2 * BLOCK_N, last, sizes)
-    w3 = load_words(packed_ptr, row + 3 * BLOCK_N, last, sizes)
-    return w0, w1, w2, w3
+    _, _, _, begin, _ = codes
+    s0, s1 = step_of(codes, begin, sizes), step_of(codes, begin + BLOCK_N, sizes)
+    s2, s3 = step_of(codes, begin + 2 * BLOCK_N, sizes), step_of(codes, begin + 3 * BLOCK_N, sizes)
+    s4, s5 = step_of(codes, begin + 4 * BLOCK_N, sizes), step_of(codes, begin + 5 * BLOCK_N, sizes)
+    w0 = load_step(codes, s0, begin, sizes)
+    w1 = load_step(codes, s1, begin + BLOCK_N, sizes)
+    w2 = load_step(codes, s2, begin + 2 * BLOCK_N, sizes)
+    w3 = load_step(codes, s3, begin + 3 * BLOCK_N, sizes)
+    return w0, w1, w2, w3, s4, s5
 
 
 @gluon.jit
@@ -93,19 +96,19 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     MMA: gl.constexpr = sizes[7]
-    packed_ptr, first_row, begin, end = codes
-    last = first_row + end - 1
+    _, _, _, begin, end = codes
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
-    w0, w1, w2, w3 = words
+    w0, w1, w2, w3, s4, s5 = words
     for start in range(begin, end, 2 * BLOCK_N):
-        row = first_row + start + 4 * BLOCK_N
         highest = highest_of_columns(product(w0, queries, base, sizes), sizes)
         w0 = w2
-        w2 = load_words(packed_ptr, row, last, sizes)
+        w2 = load_step(codes, s4, start + 4 * BLOCK_N, sizes)
+        s4 = step_of(codes, start + 6 * BLOCK_N, sizes)
         more = highest_of_columns(product(w1, queries, base, sizes), sizes)
         w1 = w3
-        w3 = load_words(packed_ptr, row + BLOCK_N, last, sizes)
+        w3 = load_step(codes, s5, start + 5 * BLOCK_N, sizes)
+        s5 = step_of(codes, start + 7 * BLOCK_N, sizes)
         highest, place = highest_of_two_steps(highest, more, sizes)
         _put_scores(highest.to(gl.float32) * (unit * LN2), start + place, end, tile, scores)
 
@@ -160,7 +163,6 @@ def _score_item(
 ):  # fmt: skip
     """The phases of one item, by tiles of the size that its group's rows want."""
     BLOCK_N: gl.constexpr = sizes[2]
-    packed_ptr, first_row, _, _ = codes
     q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides = query
     query = (q_smem, q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, strides)
     peak_ptr, total_ptr, max_rows, stats, scores, counts = put
@@ -171,7 +173,7 @@ def _score_item(
     if FIRST_PHASE == 1 and SUM_EVERY > 1:
         step = _sum_step(count, SUM_EVERY)
         first, last = _stretch_of(chunk, num_chunks, _num_summed(count, step), BLOCK_N)
-        summed = (packed_ptr, first_row, first, last, step)
+        summed = (codes, first, last, step)
         unit = sum_sample_item(summed, query, put, own, factor, sizes)
     if FIRST_PHASE == 1 and SUM_EVERY == 1:
         unit = sum_item(codes, query, put, own, factor, sizes)
@@ -194,8 +196,9 @@ def score_items_sm90_kernel(
     q_ptr,  # [batch, num_qo_heads, head_dim]
     rows_ptr,  # int32 [batch], batch rows by group
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
-    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: candidates, first row, 0, first score
+    heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, 0, 0
+    candidates_ptr,  # int32, positions of LISTED candidates
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
@@ -206,19 +209,20 @@ def score_items_sm90_kernel(
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
-    FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr,
+    FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): the phases of scores of its items."""
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
     PIECES: gl.constexpr = CHANNELS // 32
+    BY_LIST: gl.constexpr = FORM == LISTED
     few_mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
-    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma)
+    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, BY_LIST)
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = few_mma
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, BY_LIST)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     few_smem = q_smem
@@ -246,10 +250,13 @@ def score_items_sm90_kernel(
         channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
         packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
         scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
+        listed_ptr = candidates_ptr
+        if BY_LIST:
+            listed_ptr += gl.load(heads_ptr + row * 4 + 2)
         begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows
         if selected < prefix_len:
-            codes = (packed_ptr, first_row, begin, end)
+            codes = (packed_ptr, first_row, listed_ptr, begin, end)
             of_group = (row_begin, num_rows, head)
             query = (q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, (q_stride_row, q_stride_head))
             counts = (at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS), counts_at)

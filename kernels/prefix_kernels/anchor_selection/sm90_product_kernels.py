@@ -119,11 +119,44 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
 
 
 @gluon.jit
-def load_words(packed_ptr, row, last, sizes: gl.constexpr):
-    """A step's codes, see `load_rows`. Past the end the last row is read again."""
+def _rows(codes, n, sizes: gl.constexpr):
+    """Of the codes: of the candidates at places n."""
+    BY_LIST: gl.constexpr = sizes[8]
+    _, first_row, listed_ptr, _, _ = codes
+    if BY_LIST:
+        n = gl.load(listed_ptr + n)
+    return first_row + n
+
+
+@gluon.jit
+def step_of(codes, start, sizes: gl.constexpr):
+    """Of a list, where the codes of the step from `start` on are: asked for a turn before these."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
-    return load_rows(packed_ptr, gl.minimum(row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), last), sizes)
+    BY_LIST: gl.constexpr = sizes[8]
+    _, _, _, _, end = codes
+    rows = 0
+    if BY_LIST:
+        rows = _rows(codes, gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1), sizes)
+    return rows
+
+
+@gluon.jit
+def load_step(codes, rows, start, sizes: gl.constexpr):
+    """Codes of the step from `start` on, whose `step_of` is there. Past the end the last candidate's are read again."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    LAYOUT: gl.constexpr = sizes[6]
+    BY_LIST: gl.constexpr = sizes[8]
+    packed_ptr, first_row, _, _, end = codes
+    if not BY_LIST:
+        rows = gl.minimum(first_row + start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), first_row + end - 1)
+    return load_rows(packed_ptr, rows, sizes)
+
+
+@gluon.jit
+def load_words(codes, start, sizes: gl.constexpr):
+    """Codes of the step from `start` on, asked for at once."""
+    return load_step(codes, step_of(codes, start, sizes), start, sizes)
 
 
 @gluon.jit
@@ -276,19 +309,19 @@ def _highest(words, queries, start, end, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, reference, sizes: gl.constexpr):
+def _sum_steps(words, ahead, codes, queries, unit, reference, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: sums of all steps of a stretch, of which the first two are there."""
     BLOCK_N: gl.constexpr = sizes[2]
-    last = first_row + end - 1
+    _, _, _, begin, end = codes
     total = reference * 0.0
     whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
     # Two steps a turn, each into the registers that it came from: nothing is moved.
     for start in range(begin, whole, 2 * BLOCK_N):
         scores = _whole(words, queries, sizes)
-        words = load_words(packed_ptr, first_row + start + 2 * BLOCK_N, last, sizes)
+        words = load_words(codes, start + 2 * BLOCK_N, sizes)
         total += _sums(scores, unit, reference, sizes)
         scores = _whole(ahead, queries, sizes)
-        ahead = load_words(packed_ptr, first_row + start + 3 * BLOCK_N, last, sizes)
+        ahead = load_words(codes, start + 3 * BLOCK_N, sizes)
         total += _sums(scores, unit, reference, sizes)
     for start in range(whole, end, BLOCK_N):
         total += _sums(_before(_whole(words, queries, sizes), start, end, sizes), unit, reference, sizes)
@@ -297,7 +330,7 @@ def _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, r
 
 
 @gluon.jit
-def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes: gl.constexpr):
+def _sum_stretch(words, ahead, codes, q_smem, unit, sizes: gl.constexpr):
     """([warps, 8, BLOCK_M] exponents to base 2 that sums are relative to, the sums) of a stretch.
 
     A thread's exponent is the highest score of its first step, not of all steps: then nothing is compared in the loop.
@@ -305,17 +338,17 @@ def _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, 
     summed again.
     """
     BLOCK_N: gl.constexpr = sizes[2]
-    last = first_row + end - 1
+    _, _, _, begin, end = codes
     queries = right_sides(q_smem, sizes)
     peak = _highest(words, queries, begin, end, sizes)
-    total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, peak * unit, sizes)
+    total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
     if gl.max(gl.max(gl.max(total, axis=0), axis=0), axis=0) > LARGEST:
         for start in range(begin, end, BLOCK_N):
-            words = load_words(packed_ptr, first_row + start, last, sizes)
+            words = load_words(codes, start, sizes)
             peak = gl.maximum(peak, _highest(words, queries, start, end, sizes))
-        words = load_words(packed_ptr, first_row + begin, last, sizes)
-        ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
-        total = _sum_steps(words, ahead, packed_ptr, first_row, begin, end, queries, unit, peak * unit, sizes)
+        words = load_words(codes, begin, sizes)
+        ahead = load_words(codes, begin + BLOCK_N, sizes)
+        total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
     # Rounded, the reference is not the peak itself: what it is of WHOLE is taken off exactly.
     return gl.fma(gl.full(peak.shape, -WHOLE, gl.float32, peak.type.layout), unit, peak * unit), total
 
@@ -325,9 +358,10 @@ def _summed_words(summed, start, sizes: gl.constexpr):
     """A step's codes of the candidates that are summed. Past the end the last one's are read again."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
-    packed_ptr, first_row, _, end, step = summed
+    codes, _, end, step = summed
+    packed_ptr, _, _, _, _ = codes
     place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
-    return load_rows(packed_ptr, first_row + _summed_candidate(place, step), sizes)
+    return load_rows(packed_ptr, _rows(codes, _summed_candidate(place, step), sizes), sizes)
 
 
 @gluon.jit
@@ -345,7 +379,7 @@ def _sum_sample(words, summed, q_smem, unit, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
-    _, _, begin, end, step = summed
+    _, begin, end, step = summed
     queries = right_sides(q_smem, sizes)
     # Nothing yet, as a thread's sums are laid out.
     blank = _per_thread(gl.full([BLOCK_N, BLOCK_M], -1e30, gl.float32, MMA), sizes)
@@ -391,7 +425,7 @@ def sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     q_smem, _, _, _, _, of_group, _ = query
-    _, _, begin, _, _ = summed
+    _, begin, _, _ = summed
     _, num_rows, _ = of_group
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
@@ -409,16 +443,15 @@ def sum_item(codes, query, put, own, factor, sizes: gl.constexpr):
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
-    packed_ptr, first_row, begin, end = codes
+    _, _, _, begin, _ = codes
     q_smem, _, _, _, _, of_group, _ = query
     _, num_rows, _ = of_group
-    last = first_row + end - 1
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
         # The first codes are asked for before the queries.
-        words = load_words(packed_ptr, first_row + begin, last, sizes)
-        ahead = load_words(packed_ptr, first_row + begin + BLOCK_N, last, sizes)
+        words = load_words(codes, begin, sizes)
+        ahead = load_words(codes, begin + BLOCK_N, sizes)
         unit = put_queries(query, tile, factor, sizes)
-        peak, total = _sum_stretch(words, ahead, packed_ptr, first_row, begin, end, q_smem, unit, sizes)
+        peak, total = _sum_stretch(words, ahead, codes, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return unit

@@ -23,7 +23,7 @@ class TokenIndexOp(ScoredOp):
 
     Args:
         shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
-        form: listed candidates are scored by Triton's kernel for all GPUs, and all of them enter the sums.
+        form: of candidates: all tokens, or listed ones.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class TokenIndexOp(ScoredOp):
         device: torch.device,
         form: CandidateForm = CandidateForm.TOKEN,
     ) -> None:
-        tokens = form is CandidateForm.TOKEN
         scored = ScoreShape(
             shape.num_qo_heads,
             shape.num_kv_heads,
@@ -44,10 +43,10 @@ class TokenIndexOp(ScoredOp):
             bits=spec.bits,
             listed_channels=True,
             pooling=Pooling(config.pooling),
-            sum_every=config.summed_every if tokens else 1,
+            sum_every=config.summed_every,
             form=form,
         )
-        halves = tokens and device.type == "cuda" and shape.dtype is not torch.float32
+        halves = device.type == "cuda" and shape.dtype is not torch.float32
         super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=halves)
 
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:

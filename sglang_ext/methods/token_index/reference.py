@@ -8,7 +8,6 @@ from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.low_bit import LowBitTensor, dequantize
-from prefix_kernels.pooling import pool_scores
 from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
 from sglang_ext.methods.token_index.build import ARRAYS
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
@@ -19,7 +18,7 @@ class TokenIndexSelector(Selector[TokenIndexSpec]):
     """Token scores q.k over the kept channels, pooled after the softmax.
 
     Attributes:
-        sum_every: how few tokens enter the sums of that softmax, see `pooling.pool_scores`; among candidates all do.
+        sum_every: how few tokens, or candidates, enter the sums of that softmax, see `pooling.pool_scores`.
     """
 
     sum_every: int = 1
@@ -30,6 +29,4 @@ class TokenIndexSelector(Selector[TokenIndexSpec]):
         index = channels.long()[None, :, None].expand(*grouped.shape[:1], -1, grouped.shape[2], -1)
         kept = grouped.gather(3, index).flatten(1, 2)
         raw = block_scores_mean(kept, dequantize(LowBitTensor(*parts)))
-        if candidates is None:
-            return pool_scores(raw, args.sm_scale, args.pooling, sum_every=self.sum_every)
-        return pool_candidates(raw, args, candidates)
+        return pool_candidates(raw, args, candidates, self.sum_every)

@@ -16,7 +16,16 @@ from torch import Tensor
 from prefix_kernels.top_k_selection import rank_by_keys
 from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.base import Arrays, IndexSpec, LeveledSelector, SelectArgs, check_share, make_selector
+from sglang_ext.methods.base import (
+    METHODS,
+    Arrays,
+    IndexSpec,
+    LeveledSelector,
+    SelectArgs,
+    Selector,
+    check_share,
+    make_selector,
+)
 from sglang_ext.methods.combined import CombinedSpec, part_arrays
 from sglang_ext.methods.token_index import TokenIndexSpec
 
@@ -67,8 +76,15 @@ class TwoLevelSpec(CombinedSpec):
         return min(super().most_pages(prefix_len, budget), candidates)
 
 
+@dataclass(frozen=True)
 class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
-    """The first method's best positions, ranked by the second one's scores among them."""
+    """The first method's best positions, ranked by the second one's scores among them.
+
+    Attributes:
+        sum_every: of a level that can take it: how few of its candidates enter the sums, see `pooling.pool_scores`.
+    """
+
+    sum_every: int = 1
 
     def candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
         """See the base. Sink and recent window are among them."""
@@ -83,9 +99,12 @@ class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
         chosen = self._named(arrays, q, first)
         return self._ranked(arrays, q, args, chosen if candidates is None else chosen & candidates)
 
+    def _level(self, spec: IndexSpec) -> Selector[IndexSpec]:
+        return make_selector(spec, self.sum_every if METHODS[spec.method].samples_sums else 1)
+
     def _named(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
         """bool [num_kv_heads, prefix_len]: what the first method selects."""
-        chosen = make_selector(self.spec.first).select(part_arrays(arrays, "first"), q, args)
+        chosen = self._level(self.spec.first).select(part_arrays(arrays, "first"), q, args)
         mask = torch.zeros(chosen.num_kv_heads, args.prefix_len + 1, dtype=torch.bool, device=q.device)
         # Padding (-1) goes to a column of its own.
         index = torch.where(chosen.positions < 0, args.prefix_len, chosen.positions).long()
@@ -93,6 +112,6 @@ class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
 
     def _ranked(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Tensor:
         """[num_kv_heads, prefix_len] fp32: the second method's scores of the candidates."""
-        second = make_selector(self.spec.second)
+        second = self._level(self.spec.second)
         scores = second.token_scores(part_arrays(arrays, "second"), q, args, candidates)
         return scores.masked_fill(candidates & (scores == -torch.inf), UNSCORED_CANDIDATE)
