@@ -39,6 +39,7 @@ class Offload:
         key: namespace of its suffixes in SGLang's prefix cache. Not to be guessed: a request that named it would be
             given KV of other positions.
         dropped: it serves no new request, and leaves with its last user.
+        waited_for: until when requests wait while it is read from its file, seconds of `time.monotonic`.
         host: what decode steps need to know of it; None until all of it is copied.
     """
 
@@ -48,6 +49,7 @@ class Offload:
         self.digest, self.prefix_len, self.pages = digest, prefix_len, pages
         self.state = OffloadState.COPYING
         self.copied = self.users = 0
+        self.waited_for = 0.0
         self.key = f"offloaded-{digest[:12]}-{secrets.token_hex(16)}"
         self.dropped = False
 

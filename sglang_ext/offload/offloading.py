@@ -38,6 +38,8 @@ _Request = TypeVar("_Request", bound=Hashable)
 
 _LOOKED = 4096
 """Prefixes without a file that are remembered, at most."""
+_WAIT_S = 60.0
+"""For so long a request waits for a file, at most; then it is prefilled."""
 _RETRY_S = 60.0
 """For so long a file that could not be read is as if it were not there."""
 COPY_BYTES = 256 << 20
@@ -125,7 +127,7 @@ class Offloading:
                 if found is not None:
                     self._fresh.append(found.pages)
                     self._move(found, loads=True)
-            if self._waits and found is not None and found.state is OffloadState.LOADING:
+            if found is not None and found.state is OffloadState.LOADING and time.monotonic() < found.waited_for:
                 held.append(request)
         return held
 
@@ -145,6 +147,8 @@ class Offloading:
 
     def _move(self, offload: Offload, *, loads: bool) -> None:
         self.directory.pin(offload)
+        if self._waits:
+            offload.waited_for = time.monotonic() + _WAIT_S
         self._mover.begin(Move(offload, loads, waits_for(self._view.device)))
 
     def _take_moves(self) -> None:

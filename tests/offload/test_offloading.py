@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from prefix_kernels.types import PagedKV
+from sglang_ext.offload import offloading
 from sglang_ext.offload.attention import QUERY_BLOCK
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
 from sglang_ext.offload.host import runs
@@ -220,13 +221,16 @@ def test_a_request_whose_index_does_not_serve_stays_on_the_device(why: str) -> N
     assert served.offloading.snapshot()["prefixes"] == {"host": 1}
 
 
-def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prefixes are wanted where there is room for one: the one that was read first serves."""
     served = Served(num_pages=8, folder=str(tmp_path / "kv"))
     (tmp_path / "kv" / "broken.kv").mkdir()
     waiting = [(Request(), attachment("broken"))]
     waiting[0][1].prompt_len = PREFIX + 1
     assert served.offloading.before_batch(waiting) == [waiting[0][0]]
+    monkeypatch.setattr(offloading.time, "monotonic", lambda: time.perf_counter() + 1e9)
+    assert served.offloading.before_batch(waiting) == [], "nobody waits for ever"
+    monkeypatch.undo()
     while served.offloading.before_batch(waiting):
         time.sleep(0.01)
     assert served.offloading.before_batch(waiting) == []
