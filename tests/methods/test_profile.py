@@ -201,7 +201,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     def full(fd):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profile.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         decode(plain(calibration__seed=9)).save(path)
     assert path.read_bytes() == before
