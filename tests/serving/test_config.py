@@ -64,7 +64,10 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
         ('{"offload": {"host_bytes": 9, "to": 3}}', ["unknown field `to`"]),
         ('{"offload": {"host_bytes": 9}}', ["offload.host_bytes", "16 or more", "9"]),
         ('{"offload": {"host_bytes": 99}, "exactness": "verify"}', ["exactness selected with offload"]),
-        ('{"offload": {"host_bytes": 99}, "build": "capture"}', ["build off, shared or prefill with offload"]),
+        (
+            '{"offload": {"host_bytes": 99}, "build": "capture", "capture_folder": "x"}',
+            ["build off, shared or prefill with offload"],
+        ),
         ('{"offload": {"host_bytes": 99, "folder_bytes": 99}}', ["offload.folder with offload.folder_bytes"]),
         ('{"offload": {"host_bytes": 99}, "decode_path": "cascade"}', ["decode_path auto or sparse with offload"]),
         ('{"offload": {"host_bytes": 99}, "trace_folder": "x"}', ["trace_folder null with offload"]),
