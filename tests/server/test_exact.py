@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -130,15 +129,13 @@ def usages(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     [
         ("/v1/chat/completions", CHAT),
         ("/invocations", CHAT),
-        pytest.param(
-            "/v1/responses",
-            {"input": SAID, "max_output_tokens": STEPS},
-            marks=pytest.mark.skipif(find_spec("openai_harmony") is None, reason="SGLang leaves the route out"),
-        ),
+        ("/v1/responses", {"input": SAID, "max_output_tokens": STEPS}),
         ("/v1/messages", CHAT),
     ],
 )
 def test_other_answers_say_it_too_whatever_stands_in_the_messages(production: Any, path: str, fields: Any) -> None:
+    if f"({path}) disabled" in production.log.read_text():
+        pytest.skip("SGLang leaves the route out, as packages that it needs are missing here")
     (reply,), header = production.openai(path, STEPS, **fields)
     usage = reply["usage"]
     assert usage["sparse_attn"] == header
