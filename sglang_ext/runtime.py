@@ -123,9 +123,10 @@ class SparseRuntime:
         self.planner = DecodePlanner(
             config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
         )
+        if self.offload is not None:
+            self.offload.serves = self._serves
         if self.offload is not None and self.planner.sparse is not None:
-            sparse = self.planner.sparse
-            self.offload.swap, self.offload.selects, self.offload.serves = sparse.swap, sparse.swaps, self._serves
+            self.offload.swap, self.offload.selects = self.planner.sparse.swap, self.planner.sparse.swaps
             self.offload.tell_longest(view.req_to_token.shape[1])
         guard = self.planner.guard
         guarded = guard.records if guard is not None else None
@@ -228,7 +229,7 @@ class SparseRuntime:
     def _serves(self, attachment: Attachment) -> bool:
         """Whether steps select by a request's index, as far as is known now."""
         planner, entry = self.planner, attachment.entry
-        if entry is None or planner.paused or planner.refusal is not None or self.ready.off or self.ready.stale:
+        if entry is None or planner.paused or not planner.uses_indexes or self.ready.off or self.ready.stale:
             return False
         return planner.guard is None or planner.guard.records.standing(entry.digest) is Standing.SERVING
 
@@ -535,7 +536,7 @@ class SparseRuntime:
 
     @property
     def eager(self) -> bool:
-        """Whether no graph holds the running forward: it attends twice, or by what lies in host memory."""
+        """Whether no graph holds the running forward: it attends twice, or exactly behind host memory."""
         step = self._step
         return step.staged is not None or (step.planned is not None and step.planned.guarded is not None)
 

@@ -1,4 +1,4 @@
-"""A pool of host memory, made of SGLang's own class for such pools, and the staging rows behind its KV pool."""
+"""A pool of host memory, made of SGLang's own class for such pools, and rows of ours behind SGLang's KV pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) -> None:
-    """The tensors of the KV pool get staging rows behind those that the allocator knows."""
+    """The tensors of the KV pool get rows for staging and residents behind those that the allocator knows."""
     rows = sum(memory.offload_rows(pool.page_size))
     pool.size += rows
     try:

@@ -52,8 +52,8 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
 
 
 def graph_refusal(device: str, config: SparseAttnConfig) -> str | None:
-    """Why the server's prefill graphs do not go with it, as a message; None where they do. A decode step with a prefix
-    of host memory runs without its graph, whatever is set.
+    """Why the server's prefill graphs do not go with it, as a message; None where they do. A decode step that selects
+    has its graph; one that attends exactly behind host memory runs without.
     """
     if config.offload is None or config.build is Build.PREFILL or device != "cuda":
         return None

@@ -204,19 +204,23 @@ def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill."""
     offload = None if _runtime is None else _runtime.offload
-    if _runtime is None or offload is None:
+    if _runtime is None or offload is None or not offload.has_files:
         return original(scheduler, *args, **kwargs)
     waiting = scheduler.waiting_queue
     for req in waiting:
-        _admit(req, _key_of(req))
-    held = offload.before_batch((req, _runtime.requests.of(req)) for req in waiting)
+        if _runtime.requests.of(req) is None:
+            _admit(req, _key_of(req))
+    held = {id(req) for req in offload.before_batch((req, _runtime.requests.of(req)) for req in waiting)}
     if not held:
         return original(scheduler, *args, **kwargs)
-    scheduler.waiting_queue = [req for req in waiting if all(req is not one for one in held)]
+    scheduler.waiting_queue = [req for req in waiting if id(req) not in held]
     try:
         return original(scheduler, *args, **kwargs)
     finally:
-        scheduler.waiting_queue = [*held, *scheduler.waiting_queue]
+        left = scheduler.waiting_queue
+        stays, known = held | {id(req) for req in left}, {id(req) for req in waiting}
+        new = [req for req in left if id(req) not in known]
+        scheduler.waiting_queue = [*(req for req in waiting if id(req) in stays), *new]
 
 
 def _key_of(req: Any) -> Any:
@@ -309,7 +313,7 @@ def next_tokens(runner: Any, output: Any) -> Any:
 
 
 def after_can_run_graph(can: Any, runner: Any, _forward_batch: Any) -> Any:
-    """No graph holds a step that is attended twice, or by what lies in host memory."""
+    """No graph holds a step that is attended twice, or exactly behind host memory."""
     eager = _runtime is not None and _runtime.view.runner is runner.model_runner and _runtime.eager
     return False if eager else can
 

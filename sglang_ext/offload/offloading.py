@@ -47,7 +47,8 @@ COPY_BYTES = 256 << 20
 
 
 class Offloading:
-    """Used by the scheduler's thread only; copies are queued on the stream that runs the forwards.
+    """Used by the scheduler's thread only. Copies out are queued on the stream that runs the forwards. What was read
+    from files is copied to layers that attend all on the scheduler's own stream, for which the next forward waits.
 
     Attributes:
         directory: of the prefixes in host memory.
@@ -87,6 +88,7 @@ class Offloading:
         self.page_size = page_size
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()
         self._rows: dict[int, Offload] = {}
+        self._last: tuple[tuple[str, ...], list[Offload | None]] = (), []
         per_token = 2 * view.num_layers * view.num_kv_heads * view.head_dim * view.kv_dtype.itemsize
         self._piece = max(1, COPY_BYTES // (per_token * PAGE_TOKENS)) * PAGE_TOKENS
         self.refused: Counter[str] = Counter()
@@ -103,6 +105,11 @@ class Offloading:
 
     # -- files -----------------------------------------------------------------------------------------------
 
+    @property
+    def has_files(self) -> bool:
+        """Whether `before_batch` has anything to do."""
+        return self._files is not None
+
     def before_batch(self, waiting: Iterable[tuple[_Request, Attachment | None]]) -> list[_Request]:
         """Before SGLang looks for requests to prefill, when none is matched: take what was read and written, and read
         what waiting requests begin with.
@@ -112,7 +119,7 @@ class Offloading:
         """
         self._take_moves()
         held = []
-        queue = list(waiting) if self._files is not None and not self._off else []
+        queue = [] if self._off else list(waiting)
         wanted = {one.entry.digest for _, one in queue if one is not None and one.entry is not None}
         for request, attachment in queue:
             if attachment is None or attachment.entry is None or not self._may(attachment):
@@ -218,12 +225,13 @@ class Offloading:
                 f"{'dropped' if found.dropped else found.state.value}. Please report this with the server's log"
             )
         self.directory.pin(found)
-        self._rows[row] = found
+        self._rows[row], self._last = found, ((), [])
         self.translated += 1
         return True
 
     def slot_freed(self, row: int) -> None:
         """A row is given back: finish, abort and retraction alike."""
+        self._last = (), []
         found = self._rows.pop(row, None)
         if found is not None:
             self.directory.unpin(found)
@@ -242,7 +250,7 @@ class Offloading:
 
     def hosts(self, forward_batch: Any) -> list[HostPrefix | None]:
         """Per row of a decode step, what steps that select need to know of its prefix; empty where no row has one."""
-        fronts = self._fronts(forward_batch) if self._rows else []
+        fronts = self._fronts(forward_batch)
         return [None if one is None else one.host for one in fronts] if any(fronts) else []
 
     def host_kv(self, most_pages: Callable[[int, int], int]) -> HostKV:
@@ -260,8 +268,21 @@ class Offloading:
         return HostKV(self._pool.num_pages, layer, residents.start, len(residents) // PAGE_TOKENS, most_pages)
 
     def _fronts(self, forward_batch: Any) -> list[Offload | None]:
-        rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices")[: forward_batch.batch_size]
-        return [self._rows.get(row) for row in rows]
+        """Per row, what it has in front; empty where no row has anything. Batches of 0.5.16 name rows on the device
+        only: there the first of several steps of the same requests waits for it. Their rows do not change in between.
+        """
+        if not self._rows:
+            return []
+        rids = tuple(getattr(forward_batch, "rids", None) or ())
+        if rids and rids == self._last[0]:
+            return self._last[1]
+        fronts = [self._rows.get(row) for row in self._rows_of(forward_batch)]
+        if len(set(rids)) == len(fronts):  # ids that two requests have say nothing of rows
+            self._last = rids, fronts
+        return fronts
+
+    def _rows_of(self, forward_batch: Any) -> list[int]:
+        return _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices")[: forward_batch.batch_size]
 
     def begin(self, forward_batch: Any) -> StagedStep | None:
         """How a forward is attended exactly; None: no row of it has virtual slots.
@@ -269,12 +290,10 @@ class Offloading:
         Raises:
             RuntimeError: one has, and there is no way here to attend this kind of forward.
         """
-        if not self._rows:
-            return None
-        rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices")[: forward_batch.batch_size]
-        fronts = [self._rows.get(row) for row in rows]
+        fronts = self._fronts(forward_batch)
         if not any(fronts):
             return None
+        rows = self._rows_of(forward_batch)
         mode = forward_batch.forward_mode.name
         if mode not in ("DECODE", "EXTEND"):
             raise RuntimeError(
@@ -336,8 +355,7 @@ class Offloading:
         self._fresh.clear()
         if self._off:
             return
-        rows = _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices") if self._rows else ()
-        virtual = {place for place, row in enumerate(rows) if row in self._rows}
+        virtual = {place for place, front in enumerate(self._fronts(forward_batch)) if front is not None}
         running = {one.entry.digest for one in attachments if one is not None and one.entry is not None}
         for place, one in enumerate(attachments):
             if place in virtual or one is None or one.entry is None or one.offload_refusal is not None:

@@ -52,7 +52,7 @@ class Served:
 
     def decode(self, row: int, one: Attachment | None) -> None:
         """A decode step of one row."""
-        self.offloading.decoding(SimpleNamespace(req_pool_indices=torch.tensor([row])), [one])
+        self.offloading.decoding(SimpleNamespace(req_pool_indices=torch.tensor([row]), batch_size=1), [one])
 
     def behind(self, row: int, one: Attachment, request: Any) -> None:
         """A request gets a row, its prefix in host memory in front."""
@@ -197,7 +197,7 @@ def test_why_a_prefix_stays_on_the_device(tokens: int, reason: str) -> None:
 def test_of_two_running_requests_one_has_room_and_keeps_it() -> None:
     """Neither is a user of what it copies: each step would copy a page and drop the other's."""
     served = Served(num_pages=8)
-    batch = SimpleNamespace(req_pool_indices=torch.tensor([0, 1]))
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([0, 1]), batch_size=2)
     for row in (0, 1):
         served.slots(row, 0, PREFIX)
     both = [attachment("a"), attachment("b")]
@@ -249,6 +249,43 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
         time.sleep(0.01)
     assert served.offloading.wanted(*waiting[0], PREFIX) is not None
     assert served.offloading.wanted(*waiting[1], PREFIX) is None
+
+
+def test_rows_are_asked_for_once_until_a_slot_changes() -> None:
+    """Where a batch has them on the device only, asking waits for it."""
+    served = Served()
+    served.slots(0, 0, PREFIX)
+    for _ in range(2):
+        served.decode(0, attachment())
+    served.behind(3, attachment(), Request())
+    asked = []
+
+    class Rows:
+        def __getitem__(self, part: slice) -> Any:
+            return self
+
+        def tolist(self) -> list[int]:
+            asked.append(1)
+            return rows
+
+    def hosted(*rids: str) -> list[bool]:
+        batch = SimpleNamespace(req_pool_indices=Rows(), batch_size=len(rids), rids=list(rids))
+        return [one is not None for one in served.offloading.hosts(batch)]
+
+    rows = [3, 4]
+    for _ in range(3):
+        assert hosted("a", "b") == [True, False]
+    assert len(asked) == 1
+    rows = [4, 3]
+    assert hosted("b", "a") == [False, True]
+    for _ in range(2):
+        assert hosted("a", "a") == [False, True], "two requests of one id"
+    assert len(asked) == 4
+    served.behind(5, attachment(), Request())
+    rows = [3, 5]
+    assert hosted("a", "b") == [True, True]
+    served.offloading.slot_freed(5)
+    assert hosted("a", "b") == [True, False]
 
 
 def test_a_copy_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
