@@ -415,8 +415,8 @@ class Offloading:
         fits = [tokens for tokens in range(step, context_len, step) if self.selects(tokens)]
         if len(fits) < (context_len - 1) // step:
             logger.warning(
-                "sparse attention: offload: prefixes of more than about %d tokens stay on the device, as steps can "
-                "select of more pages than resident_tokens %d hold: raise it, or lower the budget",
+                "sparse attention: offload: prefixes of more than about %d tokens stay on the device, as their steps "
+                "can select of more pages than fit into %d rows: raise offload.resident_tokens, or lower the budget",
                 max(fits, default=0),
                 len(self._behind.residents),
             )

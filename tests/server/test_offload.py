@@ -187,7 +187,7 @@ def test_a_server_that_starts_anew_needs_no_prefill(
     """
     kept = {**CONFIG["offload"], "folder": str(shutil.copytree(built.kv, tmp_path / "kv"))}
     prompts = [texts.ask(texts.second, n) for n in range(3)]
-    server = serve(store, {**CONFIG, "offload": kept}, fresh=True, **FLAGS)
+    server = serve(store, {**CONFIG, "offload": kept}, fresh=True, enable_metrics="", **FLAGS)
     answer = server.generate(prompts[0], TOKENS)
     assert answer.cached_tokens >= SECOND
     assert _until(server, "loaded") == 1
@@ -209,6 +209,8 @@ def test_a_server_that_starts_anew_needs_no_prefill(
     assert answer.cached_tokens < SECOND
     assert _until(server, "load_failed") == 1
     server.until(lambda state: state["offload"]["events"]["saved"] == 2)
+    counted = {"loaded": 1, "load_failed": 1, "saved": 2, "copied": 2, "translated": 1 + 2 * len(prompts)}
+    server.until(lambda _state: {n: c for n, c in server.metrics()["offload"].items() if c} == counted)
     # Another process, which selects a part, but for the first layer; its requests do not wait.
     config = {**CONFIG, "offload": kept, "prefetch_policy": "best_effort", "min_top_k": 256}
     config |= {"layer_plan": ["dense", *["anchor"] * 5], "suffix_dense_tokens": None}
