@@ -119,7 +119,7 @@ class SparseRuntime:
         self.residency = Residency(self.store, spec, view.num_layers, view.num_kv_heads, view.device, limit, first)
         self.trial = trial = config.build is Build.SHARED and profile is None
         self.offload = None if offloading is None else offloading(plan)
-        host = None if self.offload is None else self.offload.host_kv(spec.most_pages)
+        host = None if self.offload is None else self.offload.host_kv()
         self.planner = DecodePlanner(
             config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
         )

@@ -14,7 +14,7 @@ from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, HostPrefix
 from sglang_ext.methods.layer_plan import LayerMode
 from sglang_ext.prefix.residency import ResidentIndex
-from tests.sparse_server import KV_HEADS, LAYERS, SLOTS, SPEC, Server
+from tests.sparse_server import KV_HEADS, LAYERS, SLOTS, Server
 
 HOST_PAGES = 128
 """Of the host's pool."""
@@ -41,12 +41,11 @@ class HostedServer(Server):
     ) -> None:
         self.kv_of_host: list[PagedKV] = []
         sizes = HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells
-        most_pages = changes.get("spec", SPEC).most_pages
-        host = HostKV(*sizes, most_pages=most_pages, mode=mode, implementation=implementation)
+        host = HostKV(*sizes, mode=mode, implementation=implementation)
         super().__init__(device, host=host, **changes)
         pinned = device.type == "cuda"
         # Behind the cells, layers that attend all have such prefixes in rows of their own.
-        self.dense_rows = SLOTS + num_cells * PAGE_TOKENS
+        self.dense_rows = SLOTS + num_cells
         self.pools = []
         for layer, kv in enumerate(self.caches):
             dense = self.plan.layers[layer].mode is LayerMode.DENSE

@@ -228,14 +228,15 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if not found or not self._whole.fits(size):
             return None
         groups = self._fitting(found)
-        if not groups or not self._swaps(groups, batch.hosts):
+        hosted = self._hosted_budgets(groups, batch.hosts)
+        if not groups or hosted is None:
             return None
         # A row whose prefix is in no group attends all; so only others' suffixes are selected from.
         grouped = {row for prefix, _ in groups for row in prefix.rows}
         suffixes = self._fitting(self._groups.suffixes(groups, batch.suffix), groups)
         all_groups: list[tuple[PrefixGroup, Index]] = [*groups, *suffixes]
         prefixes = tuple(rows for rows, _ in all_groups)
-        budgets = tuple(self._budget(*one) for one in all_groups)
+        budgets = tuple(hosted.get(one[0]) or self._budget(*one) for one in all_groups)
         reads = [GroupRead(len(one.rows), one.length, n) for one, n in zip(prefixes, budgets, strict=True)]
         kernels = self._kernels(size)
         selects = _Selects(self.op.tile(kernels.size), prefixes, budgets)
@@ -309,22 +310,25 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
     def swaps(self, prefix_len: int) -> bool:
         """Whether a request alone may have a prefix of so many tokens in host memory."""
-        return self.swap is not None and self.swap.fits(
-            [selection_group(self._config, prefix_len, self.budget(prefix_len))]
-        )
+        one = [self.budget(prefix_len)]
+        return self.swap is not None and self.swap.budgets([prefix_len], one, one) is not None
 
-    def _swaps(self, groups: Sequence[tuple[PrefixGroup, Index]], hosts: Sequence[HostPrefix | None]) -> bool:
-        """Whether all rows whose prefix lies in host memory can be attended in one step."""
+    def _hosted_budgets(
+        self, groups: Sequence[tuple[PrefixGroup, Index]], hosts: Sequence[HostPrefix | None]
+    ) -> dict[PrefixGroup, int] | None:
+        """Budgets of groups whose prefix lies in host memory; None: not all such rows can be attended in one step."""
         hosted = [one for one in groups if one[0].host is not None]
         if not hosted or self.swap is None:
-            return not any(host is not None for host in hosts)
+            return None if any(host is not None for host in hosts) else {}
         rows = {row for prefix, _ in hosted for row in prefix.rows}
         if any(host is not None and row not in rows for row, host in enumerate(hosts)):
-            return False
+            return None
         dense = any(role.mode is LayerMode.DENSE for role in self._layer_plan.layers)
         if dense and any(host is not None and host.dense_slots is None for host in hosts):
-            return False
-        return self.swap.fits([selection_group(self._config, one[0].length, self._budget(*one)) for one in hosted])
+            return None
+        lengths = [prefix.length for prefix, _ in hosted]
+        budgets = self.swap.budgets(lengths, [self._budget(*one) for one in hosted], [*map(self.budget, lengths)])
+        return None if budgets is None else {one: n for (one, _), n in zip(hosted, budgets, strict=True)}
 
     def _entries_of(self, prefix: PrefixGroup, index: Index) -> int:
         return self._shape.num_kv_heads * list_stride(self._budget(prefix, index))

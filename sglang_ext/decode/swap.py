@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.launching import send
-from prefix_kernels.residents import Counter, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import PAGE_TOKENS, Counter, Mode, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import PagedKV, SelectedLists
 from sglang_ext.decode.types import HostPrefix
@@ -25,12 +25,9 @@ class HostKV:
         num_pages: of the host's pool.
         layer: a layer's KV there, [num_pages * 16, num_kv_heads, head_dim], pinned where a GPU reads it; at the same
             addresses as long as the server lives.
-        resident_begin: row of every layer's pool on the device from which on `num_cells` pages of 16 rows are nobody
-            else's.
-        num_cells: of a layer and KV head, for all prefixes.
-        most_pages: of a prefix's tokens and a budget, pages that a list names tokens of at most
-            (`IndexSpec.most_pages`); None: each token may have a page of its own.
-        mode: when a page that is missing is attended.
+        resident_begin: row of every layer's pool on the device from which on `num_cells` rows are nobody else's.
+        num_cells: tokens of a layer and KV head, for all prefixes.
+        mode: when a token that is missing is attended.
         implementation: of `Residents`.
     """
 
@@ -38,15 +35,14 @@ class HostKV:
     layer: Callable[[int], PagedKV]
     resident_begin: int
     num_cells: int
-    most_pages: Callable[[int, int], int] | None = None
     mode: Mode = Mode.EXACT
     implementation: str | None = None
 
 
 class SwapIn:
-    """Makes slots of what layers select of such prefixes, and fetches the pages that are missing.
+    """Makes slots of what layers select of such prefixes, and fetches the tokens that are missing.
 
-    Lagged pages are fetched on a stream of their own, beside attention and feed-forward of this step, which does not
+    Lagged tokens are fetched on a stream of their own, beside attention and feed-forward of this step, which does not
     read the cells that they take: it does not want what lay there. The step's last layer that selects or reuses a
     selection waits for them.
 
@@ -88,13 +84,22 @@ class SwapIn:
         aside = self._lagged and device.type == "cuda"
         self._beside = torch.cuda.Stream(device) if aside else None  # type: ignore[no-untyped-call]
 
-    def fits(self, groups: Sequence[SelectionGroup]) -> bool:
-        """Whether a step can select from all these prefixes in host memory."""
-        planned = [self._group(0, group, 0) for group in groups]
-        needed = sum(one.needed_cells for one in planned)
-        return sum(one.num_pages for one in planned) <= len(self._tables) and (
-            self._lagged or needed <= self._host.num_cells
-        )
+    def budgets(self, lengths: Sequence[int], wanted: Sequence[int], least: Sequence[int]) -> list[int] | None:
+        """Tokens that a step selects of each prefix in host memory; None: it cannot select from all of them.
+
+        Args:
+            lengths: tokens of the prefixes.
+            wanted: of each; where there are fewer cells, what is beyond `least` shrinks, by the same share for all.
+            least: of each, at most as many.
+        """
+        if sum(lengths) > len(self._tables) * PAGE_TOKENS:
+            return None
+        cells, more, kept = self._host.num_cells, sum(wanted) - sum(least), sum(least)
+        if self._lagged or sum(wanted) <= cells:
+            return list(wanted)
+        if kept > cells:
+            return None
+        return [few + (many - few) * (cells - kept) // more for few, many in zip(least, wanted, strict=True)]
 
     def plan(self, groups: Sequence[SelectionGroup], hosts: Sequence[HostPrefix | None]) -> None:
         """Write the tables of the next steps, without a wait.
@@ -106,16 +111,12 @@ class SwapIn:
         planned, tables, at = list[ResidentGroup](), list[Tensor](), 0
         for number, (group, host) in enumerate(zip(groups, hosts, strict=True)):
             if host is not None:
-                planned.append(self._group(number, group, at))
+                planned.append(ResidentGroup(number, group, at))
                 tables.append(host.pages)
                 at += len(host.pages)
         self.residents.plan(planned)
         if tables:
             send(torch.cat(tables).int(), self._tables)
-
-    def _group(self, number: int, group: SelectionGroup, table_begin: int) -> ResidentGroup:
-        most = None if self._host.most_pages is None else self._host.most_pages(group.prefix_len, group.budget)
-        return ResidentGroup(number, group, table_begin, most)
 
     def before(self, layer: int, lists: SelectedLists, kv: PagedKV) -> None:
         """Between a layer's selection, or the one that it reuses, and its attention.
@@ -159,7 +160,7 @@ class SwapIn:
         self.residents.state.forget(pages.to(self._device, non_blocking=True))
 
     def counted(self) -> dict[str, int]:
-        """Pages of all layers and KV heads since the start, by the names of `Counter`; waits for the device."""
+        """Tokens of all layers and KV heads since the start, by the names of `Counter`; waits for the device."""
         totals = self.residents.counters.sum(0).tolist()
         return {one.name.lower(): totals[one] for one in Counter}
 

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from prefix_index import PAGE_TOKENS
 from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.top_k_selection import rank_by_keys, top_k_selection
 from prefix_kernels.types import Selection
@@ -110,15 +109,6 @@ class IndexSpec(ABC):
         """
         ragged = (part for part in self.nested.values() if any(None in one.shape for one in part.forms(size).values()))
         return next(ragged).rows(size, layer, head)
-
-    def most_pages(self, prefix_len: int, budget: int) -> int:
-        """Pages of 16 tokens that a KV head's selection of so many tokens can have some of, windows included.
-
-        Args:
-            prefix_len: whole pages.
-            budget: tokens, at least 1.
-        """
-        return min(budget, -(-prefix_len // PAGE_TOKENS))
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
         """Raise ContentError for values that no builder makes and that the forms' ranges let pass."""

@@ -253,19 +253,15 @@ class Offloading:
         fronts = self._fronts(forward_batch)
         return [None if one is None else one.host for one in fronts] if any(fronts) else []
 
-    def host_kv(self, most_pages: Callable[[int, int], int]) -> HostKV:
-        """The pool, as steps that select see it.
-
-        Args:
-            most_pages: see there.
-        """
+    def host_kv(self) -> HostKV:
+        """The pool, as steps that select see it."""
         residents = self._behind.residents
 
         def layer(number: int) -> PagedKV:
             k_host, v_host = self._pool.layer(number)
             return replace(self._view.kv(number), k_cache=k_host, v_cache=v_host)
 
-        return HostKV(self._pool.num_pages, layer, residents.start, len(residents) // PAGE_TOKENS, most_pages)
+        return HostKV(self._pool.num_pages, layer, residents.start, len(residents))
 
     def _fronts(self, forward_batch: Any) -> list[Offload | None]:
         """Per row, what it has in front; empty where no row has anything. Batches of 0.5.16 name rows on the device
@@ -416,7 +412,7 @@ class Offloading:
         if len(fits) < (context_len - 1) // step:
             logger.warning(
                 "sparse attention: offload: prefixes of more than about %d tokens stay on the device, as their steps "
-                "can select of more pages than fit into %d rows: raise offload.resident_tokens, or lower the budget",
+                "select more tokens than %d: raise offload.resident_tokens, or lower the budget",
                 max(fits, default=0),
                 len(self._behind.residents),
             )

@@ -59,7 +59,7 @@ class Prefixes:
     def pool(self, num_cells: int) -> PagedKV:
         """A pool of nothing but NaN."""
         k, v = self.host.k_cache, self.host.v_cache
-        rows = BEFORE + num_cells * PAGE_TOKENS
+        rows = BEFORE + num_cells
         return PagedKV(*(one.new_full((rows, *one.shape[1:]), torch.nan) for one in (k, v)))
 
 
@@ -100,8 +100,7 @@ class Steps:
             longest = max(1, *map(len, by_head))
             stride = list_stride(longest)
             group = SelectionGroup(pages * PAGE_TOKENS, longest, list_begin=at, head_stride=stride)
-            # Tests want more than there are cells for, too.
-            self.groups.append(ResidentGroup(place + 1, group, self.prefixes.begins[prefix], most_pages=0))
+            self.groups.append(ResidentGroup(place + 1, group, self.prefixes.begins[prefix]))
             for head, positions in enumerate(by_head):
                 begin = at + head * stride
                 lists.positions[begin : begin + len(positions)] = torch.tensor(positions, dtype=torch.int32)
@@ -125,7 +124,7 @@ class Steps:
         return lists.positions[begin : begin + count].cpu(), lists.slots[begin : begin + count].cpu()
 
     def check(self, lists: SelectedLists, wanted: Wanted, number: int = 0) -> None:
-        """Each listed slot of a set holds what the host has for its position; residents hold each page once."""
+        """Each listed slot of a set holds what the host has for its position; residents hold each token once."""
         pool = self.pools[number]
         self.residents.state.check_integrity()
         for place, prefix in enumerate(wanted):

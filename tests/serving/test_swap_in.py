@@ -15,18 +15,14 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, Lines, StepCosts
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import HostPrefix, StepPath
-from sglang_ext.methods import SelectArgs, make_builder, make_selector
-from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.base import IndexSpec, LayerProfile
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.registry import parse_spec
-from sglang_ext.methods.two_level import TwoLevelSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from tests.hosted_server import HostedServer, walk_host
 from tests.serving.admitting import Request
 from tests.serving.planning import DIM, LONGEST, PREFIX, blank_index, capture_all, forward_of, planner
-from tests.sparse_server import KV_HEADS, LAYERS, ROLES, SPEC, Server, searches
+from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches
 
 CPU = torch.device("cpu")
 
@@ -40,7 +36,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_steps_equal_those_of_prefixes_on_the_device(changes: dict[str, Any]) -> None:
-    server = HostedServer(CPU, 60, kernels=False, **changes)
+    server = HostedServer(CPU, 160, kernels=False, **changes)
     walk_host(server, 3)
     assert server.sparse.swap is not None
     counted = server.sparse.swap.counted()
@@ -48,8 +44,8 @@ def test_steps_equal_those_of_prefixes_on_the_device(changes: dict[str, Any]) ->
     assert counted["missed"] == 0
 
 
-def test_steps_that_keep_a_selection_keep_its_pages() -> None:
-    server = HostedServer(CPU, 60, kernels=False, search_period=3)
+def test_steps_that_keep_a_selection_keep_its_tokens() -> None:
+    server = HostedServer(CPU, 160, kernels=False, search_period=3)
     slots, index = server.prefix(304)
     host = server.offload(slots)
     for serial in (1, 2):
@@ -94,46 +90,33 @@ def test_lagged_steps_attend_what_is_resident_and_fetch_for_the_next_one() -> No
     assert torch.equal(outs[0][0], outs[1][0]), "a layer that attends all has it on the device"
 
 
-BLOCKS = ABSparseSpec(sizes="profile")
-FEW = TwoLevelSpec(first=BLOCKS, candidate_ratio=0.01, candidate_factor=2.0)
-
-
-@pytest.mark.parametrize("spec", [SPEC, ABSparseSpec(), BLOCKS, FEW], ids=lambda spec: spec.method)
-def test_a_selection_has_tokens_of_so_many_pages_at_most(spec: IndexSpec) -> None:
-    gen = torch.Generator().manual_seed(0)
-    most = []
-    for prefix_len, budget, sink in ((1024, 100, 5), (1024, 129, 16), (512, 33, 0), (64, 60, 3)):
-        builder = make_builder(spec, LayerProfile(block_sizes=(16, 64)))
-        # Few values: many blocks tie.
-        keys = torch.randint(0, 2, (prefix_len, KV_HEADS, 16), generator=gen).float()
-        arrays = builder.build_layer(keys, torch.randn(KV_HEADS, 64, 16, generator=gen))
-        args = SelectArgs(prefix_len=prefix_len, budget=budget, num_sink=sink, num_recent=16, sm_scale=0.1)
-        found = make_selector(spec).select(arrays, torch.randn(2, 4, 16, generator=gen), args)
-        pages = [len(set((one // PAGE_TOKENS).tolist())) for one in found.positions]
-        assert max(pages) <= spec.most_pages(prefix_len, budget)
-        most.append(spec.most_pages(prefix_len, budget))
-    assert most == {SPEC: [64, 64, 32, 4], FEW: [15, 19, 7, 4]}.get(spec, [9, 11, 5, 4])
-
-
-def test_few_candidates_do_with_few_cells() -> None:
-    for num_cells, planned in ((9, False), (10, True)):
-        server = HostedServer(CPU, num_cells, kernels=False, spec=FEW)
-        slots, index = server.prefix(304)
-        server.join_behind(1, server.offload(slots), slots, index, 4)
-        assert (server.sparse.plan(server.batch([1], [server.lens[1]])) is not None) == planned
-    for _ in range(6):
-        server.step([1])
-    assert server.sparse.swap is not None
-    assert int(server.sparse.swap.residents.counters[:, Counter.MISSED].sum()) == 0
+def test_budgets_shrink_to_those_of_one_request_where_cells_are_few() -> None:
+    for num_cells, budgets in ((126, (85, 41)), (110, (69, 41)), (101, (60, 41)), (100, None)):
+        server = HostedServer(CPU, num_cells, kernels=False)
+        prefixes = [server.prefix(length) for length in (304, 208)]
+        hosts = [server.offload(slots) for slots, _ in prefixes]
+        for serial, of in ((1, 0), (2, 0), (3, 1)):
+            server.join_behind(serial, hosts[of], *prefixes[of], 4)
+        batch = server.batch([1, 2, 3], [server.lens[serial] for serial in (1, 2, 3)])
+        plan, swap = server.sparse.plan(batch), server.sparse.swap
+        assert swap is not None
+        assert (plan and plan.selects.budgets) == budgets
+        if plan is None:
+            continue
+        assert server.sparse.begin(plan, batch) is not None
+        q = torch.randn(3, 4, server.dim, generator=server.gen)
+        assert not any(server.sparse.run(q, kv, layer, 0.1).isnan().any() for layer, kv in enumerate(server.pools))
+        counted = swap.counted()
+        assert counted["wanted"] == counted["transferred"] == sum(plan.selects.budgets) * KV_HEADS * 2, "two layers select"
 
 
 @pytest.mark.parametrize(
     ("num_cells", "mode", "entries", "planned"),
     [
-        pytest.param(19, Mode.EXACT, None, True, id="all of its pages"),
-        pytest.param(18, Mode.EXACT, None, False, id="too few cells"),
-        pytest.param(18, Mode.LAGGED, None, True, id="which lagged steps do with"),
-        pytest.param(19, Mode.EXACT, 8, False, id="no room for its lists"),
+        pytest.param(60, Mode.EXACT, None, True, id="as many as are selected"),
+        pytest.param(59, Mode.EXACT, None, False, id="too few cells"),
+        pytest.param(59, Mode.LAGGED, None, True, id="which lagged steps do with"),
+        pytest.param(60, Mode.EXACT, 8, False, id="no room for its lists"),
     ],
 )
 def test_no_step_attends_virtual_slots(num_cells: int, mode: Mode, entries: int | None, planned: bool) -> None:
@@ -153,7 +136,7 @@ def test_no_step_attends_virtual_slots(num_cells: int, mode: Mode, entries: int 
 
 def test_layers_that_attend_all_need_such_a_prefix_on_the_device() -> None:
     for roles, planned in ((ROLES, False), (["anchor"] * LAYERS, True)):
-        server = HostedServer(CPU, 60, kernels=False, layer_plan=roles)
+        server = HostedServer(CPU, 160, kernels=False, layer_plan=roles)
         slots, index = server.prefix(304)
         server.join_behind(1, HostPrefix(server.offload(slots).pages), slots, index, 4)
         if planned:
@@ -173,9 +156,9 @@ def test_prefixes_in_host_memory_are_not_ours_without_residents() -> None:
 @pytest.mark.parametrize(
     ("num_cells", "trial", "path"),
     [
-        pytest.param(8, False, StepPath.SPARSE, id="cells for all its pages"),
-        pytest.param(7, False, None, id="too few cells"),
-        pytest.param(8, True, None, id="an index on trial"),
+        pytest.param(128, False, StepPath.SPARSE, id="as many as are selected"),
+        pytest.param(127, False, None, id="too few cells"),
+        pytest.param(128, True, None, id="an index on trial"),
     ],
 )
 def test_a_step_of_such_a_prefix_is_sparse_or_not_ours(num_cells: int, trial: bool, path: StepPath | None) -> None:

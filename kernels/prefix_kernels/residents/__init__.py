@@ -1,7 +1,7 @@
-"""Resident pages: what the GPU holds of prefixes whose KV lies in host memory, and the swap-in of what it lacks.
+"""Resident tokens: what the GPU holds of prefixes whose KV lies in host memory, and the swap-in of what it lacks.
 
 `reference` says what is computed; `Residents` is the planned form. Source: AsyncTLS, 4.2, where the unit of transfer is
-called a block.
+a block of tokens; a token is read at the link's rate, too.
 """
 
 from prefix_kernels.residents.runner import Residents

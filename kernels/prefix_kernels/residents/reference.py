@@ -22,18 +22,18 @@ def look_up(
     host_pages: Tensor,
     lists: SelectedLists,
 ) -> None:
-    """Give missing pages cells, and lists slots.
+    """Give missing tokens cells, and lists slots.
 
-    For each KV head, with M_t the host pages of which the groups' lists name a token, and C_t the resident ones:
+    For each KV head, with M_t the rows of the host's pool that the groups' lists name, and C_t the resident ones:
 
     1. Cells of M_t & C_t are stamped with this step: none of them is taken.
     2. T_t = M_t - C_t in the order of groups and positions take the cells that were not wanted for the longest time,
        free ones first; those cells in ascending order. Ages above `OLDEST` steps tie, ties go to the lowest cell.
-       Pages for which none is left stay away.
-    3. Tokens of resident pages become slots: resident_begin + PAGE_TOKENS * cell + position % PAGE_TOKENS. Others leave
-       their list. Resident are those after 2 (`Mode.EXACT`), or those before it, C_t (`Mode.LAGGED`).
+       With `Mode.LAGGED`, tokens for which none is left stay away.
+    3. Resident tokens become slots: resident_begin + cell. Others leave their list. Resident are those after 2
+       (`Mode.EXACT`, and so all), or those before it, C_t (`Mode.LAGGED`).
 
-    AsyncTLS has C_{t+1} = M_t; cells beyond |M_t| keep older pages here.
+    AsyncTLS has blocks in place of tokens, and C_{t+1} = M_t; cells beyond |M_t| keep older tokens here.
 
     Args:
         shape: of the state.
@@ -41,20 +41,17 @@ def look_up(
         number: of the set.
         groups: of the step; no two of them have a host page in common.
         host_pages: [arena] int32, the groups' tables: page of the host's pool of each page of the prefix.
-        lists: of the selection; slots are written, positions and counts where tokens leave.
+        lists: of the selection, each position once; slots are written, positions and counts where tokens leave.
     """
     heads = range(shape.num_kv_heads)
-    before = state.cell_of_page[number].clone()
+    before = state.cell_of_row[number].clone()
     for head in heads:
-        pages = [_pages(one, head, host_pages, lists) for one in groups]
-        # Positions ascend: tokens of a page follow each other.
-        wanted: list[Tensor] = [torch.unique_consecutive(one) for one in pages]
-        _assign(state, number, head, torch.cat([*wanted, host_pages[:0]]).long(), shape.mode)
-    resident = before if shape.mode is Mode.LAGGED else state.cell_of_page[number]
+        wanted = [_rows(one, head, host_pages, lists) for one in groups]
+        _assign(state, number, head, torch.cat([*wanted, host_pages[:0].long()]), shape.mode)
+    resident = before if shape.mode is Mode.LAGGED else state.cell_of_row[number]
     for one in groups:
         for head in heads:
-            cells = resident[head, _pages(one, head, host_pages, lists).long()]
-            _rewrite(shape, one, head, cells, lists)
+            _rewrite(shape, one, head, resident[head, _rows(one, head, host_pages, lists)], lists)
 
 
 def fetch(
@@ -65,7 +62,7 @@ def fetch(
     pool: PagedKV,
     head_map: Tensor | None = None,
 ) -> None:
-    """Copy the pages that the last `look_up` of a set gave cells.
+    """Copy the tokens that the last `look_up` of a set gave cells.
 
     Args:
         shape: of the state.
@@ -75,13 +72,11 @@ def fetch(
         pool: the layer's pool on the GPU; rows of cells are written.
         head_map: [num_kv_heads] int32: KV head h has the cells of KV head head_map[h] of the set; None: of its own.
     """
-    inside = torch.arange(PAGE_TOKENS)
     for head in range(shape.num_kv_heads):
         of = head if head_map is None else int(head_map[head])
         count = int(state.num_fetched[number, of])
-        pages, cells = (one[number, of, :count].cpu() for one in (state.fetched_pages, state.fetched_cells))
-        source = (pages[:, None] * PAGE_TOKENS + inside).flatten().long()
-        target = (shape.resident_begin + cells[:, None] * PAGE_TOKENS + inside).flatten().long()
+        source, cells = (one[number, of, :count].long() for one in (state.fetched_rows, state.fetched_cells))
+        target = shape.resident_begin + cells
         for of_host, of_pool in ((host.k_cache, pool.k_cache), (host.v_cache, pool.v_cache)):
             # As bytes: not every release of torch writes fp8 by index.
             rows = of_host[:, head].view(torch.uint8)[source.to(of_host.device)]
@@ -89,16 +84,16 @@ def fetch(
 
 
 def ages(state: ResidentState, number: int, head: int) -> Tensor:
-    """Of each cell [num_cells] how many steps ago its page was wanted: 0 in this one; `FREE` without a page."""
+    """Of each cell [num_cells] how many steps ago its token was wanted: 0 in this one; `FREE` without one."""
     age = state.steps[number, head] - state.stamps[number, head]
     age = torch.where((age < 0) | (age > OLDEST), OLDEST, age)
-    return torch.where(state.page_of_cell[number, head] < 0, FREE, age)
+    return torch.where(state.row_of_cell[number, head] < 0, FREE, age)
 
 
-def _pages(one: ResidentGroup, head: int, host_pages: Tensor, lists: SelectedLists) -> Tensor:
-    """Host page of each token of a list."""
-    positions = _listed(one, head, lists.positions, lists.counts)
-    return host_pages[one.table_begin + (positions // PAGE_TOKENS).long()]
+def _rows(one: ResidentGroup, head: int, host_pages: Tensor, lists: SelectedLists) -> Tensor:
+    """Row of the host's pool of each token of a list, int64."""
+    positions = _listed(one, head, lists.positions, lists.counts).long()
+    return host_pages[one.table_begin + positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS
 
 
 def _listed(one: ResidentGroup, head: int, arena: Tensor, counts: Tensor) -> Tensor:
@@ -108,23 +103,23 @@ def _listed(one: ResidentGroup, head: int, arena: Tensor, counts: Tensor) -> Ten
 
 
 def _assign(state: ResidentState, number: int, head: int, wanted: Tensor, mode: Mode) -> None:
-    """Cells of the wanted pages, each named once."""
-    cell_of_page, page_of_cell = state.cell_of_page[number, head], state.page_of_cell[number, head]
+    """Cells of the wanted tokens, each named once."""
+    cell_of_row, row_of_cell = state.cell_of_row[number, head], state.row_of_cell[number, head]
     step, stamps = state.steps[number, head], state.stamps[number, head]
-    cells = cell_of_page[wanted].long()
+    cells = cell_of_row[wanted].long()
     stamps[cells[cells >= 0]] = step
     missing = wanted[cells < 0]
     age = ages(state, number, head)
     oldest = age.sort(descending=True, stable=True).indices[: len(missing)]
     taken = oldest[age[oldest] > 0].sort().values
     given = missing[: len(taken)]
-    left = page_of_cell[taken].long()
-    cell_of_page[left[left >= 0]] = -1
-    cell_of_page[given] = taken.int()
-    page_of_cell[taken] = given.int()
+    left = row_of_cell[taken].long()
+    cell_of_row[left[left >= 0]] = -1
+    cell_of_row[given] = taken.int()
+    row_of_cell[taken] = given.int()
     stamps[taken] = step
     state.num_fetched[number, head] = len(taken)
-    state.fetched_pages[number, head, : len(taken)] = given.int()
+    state.fetched_rows[number, head, : len(taken)] = given.int()
     state.fetched_cells[number, head, : len(taken)] = taken.int()
     counters = state.counters[number, head]
     counters[Counter.WANTED] += len(wanted)
@@ -140,6 +135,6 @@ def _rewrite(shape: ResidentShape, one: ResidentGroup, head: int, cells: Tensor,
     slots = _listed(one, head, lists.slots, lists.counts)
     there = cells >= 0
     kept, count = positions[there], int(there.sum())
-    slots[:count] = shape.resident_begin + cells[there] * PAGE_TOKENS + kept % PAGE_TOKENS
+    slots[:count] = shape.resident_begin + cells[there]
     positions[:count] = kept
     lists.counts[one.number, head] = count

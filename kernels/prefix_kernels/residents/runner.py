@@ -16,24 +16,24 @@ from prefix_kernels.types import PagedKV, SelectedLists, check_int32
 
 _FIELDS = 6
 """int64 fields of a group, see `kernels.GROUP_FIELDS`."""
-_LOOK_UP_WARPS, _LOOK_UP_TILE = 16, 2048
-_FETCH_WARPS, _FETCH_TILE = 4, 1024
+_LOOK_UP_WARPS, _LOOK_UP_TILE, _CELL_TILE = 16, 2048, 8192
+_FETCH_WARPS, _FETCH_TOKENS = 4, 16
 _LEAST_BLOCK = 2
 """Triton 3.6 does not compile a search in one entry."""
 _WORD = 4
 """Bytes of what is copied; four are loaded at a time."""
 COPYING = 64
-"""Programs that copy: a page of K and of V each is on its way, 8 KiB of heads of 128 in 16 bits."""
+"""Programs that copy: 16 tokens of K and of V each are on their way, 8 KiB of heads of 128 in 16 bits."""
 
 
 class Residents:
-    """Cells of the GPU's pool that hold pages of prefixes in host memory.
+    """Cells of the GPU's pool that hold tokens of prefixes in host memory, each of one KV head.
 
     `reference.look_up` and `reference.fetch` say what is computed, `ResidentState` what is kept. Source: AsyncTLS, 4.2.
     For each set (a layer that selects) `run` follows the selection. With `Mode.EXACT` a layer's attention may follow
     `run`, or `fetch` of a layer that reuses the selection. With `Mode.LAGGED` attention may follow `run` at once, and
     `fetch` of each layer, on any stream behind it, is to end before the next `run` of the set. A layer that leaves out
-    a fetch holds other pages than its cells are said to: fetch for all layers of a set after each of its runs.
+    a fetch holds other tokens than its cells are said to: fetch for all layers of a set after each of its runs.
 
     Args:
         shape: sizes of the state.
@@ -41,7 +41,7 @@ class Residents:
         list_entries: of the lists of all groups and KV heads together, at most.
         device: of the GPU's pool.
         implementation: "reference" or "triton"; None: Triton on a GPU, else the reference.
-        num_copying: programs of a launch that copy.
+        num_copying: programs of a launch that copies.
 
     Attributes:
         state: may be read, and told of what is gone (`ResidentState.forget`).
@@ -109,12 +109,11 @@ class Residents:
                 f"expected tables of host pages that do not overlap, got {tables}; make one group of all requests on "
                 "a prefix"
             )
-        needed = sum(one.needed_cells for one in groups)
+        needed = sum(one.group.count for one in groups)
         if self.shape.mode is Mode.EXACT and needed > self.shape.num_cells:
             raise ValueError(
                 f"expected as many cells as a step can want, {needed} for {len(groups)} groups, got "
-                f"{self.shape.num_cells}; keep fewer tokens, select within fewer candidates (most_pages), make more "
-                "cells, or take Mode.LAGGED"
+                f"{self.shape.num_cells}; keep fewer tokens, make more cells, or take Mode.LAGGED"
             )
         self._groups = tuple(groups)
         self._tables_end = max((end for _, end in tables), default=0)
@@ -129,16 +128,15 @@ class Residents:
         self._lists_end = lists_end
 
     def run(self, number: int, host_pages: Tensor, lists: SelectedLists, host: PagedKV, pool: PagedKV) -> None:
-        """Make slots of the lists of a set: with `Mode.EXACT` in two launches, behind which the pages are there; with
+        """Make slots of the lists of a set: with `Mode.EXACT` in two launches, behind which the tokens are there; with
         `Mode.LAGGED` in one, which copies nothing.
 
         Args:
             number: of the set.
             host_pages: [arena] int32 on the pool's device, the groups' tables: page of the host's pool of each page of
                 a prefix, in order; below `num_host_pages`, which is not checked.
-            lists: as the selection wrote them; slots of the planned groups are written. Tokens of pages that are not
-                resident leave the lists of positions, too: with `Mode.EXACT` of those alone for which no cell is left,
-                as more are wanted than `most_pages` said.
+            lists: as the selection wrote them; slots of the planned groups are written. With `Mode.LAGGED`, tokens
+                that are not resident leave the lists of positions, too.
             host: KV of the selecting layer in host memory [host_rows, num_kv_heads, head_dim], pinned; read only.
             pool: its pool on the GPU, of which rows of cells are written.
 
@@ -156,9 +154,14 @@ class Residents:
         from prefix_kernels.residents.kernels import look_up_kernel
 
         state = self.state
-        of_lists = self._of_lists(number, host_pages, lists)
-        arguments = of_lists | {
-            "page_of_cell_ptr": state.page_of_cell[number],
+        arguments = {
+            "groups_ptr": self._table,
+            "host_pages_ptr": host_pages,
+            "positions_ptr": lists.positions,
+            "slots_ptr": lists.slots,
+            "counts_ptr": lists.counts,
+            "cell_of_row_ptr": state.cell_of_row[number],
+            "row_of_cell_ptr": state.row_of_cell[number],
             "stamps_ptr": state.stamps[number],
             **self._fetched(number),
             "steps_ptr": state.steps[number],
@@ -166,14 +169,18 @@ class Residents:
             "missing_ptr": self._missing,
             "group_counts_ptr": self._group_counts,
             "arrived_ptr": self._arrived,
+            "num_rows": self.shape.host_rows,
+            "num_cells": self.shape.num_cells,
+            "resident_begin": self.shape.resident_begin,
             "LAGGED": not exact,
             "TILE": _LOOK_UP_TILE,
+            "CELL_TILE": min(_CELL_TILE, block_of(self.shape.num_cells, _LEAST_BLOCK)),
             "BLOCK_G": block_of(self.max_groups, _LEAST_BLOCK),
         }
         grid = (self.max_groups, self.shape.num_kv_heads)
         launch_behind(look_up_kernel, grid, arguments, num_warps=_LOOK_UP_WARPS)
         if exact:
-            self._fetch(number, host, pool, None, of_lists)
+            self._fetch(number, host, pool, None)
 
     def fetch(self, number: int, host: PagedKV, pool: PagedKV, head_map: Tensor | None = None) -> None:
         """Copy what the last run of a set decided, for one layer, in one launch.
@@ -191,7 +198,7 @@ class Residents:
         if head_map is not None:
             check_int32("head_map", head_map, (self.shape.num_kv_heads,))
         if self._triton:
-            self._fetch(number, host, pool, head_map, None)
+            self._fetch(number, host, pool, head_map)
         else:
             reference.fetch(self.shape, self.state, number, host, pool, head_map)
 
@@ -206,62 +213,36 @@ class Residents:
         own = (self._table, self._missing, self._group_counts, self._arrived)
         return self.state.nbytes + sum(tensor.nbytes for tensor in own)
 
-    def _of_lists(self, number: int, host_pages: Tensor, lists: SelectedLists) -> dict[str, Any]:
-        return {
-            "groups_ptr": self._table,
-            "host_pages_ptr": host_pages,
-            "positions_ptr": lists.positions,
-            "slots_ptr": lists.slots,
-            "counts_ptr": lists.counts,
-            "cell_of_page_ptr": self.state.cell_of_page[number],
-            "num_pages": self.shape.num_host_pages,
-            "num_cells": self.shape.num_cells,
-            "resident_begin": self.shape.resident_begin,
-        }
-
     def _fetched(self, number: int) -> dict[str, Tensor]:
         return {
-            "fetched_pages_ptr": self.state.fetched_pages[number],
+            "fetched_rows_ptr": self.state.fetched_rows[number],
             "fetched_cells_ptr": self.state.fetched_cells[number],
             "num_fetched_ptr": self.state.num_fetched[number],
         }
 
-    def _fetch(
-        self, number: int, host: PagedKV, pool: PagedKV, head_map: Tensor | None, of_lists: dict[str, Any] | None
-    ) -> None:
-        """Launch; `of_lists`: arguments of lists that are made slots of."""
+    def _fetch(self, number: int, host: PagedKV, pool: PagedKV, head_map: Tensor | None) -> None:
         from prefix_kernels.residents.kernels import fetch_kernel
 
         heads = self.shape.num_kv_heads
-        arguments: dict[str, Any] = {"HAS_MAP": head_map is not None, "REWRITES": of_lists is not None}
+        arguments: dict[str, Any] = self._fetched(number) | {
+            "head_map_ptr": self._arrived if head_map is None else head_map,
+            "num_heads": heads,
+            "num_cells": self.shape.num_cells,
+            "resident_begin": self.shape.resident_begin,
+            "HAS_MAP": head_map is not None,
+            "TOKENS": _FETCH_TOKENS,
+            "BLOCK_H": block_of(heads, _LEAST_BLOCK),
+        }
         for name, of_host, of_pool in (("K", host.k_cache, pool.k_cache), ("V", host.v_cache, pool.v_cache)):
             from_words, to_words = _words(of_host), _words(of_pool)
             arguments |= {f"host_{name.lower()}_ptr": from_words, f"pool_{name.lower()}_ptr": to_words}
             arguments |= {f"HOST_{name}_STRIDE": from_words.stride(0), f"POOL_{name}_STRIDE": to_words.stride(0)}
             arguments |= {f"{name}_WORDS": to_words.shape[2], f"BLOCK_{name}": block_of(to_words.shape[2])}
-        unused = self._of_lists_unused() if of_lists is None else of_lists
-        arguments |= (
-            unused
-            | self._fetched(number)
-            | {
-                "head_map_ptr": self._arrived if head_map is None else head_map,
-                "num_heads": heads,
-                "num_copying": self._num_copying,
-                "TILE": _FETCH_TILE,
-                "BLOCK_H": block_of(heads, _LEAST_BLOCK),
-            }
-        )
-        programs = self._num_copying + (0 if of_lists is None else self.max_groups * heads)
         if self.shape.mode is Mode.EXACT:
-            launch_behind(fetch_kernel, (programs,), arguments, num_warps=_FETCH_WARPS)
+            launch_behind(fetch_kernel, (self._num_copying,), arguments, num_warps=_FETCH_WARPS)
         else:
             # It may follow what another stream has launched.
-            launch(fetch_kernel, (programs,), arguments | {"OVERLAPPED": False}, num_warps=_FETCH_WARPS)
-
-    def _of_lists_unused(self) -> dict[str, Any]:
-        names = ("host_pages_ptr", "positions_ptr", "slots_ptr", "counts_ptr", "cell_of_page_ptr")
-        sizes = {"num_cells": self.shape.num_cells, "resident_begin": self.shape.resident_begin, "num_pages": 0}
-        return dict.fromkeys(names, self._arrived) | sizes | {"groups_ptr": self._table}
+            launch(fetch_kernel, (self._num_copying,), arguments | {"OVERLAPPED": False}, num_warps=_FETCH_WARPS)
 
     def _check(self, number: int, host: PagedKV, pool: PagedKV) -> None:
         shape = self.shape

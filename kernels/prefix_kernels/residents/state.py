@@ -11,27 +11,27 @@ from torch import Tensor
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 
 PAGE_TOKENS = 16
-"""Tokens of a page of the host and of a cell: what is copied at a time, for one KV head."""
+"""Tokens of a page of the host's pool: tables name pages. A cell holds one token."""
 
 
 class Mode(Enum):
-    """When a wanted page that is not resident is attended."""
+    """When a wanted token that is not resident is attended."""
 
     EXACT = "exact"
     """In this step: it is copied before attention."""
     LAGGED = "lagged"
-    """In the next step: its tokens leave this step's list, and it is copied beside or behind attention."""
+    """In the next step: it leaves this step's list, and is copied beside or behind attention."""
 
 
 class Counter(IntEnum):
-    """Columns of `ResidentState.counters`; each counts a page once for each KV head."""
+    """Columns of `ResidentState.counters`; each counts a token once for each KV head."""
 
     WANTED = 0
-    """|M_t|: pages of which a list names a token."""
+    """|M_t|: tokens of the lists."""
     TRANSFERRED = 1
-    """|T_t|: wanted pages that got a cell, and are copied."""
+    """|T_t|: wanted tokens that got a cell, and are copied."""
     MISSED = 2
-    """Wanted pages whose tokens left the list."""
+    """Wanted tokens that left their list."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ResidentShape:
     @property
     def pool_rows(self) -> int:
         """Rows that the GPU's pool has at least."""
-        return self.resident_begin + PAGE_TOKENS * self.num_cells
+        return self.resident_begin + self.num_cells
 
     @property
     def host_rows(self) -> int:
@@ -84,8 +84,6 @@ class ResidentGroup:
         number: its row of the lists' counts.
         group: as the selection was planned. Its prefix is whole pages; `slot_start` says nothing.
         table_begin: where its table of host pages begins in the arena of tables.
-        most_pages: pages that a list of it can name tokens of; None: by budget and windows, each other token on a page
-            of its own. A selection of blocks, or within few candidates, names fewer.
 
     Raises:
         ValueError: numbers below 0, or a prefix that ends within a page.
@@ -94,11 +92,10 @@ class ResidentGroup:
     number: int
     group: SelectionGroup
     table_begin: int = 0
-    most_pages: int | None = None
 
     def __post_init__(self) -> None:
-        if self.number < 0 or self.table_begin < 0 or (self.most_pages or 0) < 0:
-            raise ValueError(f"expected number, table_begin and most_pages of at least 0, got {self}")
+        if self.number < 0 or self.table_begin < 0:
+            raise ValueError(f"expected number and table_begin of at least 0, got {self}")
         if self.group.prefix_len % PAGE_TOKENS:
             raise ValueError(
                 f"expected a prefix of whole pages of {PAGE_TOKENS} tokens, got {self.group.prefix_len}; offload as "
@@ -110,38 +107,27 @@ class ResidentGroup:
         """Of its prefix."""
         return self.group.prefix_len // PAGE_TOKENS
 
-    @property
-    def needed_cells(self) -> int:
-        """Cells of a KV head that a step can want."""
-        group = self.group
-        if group.count == group.prefix_len:
-            return self.num_pages
-        recent_page = (group.prefix_len - group.num_recent) // PAGE_TOKENS
-        windows = -(-group.num_sink // PAGE_TOKENS) + (self.num_pages - recent_page)
-        most = windows + group.count - group.num_sink - group.num_recent
-        return min(most, self.num_pages, most if self.most_pages is None else self.most_pages)
-
 
 @dataclass(frozen=True, eq=False)
 class ResidentState:
     """What lies where, on the device. Written by `reference.look_up` and its kernel.
 
     Attributes:
-        cell_of_page: [num_sets, num_kv_heads, num_host_pages] int32; -1: not resident.
-        page_of_cell: [num_sets, num_kv_heads, num_cells] int32, its inverse; -1: a free cell.
-        stamps: like `page_of_cell`, the step at which the cell's page was last wanted.
+        cell_of_row: [num_sets, num_kv_heads, host_rows] int32; -1: not resident.
+        row_of_cell: [num_sets, num_kv_heads, num_cells] int32, its inverse; -1: a free cell.
+        stamps: like `row_of_cell`, the step at which the cell's token was last wanted.
         steps: [num_sets, num_kv_heads] int32, the number of the next run, from 1; it may wrap.
-        num_fetched: [num_sets, num_kv_heads] int32: pages that the last run of the set gave a cell.
-        fetched_pages, fetched_cells: [num_sets, num_kv_heads, num_cells] int32, which and where.
+        num_fetched: [num_sets, num_kv_heads] int32: tokens that the last run of the set gave a cell.
+        fetched_rows, fetched_cells: [num_sets, num_kv_heads, num_cells] int32, which rows of the host, and where to.
         counters: [num_sets, num_kv_heads, 3] int64, see `Counter`; they only grow.
     """
 
-    cell_of_page: Tensor
-    page_of_cell: Tensor
+    cell_of_row: Tensor
+    row_of_cell: Tensor
     stamps: Tensor
     steps: Tensor
     num_fetched: Tensor
-    fetched_pages: Tensor
+    fetched_rows: Tensor
     fetched_cells: Tensor
     counters: Tensor
 
@@ -155,7 +141,7 @@ class ResidentState:
             return torch.full(sizes, value, dtype=torch.int32, device=device)
 
         return cls(
-            full((*sets, shape.num_host_pages), -1),
+            full((*sets, shape.host_rows), -1),
             full(cells, -1),
             full(cells, 0),
             full(sets, 1),
@@ -177,23 +163,24 @@ class ResidentState:
             pages: int64 [count], on the state's device.
         """
         # -1, of a free cell, finds the last entry.
-        gone = torch.zeros(self.cell_of_page.shape[2] + 1, dtype=torch.bool, device=pages.device)
-        gone.index_fill_(0, pages, True)
-        self.page_of_cell.masked_fill_(gone[self.page_of_cell], -1)
-        self.cell_of_page.index_fill_(2, pages, -1)
+        rows = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=pages.device)).flatten()
+        gone = torch.zeros(self.cell_of_row.shape[2] + 1, dtype=torch.bool, device=pages.device)
+        gone.index_fill_(0, rows, True)
+        self.row_of_cell.masked_fill_(gone[self.row_of_cell], -1)
+        self.cell_of_row.index_fill_(2, rows, -1)
 
     def check_integrity(self) -> None:
-        """Raise unless each cell holds the page that is said to lie in it. Reads device memory.
+        """Raise unless each cell holds the token that is said to lie in it. Reads device memory.
 
         Raises:
-            ValueError: naming how many cells and pages disagree.
+            ValueError: naming how many cells and tokens disagree.
         """
-        held = self.page_of_cell >= 0
+        held = self.row_of_cell >= 0
         cells = torch.arange(held.shape[2], dtype=torch.int32, device=held.device).expand_as(held)
-        back = self.cell_of_page.gather(2, self.page_of_cell.clamp(min=0).long())
-        wrong, resident = int((held & (back != cells)).sum()), int((self.cell_of_page >= 0).sum())
+        back = self.cell_of_row.gather(2, self.row_of_cell.clamp(min=0).long())
+        wrong, resident = int((held & (back != cells)).sum()), int((self.cell_of_row >= 0).sum())
         if wrong or resident != int(held.sum()):
             raise ValueError(
-                f"expected each resident page in one cell, got {wrong} cells of other pages, {int(held.sum())} cells "
-                f"that are held and {resident} resident pages; make a new state"
+                f"expected each resident token in one cell, got {wrong} cells of other tokens, {int(held.sum())} cells "
+                f"that are held and {resident} resident tokens; make a new state"
             )

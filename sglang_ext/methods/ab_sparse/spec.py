@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from prefix_index import PAGE_TOKENS
 from sglang_ext.methods.arrays import LARGEST, RAGGED, ROW_INDPTR, ContentError, Form, IndexSize, low_bit_forms
 from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice
 
@@ -75,10 +74,6 @@ class ABSparseSpec(IndexSpec):
 
     def rows(self, size: IndexSize, layer: LayerProfile, head: int) -> int:
         return -(-size.prefix_len // layer.block_sizes[head])
-
-    def most_pages(self, prefix_len: int, budget: int) -> int:
-        """See the base. Blocks are whole pages; one of each window and of the last block is taken in part."""
-        return min(super().most_pages(prefix_len, budget), budget // PAGE_TOKENS + 3)
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
         if self.sizes == "uniform":

@@ -70,11 +70,6 @@ class TwoLevelSpec(CombinedSpec):
         wanted = max(self.candidate_ratio * prefix_len, self.candidate_factor * budget)
         return min(prefix_len, max(1, math.ceil(round(wanted, 6))))
 
-    def most_pages(self, prefix_len: int, budget: int) -> int:
-        """See the base: those of the candidates."""
-        candidates = self.first.most_pages(prefix_len, self.num_candidates(prefix_len, budget))
-        return min(super().most_pages(prefix_len, budget), candidates)
-
 
 @dataclass(frozen=True)
 class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 
 def steps_of(prefixes: Prefixes, count: int, seed: int, most: int) -> list[Wanted]:
-    """What steps want: some prefixes, each KV head of a few pages of them, a part of which the step before had."""
+    """What steps want: some prefixes, each KV head tokens of a few pages, and a part of what the step before had."""
     drawn = random.Random(seed)
     steps: list[Wanted] = []
     for _ in range(count):
@@ -27,11 +28,16 @@ def steps_of(prefixes: Prefixes, count: int, seed: int, most: int) -> list[Wante
                 pages = range(prefixes.pages[one])
                 near = sorted(drawn.sample(pages, min(len(pages), drawn.randint(0, most))))
                 before = steps[-1].get(one) if steps else None
-                kept = {n // PAGE_TOKENS for n in before[head]} if before and drawn.random() < 0.7 else set()
-                tokens = {PAGE_TOKENS * page + drawn.randrange(PAGE_TOKENS) for page in {*near, *kept} for _ in "123"}
-                step[one].append(sorted(tokens))
+                kept = [n for n in before[head] if drawn.random() < 0.6] if before and drawn.random() < 0.7 else []
+                tokens = {PAGE_TOKENS * page + drawn.randrange(PAGE_TOKENS) for page in near for _ in "123"}
+                step[one].append(sorted({*tokens, *kept}))
         steps.append(step)
     return steps
+
+
+def most_wanted(steps: Sequence[Wanted]) -> int:
+    """Cells of a KV head that one of the steps can want: its lists have room for as many as the longest has."""
+    return max(sum(max(1, *map(len, by_head)) for by_head in step.values()) for step in steps if step)
 
 
 def caches(kv: PagedKV) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +55,7 @@ def pinned(prefixes: Prefixes) -> Prefixes:
 def assert_same(one: Steps, other: Steps) -> None:
     for name, mine in vars(one.residents.state).items():
         theirs = getattr(other.residents.state, name)
-        if name in ("fetched_pages", "fetched_cells"):
+        if name in ("fetched_rows", "fetched_cells"):
             # Behind the last one there is nothing.
             there = torch.arange(mine.shape[2]) < one.residents.state.num_fetched[..., None].cpu()
             mine, theirs = mine.cpu()[there], theirs.cpu()[there]
@@ -61,9 +67,9 @@ def assert_same(one: Steps, other: Steps) -> None:
 
 CASES = [
     # pages of prefixes, KV heads, cells, widths of a key and a value, dtype, most new pages of a step
-    pytest.param(([5], 1, 7, (8, 8), torch.float32, 4), id="one prefix"),
-    pytest.param(([9, 4, 6], 3, 12, (16, 4), torch.float16, 5), id="few cells"),
-    pytest.param(([40, 31], 2, 67, (12, 12), torch.float16, 30), id="several tiles"),
+    pytest.param(([5], 1, 20, (8, 8), torch.float32, 4), id="one prefix"),
+    pytest.param(([9, 4, 6], 3, 40, (16, 4), torch.float16, 5), id="few cells"),
+    pytest.param(([40, 31], 2, 200, (12, 12), torch.float16, 30), id="several tiles"),
     pytest.param(([9, 4], 2, 1, (2, 6), torch.float16, 3), id="one cell"),
 ]
 
@@ -78,14 +84,17 @@ def test_steps_as_the_reference(
 ) -> None:
     pages, heads, num_cells, dims, dtype, most = case
     monkeypatch.setattr(residents_runner, "_LOOK_UP_TILE", 32)
-    monkeypatch.setattr(residents_runner, "_FETCH_TILE", 16)
+    monkeypatch.setattr(residents_runner, "_CELL_TILE", 32)
+    monkeypatch.setattr(residents_runner, "_FETCH_TOKENS", 4)
     prefixes = Prefixes.of(pages, heads, dtype, dims)
+    steps = steps_of(prefixes, 8, num_cells, most)
+    num_cells = max(num_cells, most_wanted(steps)) if mode is Mode.EXACT else num_cells
     of = Steps(pinned(prefixes), num_cells, mode, "triton", device)
     of.residents = type(of.residents)(
         of.shape, of.max_groups, of.entries, device, implementation="triton", num_copying=3
     )
     wanted_of = Steps(prefixes, num_cells, mode, "reference")
-    for number, wanted in enumerate(steps_of(prefixes, 8, num_cells, most)):
+    for number, wanted in enumerate(steps):
         lists, should = of.run(wanted, number % 2), wanted_of.run(wanted, number % 2)
         assert_same(of, wanted_of)
         for place in range(len(wanted)):
@@ -108,10 +117,14 @@ def test_layers_that_reuse_a_selection_fetch_by_their_heads(device: torch.device
     other = Prefixes.of([6, 3], 3, torch.float32)
     other.host.k_cache.mul_(3)
     other.host.v_cache.mul_(5)
-    of, head_map = Steps(pinned(prefixes), 9, Mode.EXACT, "triton", device), torch.tensor([2, 0, 0], device=device)
+    steps = steps_of(prefixes, 4, 0, 2)
+    of, head_map = (
+        Steps(pinned(prefixes), most_wanted(steps), Mode.EXACT, "triton", device),
+        torch.tensor([2, 0, 0], device=device),
+    )
     pool = PagedKV(torch.full_like(of.pools[0].k_cache, torch.nan), torch.full_like(of.pools[0].v_cache, torch.nan))
     host = pinned(other).host
-    for wanted in steps_of(prefixes, 4, 0, 2):
+    for wanted in steps:
         lists = of.run(wanted)
         of.residents.fetch(0, host, pool, head_map.int())
         for place, prefix in enumerate(wanted):
@@ -136,8 +149,9 @@ def test_without_groups_nothing_is_copied(device: torch.device) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU: a graph, and pageable memory that a kernel cannot read")
 def test_replays_follow_the_lists_and_the_plan(device: torch.device) -> None:
     prefixes = pinned(Prefixes.of([40, 31], 2, torch.float16, (64, 64)))
-    of, wanted_of = (Steps(prefixes, 71, Mode.EXACT, one, device) for one in ("triton", "reference"))
     steps = steps_of(prefixes, 6, 1, 12)
+    cells = most_wanted(steps)
+    of, wanted_of = (Steps(prefixes, cells, Mode.EXACT, one, device) for one in ("triton", "reference"))
     fixed = of.begin(steps[0])
     for _ in range(2):
         of.residents.run(0, of.tables, fixed, prefixes.host, of.pools[0])

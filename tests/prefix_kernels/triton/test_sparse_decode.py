@@ -98,7 +98,7 @@ def test_every_method(kind: Any, spec: IndexSpec, device: torch.device) -> None:
 @pytest.mark.parametrize("kind", FIRST, ids=str)
 def test_prefixes_in_host_memory(kind: Any, device: torch.device) -> None:
     dtype, kv_dtype, dim = kind
-    server = HostedServer(device, 60, implementation="triton", dtype=dtype, kv_dtype=kv_dtype, dim=dim)
+    server = HostedServer(device, 160, implementation="triton", dtype=dtype, kv_dtype=kv_dtype, dim=dim)
     walk_host(server)
     assert server.sparse.swap is not None
     wanted, fetched, missed = server.sparse.swap.residents.counters.sum(0).tolist()
@@ -107,7 +107,7 @@ def test_prefixes_in_host_memory(kind: Any, device: torch.device) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU: streams, and a graph")
-def test_lagged_pages_come_beside_a_captured_step(device: torch.device) -> None:
+def test_lagged_tokens_come_beside_a_captured_step(device: torch.device) -> None:
     """With queries that stay the second replay has what the first one missed, and equals the definition."""
     server = HostedServer(device, 60, Mode.LAGGED, "triton")
     slots, index = server.prefix(304)
