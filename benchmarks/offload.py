@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Swap-in of pages from host memory: what a layer's step costs, and how many pages real decode steps change.
+"""Swap-in of tokens from host memory: what a layer's step costs, and how many real decode steps change.
 
     python benchmarks/offload.py swap --out rows.jsonl                # a GPU; minutes
     make models                                                       # once
@@ -41,7 +41,7 @@ PARTS = ("exact", "reuse", "lagged")
 _USUAL: Row = {
     "contexts": [131072],
     "groups": [(1, 1), (8, 1), (1, 8)],
-    "churn": [0.0, 0.02, 0.05, 0.1, 0.3, 1.0],
+    "churn": [0.0, 0.05, 0.1, 0.2, 0.4, 1.0],
     "shape": (8, 128),
     "dtype": "bfloat16",
     "budget": 2048,
@@ -71,7 +71,7 @@ def swap(args: argparse.Namespace) -> int:
             host: Host | None = None
             for churn in args.churn:
                 budget = budget_for_group(args.budget, requests)
-                fields = (context, groups, budget, args.page_tokens, churn, heads, dim, getattr(torch, args.dtype))
+                fields = (context, groups, budget, churn, args.room, heads, dim, getattr(torch, args.dtype))
                 sizes = SwapSizes(*fields, args.steps, args.copying)
                 for part in args.only or PARTS:
                     key = {"bench": "swap", "case": f"{part} {churn:.0%}", "batch": groups * requests}
@@ -193,10 +193,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", default="offload.jsonl", help="result file; rows are appended (default: %(default)s)")
     add("--contexts", nargs="+", type=int, metavar="TOKENS", help="prefix lengths (swap: 131072, churn: 8192)")
     add("--groups", nargs="+", type=group_shape, metavar="GxR", help="G prefixes of R requests (1x1 8x1 1x8)")
-    add("--churn", nargs="+", type=float, metavar="SHARE", help="of the wanted pages (0 0.02 0.05 0.1 0.3 1)")
+    add("--churn", nargs="+", type=float, metavar="SHARE", help="of the wanted tokens (0 0.05 0.1 0.2 0.4 1)")
     add("--only", nargs="+", choices=PARTS, help="parts of swap (all)")
     add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048)")
-    add("--page-tokens", type=int, default=4, metavar="N", help="selected tokens of a wanted page (%(default)s)")
+    add("--room", type=float, default=1.0, metavar="N", help="cells for a wanted token (%(default)s)")
     add("--steps", type=int, default=8, metavar="N", help="in one graph (%(default)s)")
     add("--copying", type=int, default=64, metavar="N", help="programs that copy (%(default)s)")
     add("--shape", nargs=2, type=int, metavar=("KV", "DIM"), help="KV heads, head dim (8 128)")

@@ -1,8 +1,8 @@
-"""What `offload.py swap` measures: residents of one layer, whose steps replace a given share of the pages.
+"""What `offload.py swap` measures: residents of one layer, whose steps replace a given share of the tokens.
 
 KV of the prefixes lies in pinned host memory, in host pages of a random order. Each KV head of each group wants as many
-pages as its budget fills, so many tokens of each; all cells of the residents hold what the last step wanted. From one
-step to the next a share of these pages, the churn, gives way to others.
+tokens as its budget says, and the residents have a multiple of that many cells. From one step to the next a share of
+these tokens, the churn, gives way to others, in turns so long that all of the turn before have left their cells.
 
 The gate looks at a replay that follows another: the residents count what sets say, and each slot of the last step's
 lists holds the very bytes that the host has for its position.
@@ -33,8 +33,8 @@ class SwapSizes:
         context: tokens of a prefix.
         groups: prefixes.
         budget: tokens of a list.
-        page_tokens: that a list names of each page that it wants.
-        churn: share of the wanted pages that the step before did not want.
+        churn: share of the wanted tokens that the step before did not want.
+        room: cells of the residents for each token that a step wants.
         heads, dim: KV heads and their width.
         dtype: of the KV.
         steps: in one graph.
@@ -44,8 +44,8 @@ class SwapSizes:
     context: int
     groups: int
     budget: int
-    page_tokens: int
     churn: float
+    room: float
     heads: int
     dim: int
     dtype: torch.dtype
@@ -53,24 +53,19 @@ class SwapSizes:
     copying: int
 
     @property
-    def wanted(self) -> int:
-        """Pages of a list."""
-        return self.budget // self.page_tokens
-
-    @property
     def fresh(self) -> int:
-        """Of these so many are new."""
-        return round(self.churn * self.wanted)
+        """Of a list's tokens so many are new."""
+        return round(self.churn * self.budget)
 
     @property
-    def page_bytes(self) -> int:
-        """K and V of a page of one KV head."""
-        return 2 * PAGE_TOKENS * self.dim * self.dtype.itemsize
+    def cells(self) -> int:
+        """Of the residents."""
+        return self.groups * round(self.budget * self.room)
 
     @property
     def nbytes(self) -> int:
         """That a step moves."""
-        return self.groups * self.heads * self.fresh * self.page_bytes
+        return self.groups * self.heads * self.fresh * 2 * self.dim * self.dtype.itemsize
 
 
 class Host:
@@ -104,16 +99,13 @@ class Swap:
     def __init__(self, sizes: SwapSizes, part: str, host: Host, device: torch.device, seed: int) -> None:
         self.sizes, self._host, self._device, self._part = sizes, host, device, part
         mode = Mode.LAGGED if part == "lagged" else Mode.EXACT
-        cells = sizes.groups * sizes.wanted
+        cells = sizes.cells
         pages = len(host.tables)
         self._shape = ResidentShape(1, sizes.heads, cells, pages, PAGE_TOKENS, mode)
-        pool = torch.empty(PAGE_TOKENS * (1 + cells), sizes.heads, sizes.dim, dtype=sizes.dtype, device=device)
+        pool = torch.empty(PAGE_TOKENS + cells, sizes.heads, sizes.dim, dtype=sizes.dtype, device=device)
         self.pool = PagedKV(pool, torch.empty_like(pool))
-        count = sizes.wanted * sizes.page_tokens
-        packed = pack_lists([SelectionGroup(sizes.context, count)] * sizes.groups, sizes.heads)
-        self._groups = [
-            ResidentGroup(n, group, n * sizes.context // PAGE_TOKENS, sizes.wanted) for n, group in enumerate(packed)
-        ]
+        packed = pack_lists([SelectionGroup(sizes.context, sizes.budget)] * sizes.groups, sizes.heads)
+        self._groups = [ResidentGroup(n, group, n * sizes.context // PAGE_TOKENS) for n, group in enumerate(packed)]
         self._entries = self._groups[-1].group.lists_end(sizes.heads)
         self._lists = _lists(sizes, self._groups, self._entries, device, seed)
         self._now = self._new_lists()
@@ -142,7 +134,7 @@ class Swap:
     def poison(self) -> None:
         """Residents hold nothing, and what they hold is NaN; then each step has been once."""
         state = self.residents.state
-        for tensor, value in ((state.page_of_cell, -1), (state.cell_of_page, -1), (state.counters, 0)):
+        for tensor, value in ((state.row_of_cell, -1), (state.cell_of_row, -1), (state.counters, 0)):
             tensor.fill_(value)
         for cache in (self.pool.k_cache, self.pool.v_cache):
             cache.fill_(torch.nan)
@@ -162,7 +154,7 @@ class Swap:
         found = [now - before for now, before in zip(self.residents.counters[0].tolist(), self._before, strict=True)]
         each = sizes.steps * sizes.groups * sizes.heads
         lost = sizes.fresh if self._part == "lagged" else 0
-        expected = [0] * 3 if self._part == "reuse" else [each * sizes.wanted, each * sizes.fresh, each * lost]
+        expected = [0] * 3 if self._part == "reuse" else [each * sizes.budget, each * sizes.fresh, each * lost]
         figures = {
             "wrong_counts": float(sum(one != other for one, other in zip(found, expected, strict=True))),
             "wrong_rows": float(self._check_bytes()),
@@ -177,8 +169,8 @@ class Swap:
                 self.residents.fetch(0, host, self.pool)
             for head in range(self.sizes.heads):
                 count = int(state.num_fetched[0, head])
-                pages, cells = (one[0, head, :count] for one in (state.fetched_pages, state.fetched_cells))
-                wrong += self._differing(head, _rows(pages), PAGE_TOKENS + _rows(cells))
+                rows, cells = (one[0, head, :count].long() for one in (state.fetched_rows, state.fetched_cells))
+                wrong += self._differing(head, rows, PAGE_TOKENS + cells)
             return wrong
         lists = self._lists[-1]
         for one in self._groups:
@@ -199,36 +191,31 @@ class Swap:
         return wrong
 
 
-def _rows(pages: Tensor) -> Tensor:
-    """Of pages, of the host or of cells."""
-    return (pages.long()[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=pages.device)).flatten()
-
-
 def _lists(
     sizes: SwapSizes, groups: list[ResidentGroup], entries: int, device: torch.device, seed: int
 ) -> list[SelectedLists]:
-    """Of each step: pages that all steps want, and others in turns, as many turns as the prefix has pages for."""
+    """Of each step: tokens that all steps want, and others in turns, as many turns as the prefix has tokens for."""
     gen = torch.Generator().manual_seed(seed)
-    fixed, fresh, pages = sizes.wanted - sizes.fresh, sizes.fresh, sizes.context // PAGE_TOKENS
-    turns = min(sizes.steps, (pages - fixed) // fresh) if fresh else 1
+    fixed, fresh, tokens = sizes.budget - sizes.fresh, sizes.fresh, sizes.context
+    turns = min(sizes.steps, (tokens - fixed) // fresh) if fresh else 1
     if fresh and (turns < 2 or sizes.steps % turns):
         turns = max((n for n in range(2, turns + 1) if sizes.steps % n == 0), default=0)
     if not turns:
-        raise ValueError(f"expected pages for two turns of {fresh} and {fixed} others, got {pages}; lower the budget")
+        raise ValueError(f"expected tokens for two turns of {fresh} and {fixed} others, got {tokens}; lower the budget")
+    if fresh and fixed + (turns - 1) * fresh < sizes.budget * sizes.room:
+        raise ValueError(f"expected turns that fill {sizes.room} cells a token, got {turns} of {fresh}; more --steps")
     found = [
         new_lists(entries, (sizes.groups, sizes.heads), torch.device("cpu"), with_slots=True)
         for _ in range(sizes.steps)
     ]
     for one in groups:
         for head in range(sizes.heads):
-            order = torch.randperm(pages, generator=gen)
+            order = torch.randperm(tokens, generator=gen)
             for step, lists in enumerate(found):
                 begin = fixed + step % turns * fresh
-                wanted = torch.cat([order[:fixed], order[begin : begin + fresh]]).sort().values
-                inside = torch.rand(len(wanted), PAGE_TOKENS, generator=gen).argsort(dim=1)[:, : sizes.page_tokens]
-                tokens = (wanted[:, None] * PAGE_TOKENS + inside.sort(dim=1).values).flatten().int()
-                one.group.lists_in(lists.positions, sizes.heads)[head] = tokens
-                lists.counts[one.number, head] = len(tokens)
+                wanted = torch.cat([order[:fixed], order[begin : begin + fresh]]).sort().values.int()
+                one.group.lists_in(lists.positions, sizes.heads)[head] = wanted
+                lists.counts[one.number, head] = len(wanted)
     return [
         SelectedLists(lists.positions.to(device), lists.counts.to(device), lists.slots.to(device)) for lists in found
     ]

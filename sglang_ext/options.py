@@ -61,8 +61,8 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         host_bytes: host memory for it, taken at the start; pinned on CUDA.
         min_tokens: shorter prefixes stay on the device.
         staging_tokens: rows behind SGLang's KV pool, in which a piece of a prefix is attended exactly.
-        resident_tokens: rows behind those, in pages of 16, that hold what steps select: of a layer and KV head, for
-            all prefixes of a batch. A step that can select tokens of more pages attends exactly.
+        resident_tokens: rows behind those, that hold what steps select: of a layer and KV head, for all prefixes of a
+            batch. Budgets of groups shrink to it; a step whose requests alone select more attends exactly.
         folder: where their KV is kept on disk, too: a server that starts anew serves them without a prefill. None:
             nowhere.
         folder_bytes: of its files, at most; what was used longest ago leaves. None: no limit.

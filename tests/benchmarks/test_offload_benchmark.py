@@ -57,7 +57,7 @@ def test_small_rows_are_green_and_their_table_has_the_links_floor(tmp_path: Path
     command(*SMALL, "--out", out)
     (exact,) = rows_of(out)
     assert exact["green"]
-    assert exact["bytes"] == 2 * 2 * 2 * 16 * 16 * 2  # KV heads, pages, K and V, tokens, channels, bytes
+    assert exact["bytes"] == 2 * 8 * 2 * 16 * 2  # KV heads, tokens, K and V, channels, bytes
     assert exact["floor_us"] == round(exact["bytes"] / 51e3, 2)
     assert command(*SMALL, "--out", out) == ""
     assert f"| exact 25% | {exact['us']:,.1f} (link {exact['floor_us']:.1f}) |" in command("--table", out)

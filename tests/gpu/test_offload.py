@@ -7,6 +7,7 @@ SPARSE_ATTN_TEST_BACKEND names the attention backend, where the default (triton)
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -61,14 +62,16 @@ def test_steps_behind_host_memory_say_what_they_said_on_the_device(server: Serve
     asked = [f"{one.text} {question.text}" for one in documents for question in one.questions]
     scored = [question for one in documents for question in one.questions]
 
+    said = functools.partial(server.generate, num_tokens=SAID, to_the_end=True)
+
     def ask() -> tuple[list[Answer], list[Answer]]:
-        calls: list[Callable[[], Answer]] = [lambda p=prompt: server.generate(p, SAID) for prompt in asked]  # type: ignore[misc]
+        calls: list[Callable[[], Answer]] = [lambda p=prompt: said(p) for prompt in asked]  # type: ignore[misc]
         return [call() for call in calls], server.together(calls[:4] + calls[-4:])
 
     # Its answers of one token leave no prefix in host memory: nothing decodes.
-    dense = [server.generate(prompt, SAID, sparse=False) for prompt in asked]
+    dense = [said(prompt, sparse=False) for prompt in asked]
     assert server.settled()["offload"]["prefixes"] == {}
-    first = [server.generate(f"{one.text} {one.questions[0].text}", SAID) for one in documents]
+    first = [said(f"{one.text} {one.questions[0].text}") for one in documents]
     assert server.settled()["offload"]["prefixes"] == {"host": 2}
     begun = time.perf_counter()
     (alone, together), delta = server.during(ask)

@@ -107,7 +107,9 @@ def test_budgets_shrink_to_those_of_one_request_where_cells_are_few() -> None:
         q = torch.randn(3, 4, server.dim, generator=server.gen)
         assert not any(server.sparse.run(q, kv, layer, 0.1).isnan().any() for layer, kv in enumerate(server.pools))
         counted = swap.counted()
-        assert counted["wanted"] == counted["transferred"] == sum(plan.selects.budgets) * KV_HEADS * 2, "two layers select"
+        assert counted["wanted"] == counted["transferred"] == sum(plan.selects.budgets) * KV_HEADS * 2, (
+            "two layers select"
+        )
 
 
 @pytest.mark.parametrize(
