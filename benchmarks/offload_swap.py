@@ -74,13 +74,10 @@ class Host:
     def __init__(self, sizes: SwapSizes, device: torch.device, seed: int) -> None:
         pages = sizes.groups * sizes.context // PAGE_TOKENS
         gen = torch.Generator(device).manual_seed(seed)
-        shape = (pages * PAGE_TOKENS, sizes.heads, sizes.dim)
-        pinned = device.type == "cuda"
-        caches = [torch.empty(shape, dtype=sizes.dtype, pin_memory=pinned) for _ in "kv"]
-        for cache in caches:
-            for part in cache.split(1 << 16):
-                part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
-        self.kv = PagedKV(*caches)
+        shape = (pages, sizes.heads, PAGE_TOKENS, 2 * sizes.dim)
+        self.kv = torch.empty(shape, dtype=sizes.dtype, pin_memory=device.type == "cuda")
+        for part in self.kv.split(1 << 12):
+            part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
         self.tables = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int().to(device)
 
 
@@ -181,14 +178,10 @@ class Swap:
         return wrong
 
     def _differing(self, head: int, rows: Tensor, slots: Tensor) -> int:
-        wrong = 0
-        for of_host, of_pool in (
-            (self._host.kv.k_cache, self.pool.k_cache),
-            (self._host.kv.v_cache, self.pool.v_cache),
-        ):
-            same = of_host[rows.cpu(), head].to(self._device) == of_pool[slots, head]
-            wrong += int((~same.all(dim=-1)).sum())
-        return wrong
+        rows = rows.cpu()
+        held = torch.cat([cache[slots, head] for cache in (self.pool.k_cache, self.pool.v_cache)], dim=1)
+        there = self._host.kv[rows // PAGE_TOKENS, head, rows % PAGE_TOKENS].to(self._device)
+        return int((held != there).any(dim=1).sum())
 
 
 def _lists(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from prefix_kernels.residents import PAGE_TOKENS, Mode
+from prefix_kernels.residents import PAGE_TOKENS, Mode, to_pages
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.decode.swap import HostKV
@@ -39,7 +39,7 @@ class HostedServer(Server):
         implementation: str = "reference",
         **changes: Any,
     ) -> None:
-        self.kv_of_host: list[PagedKV] = []
+        self.kv_of_host: list[torch.Tensor] = []
         sizes = HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells
         host = HostKV(*sizes, mode=mode, implementation=implementation)
         super().__init__(device, host=host, **changes)
@@ -55,9 +55,9 @@ class HostedServer(Server):
                 mine[:SLOTS] = theirs
                 mine[:PAGE_TOKENS] = torch.nan
             self.pools.append(replace(kv, k_cache=caches[0], v_cache=caches[1]))
-            rows_of_host = (HOST_PAGES * PAGE_TOKENS, *kv.k_cache.shape[1:])
-            made = [torch.full(rows_of_host, torch.nan, dtype=kv.k_cache.dtype, pin_memory=pinned) for _ in "kv"]
-            self.kv_of_host.append(PagedKV(made[0], made[1], kv.k_scale, kv.v_scale))
+            heads, width = kv.k_cache.shape[1], kv.k_cache.shape[2] + kv.v_cache.shape[2]
+            sizes = HOST_PAGES, heads, PAGE_TOKENS, width
+            self.kv_of_host.append(torch.full(sizes, torch.nan, dtype=kv.k_cache.dtype, pin_memory=pinned))
         # The padding page is nobody's.
         self.free = self.free[self.free >= PAGE_TOKENS]
         self.pages = torch.randperm(HOST_PAGES, generator=torch.Generator().manual_seed(1))
@@ -69,9 +69,9 @@ class HostedServer(Server):
         pages, self.pages = self.pages[:count], self.pages[count:]
         rows = (pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
         for layer in range(LAYERS):
-            host, pool, kv = self.kv_of_host[layer], self.pools[layer], self.caches[layer]
-            for there, here, before in zip(*(_caches(one) for one in (host, pool, kv)), strict=True):
-                there[rows] = before[slots.long()].cpu()
+            pool, kv = self.pools[layer], self.caches[layer]
+            self.kv_of_host[layer][pages] = to_pages(*(one[slots.long()] for one in _caches(kv))).cpu()
+            for here, before in zip(_caches(pool), _caches(kv), strict=True):
                 here[slots.long()] = torch.nan
                 if len(here) > self.dense_rows:
                     here[self.dense_rows + rows.to(self.device)] = before[slots.long()]

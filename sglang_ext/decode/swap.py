@@ -23,8 +23,8 @@ class HostKV:
 
     Attributes:
         num_pages: of the host's pool.
-        layer: a layer's KV there, [num_pages * 16, num_kv_heads, head_dim], pinned where a GPU reads it; at the same
-            addresses as long as the server lives.
+        layer: a layer's KV there, [num_pages, num_kv_heads, 16, k_dim + v_dim], of each token its key and behind it
+            its value, pinned where a GPU reads it; at the same addresses as long as the server lives.
         resident_begin: row of every layer's pool on the device from which on `num_cells` rows are nobody else's.
         num_cells: tokens of a layer and KV head, for all prefixes.
         mode: when a token that is missing is attended.
@@ -32,7 +32,7 @@ class HostKV:
     """
 
     num_pages: int
-    layer: Callable[[int], PagedKV]
+    layer: Callable[[int], Tensor]
     resident_begin: int
     num_cells: int
     mode: Mode = Mode.EXACT

@@ -24,12 +24,13 @@ class Prefixes:
     """Prefixes of so many pages each, in host pages of a random order, every other one unused.
 
     Attributes:
-        host: KV, NaN in unused pages.
+        host: KV as residents read it, NaN in unused pages.
         tables: [arena] int32, host pages of one prefix after the other.
         begins: where each prefix's table begins.
     """
 
-    host: PagedKV
+    host: Tensor
+    widths: tuple[int, int]
     tables: Tensor
     begins: list[int]
     pages: list[int]
@@ -39,17 +40,14 @@ class Prefixes:
         gen = torch.Generator().manual_seed(sum(pages))
         used = sum(pages)
         tables = torch.randperm(2 * used + 1, generator=gen)[:used]
-        caches = []
-        for dim in dims:
-            cache = torch.full((2 * used + 1, PAGE_TOKENS, heads, dim), torch.nan)
-            cache[tables] = torch.randn(used, PAGE_TOKENS, heads, dim, generator=gen)
-            caches.append(cache.flatten(0, 1).to(dtype))
+        host = torch.full((2 * used + 1, heads, PAGE_TOKENS, sum(dims)), torch.nan)
+        host[tables] = torch.randn(used, heads, PAGE_TOKENS, sum(dims), generator=gen)
         begins = [sum(pages[:n]) for n in range(len(pages))]
-        return cls(PagedKV(*caches), tables.int(), begins, list(pages))
+        return cls(host.to(dtype), dims, tables.int(), begins, list(pages))
 
     @property
     def num_host_pages(self) -> int:
-        return self.host.k_cache.shape[0] // PAGE_TOKENS
+        return self.host.shape[0]
 
     def rows(self, prefix: int, positions: Tensor) -> Tensor:
         """Rows of the host of a prefix's positions."""
@@ -58,9 +56,12 @@ class Prefixes:
 
     def pool(self, num_cells: int) -> PagedKV:
         """A pool of nothing but NaN."""
-        k, v = self.host.k_cache, self.host.v_cache
-        rows = BEFORE + num_cells
-        return PagedKV(*(one.new_full((rows, *one.shape[1:]), torch.nan) for one in (k, v)))
+        sizes = BEFORE + num_cells, self.host.shape[1]
+        return PagedKV(*(self.host.new_full((*sizes, width), torch.nan) for width in self.widths))
+
+    def kv(self, rows: Tensor, head: int) -> list[Tensor]:
+        """Keys, and values, of rows of the host, for one KV head."""
+        return list(self.host[rows // PAGE_TOKENS, head, rows % PAGE_TOKENS].split(self.widths, dim=1))
 
 
 class Steps:
@@ -78,7 +79,7 @@ class Steps:
         self, prefixes: Prefixes, num_cells: int, mode: Mode, implementation: str, device: torch.device | None = None
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.prefixes, self.heads = prefixes, prefixes.host.num_kv_heads
+        self.prefixes, self.heads = prefixes, prefixes.host.shape[1]
         self.shape = ResidentShape(2, self.heads, num_cells, prefixes.num_host_pages, BEFORE, mode)
         self.tables = prefixes.tables.to(self.device)
         self.max_groups = len(prefixes.pages) + 1
@@ -131,10 +132,7 @@ class Steps:
             for head in range(self.heads):
                 positions, slots = self.listed(lists, place, head)
                 assert bool((slots >= BEFORE).all())
-                rows = self.prefixes.rows(prefix, positions)
-                for of_pool, of_host in (
-                    (pool.k_cache, self.prefixes.host.k_cache),
-                    (pool.v_cache, self.prefixes.host.v_cache),
-                ):
+                kv = self.prefixes.kv(self.prefixes.rows(prefix, positions), head)
+                for of_pool, of_host in zip((pool.k_cache, pool.v_cache), kv, strict=True):
                     # NaN is equal to nothing.
-                    assert torch.equal(of_pool.cpu()[slots.long(), head], of_host[rows, head])
+                    assert torch.equal(of_pool.cpu()[slots.long(), head], of_host)

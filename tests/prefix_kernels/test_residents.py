@@ -110,7 +110,7 @@ def test_a_list_that_fits_is_kept_whole_and_what_stays_is_not_copied_again() -> 
     positions, slots = of.listed(of.run(second), 0, 0)
     # Token 33 takes the cell of token 15; 0 and 80 lie where they lay.
     assert slots.tolist() == [BEFORE, BEFORE + 1, BEFORE + 3]
-    rows = prefixes.host.k_cache[prefixes.rows(0, positions), 0]
+    rows, _ = prefixes.kv(prefixes.rows(0, positions), 0)
     factors = torch.tensor([2.0, 1.0, 2.0])
     assert torch.equal(of.pools[0].k_cache[slots.long(), 0], rows * factors[:, None])
     assert of.residents.counters[0].tolist() == [7, 5, 0]
@@ -149,8 +149,7 @@ def test_tokens_of_pages_are_forgotten_in_all_sets() -> None:
     kept = prefixes.rows(1, torch.tensor([3, 17])).tolist()
     assert of.residents.state.row_of_cell[1].tolist()[0] == [-1, -1, *kept, -1]
     # As the host's pool has it after it gave them to another prefix.
-    rows = prefixes.rows(0, torch.arange(3 * PAGE_TOKENS))
-    prefixes.host.k_cache[rows] += 1
+    prefixes.host[prefixes.tables[:3].long()] += 1
     before = of.residents.counters
     of.check(of.run(wanted), wanted)
     assert (of.residents.counters - before).tolist() == [[6, 3, 0], [0, 0, 0]]
@@ -205,18 +204,17 @@ def test_bad_plans_are_named() -> None:
 def test_bad_tensors_are_named() -> None:
     of = residents()
     of.plan([group(0, number=1)])
-    host, pool = torch.zeros(128, 1, 4), torch.zeros(7, 1, 4)
-    kv, own = PagedKV(host, host), PagedKV(pool, pool)
+    kv, pool = torch.zeros(8, 1, PAGE_TOKENS, 8), torch.zeros(7, 1, 4)
+    own = PagedKV(pool, pool)
     lists, tables = new_lists(64, (2, 1), of.device, with_slots=True), torch.arange(3, dtype=torch.int32)
     of.run(0, tables, lists, kv, own)
-    short = PagedKV(host[:112], host[:112])
-    odd = PagedKV(torch.zeros(128, 1, 3, dtype=torch.float16), torch.zeros(128, 1, 3, dtype=torch.float16))
+    odd = torch.zeros(7, 1, 3, dtype=torch.float16)
     for arguments, message in (
         ((1, tables, lists, kv, own), "a set below 1, got 1"),
-        ((0, tables, lists, short, own), r"expected host \[128 rows or more"),
+        ((0, tables, lists, kv[:7], own), r"expected host \(8, 1, 16, 8\) torch.float32, contiguous, got \(7, "),
         ((0, tables, lists, kv, PagedKV(pool[1:], pool[1:])), r"expected pool \[7 rows or more"),
-        ((0, tables, lists, PagedKV(host.half(), host.half()), own), r"expected host .*float32, got .*float16"),
-        ((0, tables, lists, odd, odd), "adjacent heads of whole words of 4 bytes"),
+        ((0, tables, lists, kv.half(), own), r"expected host .*float32, contiguous, got .*float16"),
+        ((0, tables, lists, kv, PagedKV(odd, odd)), "adjacent heads of whole words of 4 bytes"),
         ((0, tables, new_lists(64, (2, 1), of.device, with_slots=False), kv, own), "lists with slots, got none"),
         ((0, tables, new_lists(1, (2, 1), of.device, with_slots=True), kv, own), r"expected positions \(2,\)"),
         ((0, tables, new_lists(64, (1, 1), of.device, with_slots=True), kv, own), r"expected counts \(2, 1\)"),

@@ -5,4 +5,12 @@ a block of tokens; a token is read at the link's rate, too.
 """
 
 from prefix_kernels.residents.runner import Residents
-from prefix_kernels.residents.state import PAGE_TOKENS, Counter, Mode, ResidentGroup, ResidentShape
+from prefix_kernels.residents.state import (
+    PAGE_TOKENS,
+    Counter,
+    Mode,
+    ResidentGroup,
+    ResidentShape,
+    from_pages,
+    to_pages,
+)

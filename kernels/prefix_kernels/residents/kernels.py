@@ -219,16 +219,15 @@ def look_up_kernel(
 
 @triton.jit
 def fetch_kernel(
-    host_k_ptr, host_v_ptr,  # int32 words [host_rows, num_kv_heads, words]
-    pool_k_ptr, pool_v_ptr,  # the same of the pool, rows of cells written
+    host_ptr,  # int32 words [num_host_pages, num_kv_heads, PAGE, K_WORDS + V_WORDS]
+    pool_k_ptr, pool_v_ptr,  # int32 words [pool_rows, num_kv_heads, words], rows of cells written
     fetched_rows_ptr, fetched_cells_ptr,  # int32 [num_kv_heads, num_cells]
     num_fetched_ptr,  # int32 [num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], with HAS_MAP
     num_heads, num_cells, resident_begin,
     K_WORDS: tl.constexpr, V_WORDS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    HOST_K_STRIDE: tl.constexpr, HOST_V_STRIDE: tl.constexpr, POOL_K_STRIDE: tl.constexpr,
-    POOL_V_STRIDE: tl.constexpr, HAS_MAP: tl.constexpr, TOKENS: tl.constexpr, BLOCK_H: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    POOL_K_STRIDE: tl.constexpr, POOL_V_STRIDE: tl.constexpr, HAS_MAP: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Programs copy so many tokens of a KV head at once, in turns."""
     wait_for_the_kernel_before(OVERLAPPED)
@@ -250,10 +249,11 @@ def fetch_kernel(
         row = tl.load(fetched_rows_ptr + at, mask=there, other=0, cache_modifier=".cg").to(tl.int64)[:, None]
         cell = tl.load(fetched_cells_ptr + at, mask=there, other=0, cache_modifier=".cg").to(tl.int64)[:, None]
         cell += resident_begin
+        from_host = host_ptr + ((row // PAGE * num_heads + head) * PAGE + row % PAGE) * (K_WORDS + V_WORDS)
         k_there = there[:, None] & (word_k < K_WORDS)
         v_there = there[:, None] & (word_v < V_WORDS)
         # Of the host: the first level of caches would not see that it changed.
-        k = tl.load(host_k_ptr + row * HOST_K_STRIDE + head * K_WORDS + word_k, mask=k_there, cache_modifier=".cg")
-        v = tl.load(host_v_ptr + row * HOST_V_STRIDE + head * V_WORDS + word_v, mask=v_there, cache_modifier=".cg")
+        k = tl.load(from_host + word_k, mask=k_there, cache_modifier=".cg")
+        v = tl.load(from_host + K_WORDS + word_v, mask=v_there, cache_modifier=".cg")
         tl.store(pool_k_ptr + cell * POOL_K_STRIDE + head * K_WORDS + word_k, k, mask=k_there)
         tl.store(pool_v_ptr + cell * POOL_V_STRIDE + head * V_WORDS + word_v, v, mask=v_there)

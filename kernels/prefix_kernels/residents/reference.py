@@ -58,7 +58,7 @@ def fetch(
     shape: ResidentShape,
     state: ResidentState,
     number: int,
-    host: PagedKV,
+    host: Tensor,
     pool: PagedKV,
     head_map: Tensor | None = None,
 ) -> None:
@@ -68,7 +68,8 @@ def fetch(
         shape: of the state.
         state: read only.
         number: of the set.
-        host: a layer's KV in host memory, read only.
+        host: a layer's KV in host memory [num_host_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim], of each token its
+            key and behind it its value; read only.
         pool: the layer's pool on the GPU; rows of cells are written.
         head_map: [num_kv_heads] int32: KV head h has the cells of KV head head_map[h] of the set; None: of its own.
     """
@@ -76,11 +77,13 @@ def fetch(
         of = head if head_map is None else int(head_map[head])
         count = int(state.num_fetched[number, of])
         source, cells = (one[number, of, :count].long() for one in (state.fetched_rows, state.fetched_cells))
-        target = shape.resident_begin + cells
-        for of_host, of_pool in ((host.k_cache, pool.k_cache), (host.v_cache, pool.v_cache)):
-            # As bytes: not every release of torch writes fp8 by index.
-            rows = of_host[:, head].view(torch.uint8)[source.to(of_host.device)]
-            of_pool[:, head].view(torch.uint8)[target.to(of_pool.device)] = rows.to(of_pool.device)
+        target = (shape.resident_begin + cells).to(pool.k_cache.device)
+        # As bytes: not every release of torch writes fp8 by index.
+        source = source.to(host.device)
+        rows = host.view(torch.uint8)[source // PAGE_TOKENS, head, source % PAGE_TOKENS].to(target.device)
+        keys = pool.k_cache[:, head].view(torch.uint8)
+        keys[target] = rows[:, : keys.shape[1]]
+        pool.v_cache[:, head].view(torch.uint8)[target] = rows[:, keys.shape[1] :]
 
 
 def ages(state: ResidentState, number: int, head: int) -> Tensor:

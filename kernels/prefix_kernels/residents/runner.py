@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefix_kernels.launching import block_of, launch, launch_behind, send
 from prefix_kernels.residents import reference
-from prefix_kernels.residents.state import Mode, ResidentGroup, ResidentShape, ResidentState
+from prefix_kernels.residents.state import PAGE_TOKENS, Mode, ResidentGroup, ResidentShape, ResidentState
 from prefix_kernels.types import PagedKV, SelectedLists, check_int32
 
 _FIELDS = 6
@@ -127,7 +127,7 @@ class Residents:
         send(table, self._table)
         self._lists_end = lists_end
 
-    def run(self, number: int, host_pages: Tensor, lists: SelectedLists, host: PagedKV, pool: PagedKV) -> None:
+    def run(self, number: int, host_pages: Tensor, lists: SelectedLists, host: Tensor, pool: PagedKV) -> None:
         """Make slots of the lists of a set: with `Mode.EXACT` in two launches, behind which the tokens are there; with
         `Mode.LAGGED` in one, which copies nothing.
 
@@ -137,7 +137,9 @@ class Residents:
                 a prefix, in order; below `num_host_pages`, which is not checked.
             lists: as the selection wrote them; slots of the planned groups are written. With `Mode.LAGGED`, tokens
                 that are not resident leave the lists of positions, too.
-            host: KV of the selecting layer in host memory [host_rows, num_kv_heads, head_dim], pinned; read only.
+            host: KV of the selecting layer in host memory [num_host_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim],
+                of each token its key and behind it its value, so that a page of a KV head is one piece of memory; in
+                the pool's dtype, pinned, read only.
             pool: its pool on the GPU, of which rows of cells are written.
 
         Raises:
@@ -182,12 +184,12 @@ class Residents:
         if exact:
             self._fetch(number, host, pool, None)
 
-    def fetch(self, number: int, host: PagedKV, pool: PagedKV, head_map: Tensor | None = None) -> None:
+    def fetch(self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None = None) -> None:
         """Copy what the last run of a set decided, for one layer, in one launch.
 
         Args:
             number: of the set.
-            host, pool: KV of the layer, as for `run`.
+            host, pool: of the layer, as for `run`.
             head_map: [num_kv_heads] int32 on the pool's device: the set's KV head of each one of the layer; None: the
                 same.
 
@@ -220,11 +222,12 @@ class Residents:
             "num_fetched_ptr": self.state.num_fetched[number],
         }
 
-    def _fetch(self, number: int, host: PagedKV, pool: PagedKV, head_map: Tensor | None) -> None:
+    def _fetch(self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None) -> None:
         from prefix_kernels.residents.kernels import fetch_kernel
 
         heads = self.shape.num_kv_heads
         arguments: dict[str, Any] = self._fetched(number) | {
+            "host_ptr": _words(host),
             "head_map_ptr": self._arrived if head_map is None else head_map,
             "num_heads": heads,
             "num_cells": self.shape.num_cells,
@@ -233,40 +236,40 @@ class Residents:
             "TOKENS": _FETCH_TOKENS,
             "BLOCK_H": block_of(heads, _LEAST_BLOCK),
         }
-        for name, of_host, of_pool in (("K", host.k_cache, pool.k_cache), ("V", host.v_cache, pool.v_cache)):
-            from_words, to_words = _words(of_host), _words(of_pool)
-            arguments |= {f"host_{name.lower()}_ptr": from_words, f"pool_{name.lower()}_ptr": to_words}
-            arguments |= {f"HOST_{name}_STRIDE": from_words.stride(0), f"POOL_{name}_STRIDE": to_words.stride(0)}
-            arguments |= {f"{name}_WORDS": to_words.shape[2], f"BLOCK_{name}": block_of(to_words.shape[2])}
+        for name, cache in (("K", pool.k_cache), ("V", pool.v_cache)):
+            words = _words(cache)
+            arguments |= {f"pool_{name.lower()}_ptr": words, f"POOL_{name}_STRIDE": words.stride(0)}
+            arguments |= {f"{name}_WORDS": words.shape[2], f"BLOCK_{name}": block_of(words.shape[2])}
         if self.shape.mode is Mode.EXACT:
             launch_behind(fetch_kernel, (self._num_copying,), arguments, num_warps=_FETCH_WARPS)
         else:
             # It may follow what another stream has launched.
             launch(fetch_kernel, (self._num_copying,), arguments | {"OVERLAPPED": False}, num_warps=_FETCH_WARPS)
 
-    def _check(self, number: int, host: PagedKV, pool: PagedKV) -> None:
+    def _check(self, number: int, host: Tensor, pool: PagedKV) -> None:
         shape = self.shape
         if not 0 <= number < shape.num_sets:
             raise ValueError(f"expected a set below {shape.num_sets}, got {number}")
-        wanted = ("host", host, shape.host_rows), ("pool", pool, shape.pool_rows)
-        for name, kv, rows in wanted:
-            for cache, like in ((kv.k_cache, pool.k_cache), (kv.v_cache, pool.v_cache)):
-                alike = cache.shape[1:] == like.shape[1:] and cache.dtype == like.dtype
-                if cache.shape[0] < rows or cache.shape[1] != shape.num_kv_heads or not alike:
-                    raise ValueError(
-                        f"expected {name} [{rows} rows or more, {shape.num_kv_heads}, {like.shape[2]}] {like.dtype}, "
-                        f"got {tuple(cache.shape)} {cache.dtype}; are both of one layer, and the sizes those of the "
-                        "pools?"
-                    )
-                row = cache.shape[2] * cache.dtype.itemsize
-                dense = cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]
-                if not dense or row % _WORD or (cache.stride(0) * cache.dtype.itemsize) % _WORD:
-                    raise ValueError(
-                        f"expected {name} with adjacent heads of whole words of {_WORD} bytes, got strides "
-                        f"{cache.stride()} of {cache.dtype}"
-                    )
-        on_host = [one for one in (host.k_cache, host.v_cache) if one.device.type == "cpu"]
-        if self.device.type == "cuda" and not all(one.is_pinned() for one in on_host):
+        for cache in (pool.k_cache, pool.v_cache):
+            if cache.shape[0] < shape.pool_rows or cache.shape[1] != shape.num_kv_heads:
+                raise ValueError(
+                    f"expected pool [{shape.pool_rows} rows or more, {shape.num_kv_heads}, width], got "
+                    f"{tuple(cache.shape)}; are the sizes those of the pool?"
+                )
+            dense = cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]
+            if not dense or any(n * cache.dtype.itemsize % _WORD for n in (cache.shape[2], cache.stride(0))):
+                raise ValueError(
+                    f"expected pool with adjacent heads of whole words of {_WORD} bytes, got {tuple(cache.shape)} of "
+                    f"{cache.dtype} with strides {cache.stride()}"
+                )
+        width = pool.k_cache.shape[2] + pool.v_cache.shape[2]
+        wanted = (shape.num_host_pages, shape.num_kv_heads, PAGE_TOKENS, width)
+        if host.shape != wanted or host.dtype != pool.k_cache.dtype or not host.is_contiguous():
+            raise ValueError(
+                f"expected host {wanted} {pool.k_cache.dtype}, contiguous, got {tuple(host.shape)} {host.dtype}; are "
+                "both of one layer, and the sizes those of the pools?"
+            )
+        if self.device.type == "cuda" and host.device.type == "cpu" and not host.is_pinned():
             raise ValueError("expected host in pinned memory, which a kernel can read; got pageable memory")
 
     def _check_lists(self, host_pages: Tensor, lists: SelectedLists) -> None:
@@ -280,5 +283,5 @@ class Residents:
 
 
 def _words(cache: Tensor) -> Tensor:
-    """A pool's buffer as words, [rows, num_kv_heads, words]; the same memory."""
+    """A buffer whose last dimension is words; the same memory."""
     return cache.view(torch.int32)

@@ -14,6 +14,26 @@ PAGE_TOKENS = 16
 """Tokens of a page of the host's pool: tables name pages. A cell holds one token."""
 
 
+def to_pages(keys: Tensor, values: Tensor) -> Tensor:
+    """Rows of a pool as pages of the host's: a KV head's part of a page is one piece, a token's key and value adjacent.
+
+    Args:
+        keys, values: [num_pages * PAGE_TOKENS, num_kv_heads, k_dim], and v_dim; of one dtype.
+
+    Returns:
+        [num_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim], new memory.
+    """
+    whole = torch.cat([keys.view(torch.uint8), values.view(torch.uint8)], dim=2)
+    return whole.unflatten(0, (-1, PAGE_TOKENS)).transpose(1, 2).contiguous().view(keys.dtype)
+
+
+def from_pages(pages: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write pages to rows of a pool; arguments as of `to_pages`."""
+    bounds = (keys.shape[2], values.shape[2])
+    for rows, part in zip((keys, values), pages.split(bounds, dim=3), strict=True):
+        rows.unflatten(0, (-1, PAGE_TOKENS)).copy_(part.transpose(1, 2))
+
+
 class Mode(Enum):
     """When a wanted token that is not resident is attended."""
 

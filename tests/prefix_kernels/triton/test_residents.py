@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def steps_of(prefixes: Prefixes, count: int, seed: int, most: int) -> list[Wante
         step: dict[int, list[list[int]]] = {}
         for one in some:
             step[one] = []
-            for head in range(prefixes.host.num_kv_heads):
+            for head in range(prefixes.host.shape[1]):
                 pages = range(prefixes.pages[one])
                 near = sorted(drawn.sample(pages, min(len(pages), drawn.randint(0, most))))
                 before = steps[-1].get(one) if steps else None
@@ -48,8 +49,7 @@ def pinned(prefixes: Prefixes) -> Prefixes:
     """With KV that a kernel can read."""
     if INTERPRETED:
         return prefixes
-    host = PagedKV(prefixes.host.k_cache.pin_memory(), prefixes.host.v_cache.pin_memory())
-    return Prefixes(host, prefixes.tables, prefixes.begins, prefixes.pages)
+    return replace(prefixes, host=prefixes.host.pin_memory())
 
 
 def assert_same(one: Steps, other: Steps) -> None:
@@ -115,8 +115,7 @@ def test_steps_as_the_reference(
 def test_layers_that_reuse_a_selection_fetch_by_their_heads(device: torch.device) -> None:
     prefixes = Prefixes.of([6, 3], 3, torch.float32)
     other = Prefixes.of([6, 3], 3, torch.float32)
-    other.host.k_cache.mul_(3)
-    other.host.v_cache.mul_(5)
+    other.host.mul_(3)
     steps = steps_of(prefixes, 4, 0, 2)
     of, head_map = (
         Steps(pinned(prefixes), most_wanted(steps), Mode.EXACT, "triton", device),
@@ -130,9 +129,8 @@ def test_layers_that_reuse_a_selection_fetch_by_their_heads(device: torch.device
         for place, prefix in enumerate(wanted):
             for head, of_head in enumerate(head_map.tolist()):
                 positions, slots = of.listed(lists, place, of_head)
-                rows = other.rows(prefix, positions)
-                assert torch.equal(pool.k_cache.cpu()[slots.long(), head], other.host.k_cache[rows, head])
-                assert torch.equal(pool.v_cache.cpu()[slots.long(), head], other.host.v_cache[rows, head])
+                for cache, kv in zip(caches(pool), other.kv(other.rows(prefix, positions), head), strict=True):
+                    assert torch.equal(cache.cpu()[slots.long(), head], kv)
 
 
 def test_without_groups_nothing_is_copied(device: torch.device) -> None:
@@ -168,4 +166,4 @@ def test_replays_follow_the_lists_and_the_plan(device: torch.device) -> None:
         assert_same(of, wanted_of)
         of.check(fixed, wanted)
     with pytest.raises(ValueError, match="expected host in pinned memory"):
-        of.residents.run(0, of.tables, fixed, PagedKV(*(one.clone() for one in caches(prefixes.host))), of.pools[0])
+        of.residents.run(0, of.tables, fixed, prefixes.host.clone(), of.pools[0])
