@@ -91,6 +91,7 @@ def pools() -> dict[str, Any]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from sglang_ext.compat import host_pool
+    from sglang_ext.offload.host import runs, stage
 
     create = MHATokenToKVPool._create_buffers
     memory._offload = Offload(host_bytes=1, staging_tokens=48, resident_tokens=32)
@@ -111,7 +112,8 @@ def pools() -> dict[str, Any]:
     host.backup(slots, taken)
     alike = []
     for layer in range(3):
-        host.stage(layer, taken[[2, 1, 3]], staging.start)
+        device = pool.k_buffer[layer], pool.v_buffer[layer]
+        stage(host.layer(layer), runs(taken[[2, 1, 3]]), device, staging.start)
         wanted = slots.view(4, 16)[[2, 1, 3]].flatten()
         for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
             alike.append(torch.equal(buffer[staging.start : staging.stop], buffer[wanted]))

@@ -57,8 +57,3 @@ class PlainPools:
 
     def restore(self, pages: Tensor) -> None:
         """No layer has them in rows of its own."""
-
-    def stage(self, layer: int, pages: Tensor, begin: int) -> None:
-        for place, page, count in runs(pages):
-            part = rows_of(place, count)
-            self.device[layer][:, begin + part.start : begin + part.stop] = self.host[layer][:, rows_of(page, count)]
