@@ -84,20 +84,18 @@ def attend_tiles_kernel(
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_V)
     live = m < count * GQA
-    limit = tl.minimum(seen + m // GQA, end)
     row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
     qo_head = head * GQA + m % GQA
     q_ptrs = q_ptr + (row * q_stride_row + qo_head * q_stride_head)[:, None] + d[None, :]
     q = tl.load(q_ptrs, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    at = row * (num_heads * GQA) + qo_head
-    out_ptrs = out_ptr + at[:, None] * V_DIM + e[None, :]
-    there = live[:, None] & (e < V_DIM)[None, :]
     if LISTED:
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     else:
-        acc = tl.load(out_ptrs, mask=there, other=0.0) / v_scale
+        at = row * (num_heads * GQA) + qo_head
+        out_ptrs = out_ptr + at[:, None] * V_DIM + e[None, :]
+        acc = tl.load(out_ptrs, mask=live[:, None] & (e < V_DIM)[None, :], other=0.0) / v_scale
         total = tl.full([BLOCK_M], 1.0, tl.float32)
         peak = tl.load(lse_ptr + at, mask=live, other=0.0) * LOG2E
     k_base = k_ptr + head * k_stride_head
@@ -107,13 +105,18 @@ def attend_tiles_kernel(
     full = seen // BLOCK_N * BLOCK_N
     for start in tl.range(0, full, BLOCK_N, num_stages=STAGES):
         acc, total, peak = _attend_keys(
-            q, k_base, v_base, list_ptr, first_slot, start, limit, end, k_stride_slot, v_stride_slot, qk_scale,
+            q, k_base, v_base, list_ptr, first_slot, start, m, end, k_stride_slot, v_stride_slot, qk_scale,
             acc, total, peak, HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, False, LISTED, PRECISION,
         )  # fmt: skip
+    limit = tl.minimum(seen + m // GQA, end)
     for start in tl.range(full, end, BLOCK_N, num_stages=1):
         acc, total, peak = _attend_keys(
             q, k_base, v_base, list_ptr, first_slot, start, limit, end, k_stride_slot, v_stride_slot, qk_scale,
             acc, total, peak, HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, True, LISTED, PRECISION,
         )  # fmt: skip
-    tl.store(out_ptrs, acc * (v_scale / total)[:, None], mask=there)
+    # Read again only now: the compiler would keep rows and places in registers through the loops.
+    row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0, volatile=True).to(tl.int64)
+    at = row * (num_heads * GQA) + head * GQA + m % GQA
+    out_ptrs = out_ptr + at[:, None] * V_DIM + e[None, :]
+    tl.store(out_ptrs, acc * (v_scale / total)[:, None], mask=live[:, None] & (e < V_DIM)[None, :])
     tl.store(lse_ptr + at, (peak + tl.log2(total)) * LN2, mask=live)
