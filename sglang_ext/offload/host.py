@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -84,7 +84,7 @@ def rows_of(page: int, count: int) -> slice:
     return slice(page * PAGE_TOKENS, (page + count) * PAGE_TOKENS)
 
 
-def stage(host: tuple[Tensor, Tensor], pages: Iterable[Run], device: tuple[Tensor, Tensor], begin: int) -> None:
+def stage(host: tuple[Tensor, Tensor], pages: Sequence[Run], device: tuple[Tensor, Tensor], begin: int) -> None:
     """Copy K and V of pages to consecutive rows, on the current stream and without a wait: a copy of each for a run.
 
     Args:

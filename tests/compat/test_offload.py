@@ -113,7 +113,7 @@ def pools() -> dict[str, Any]:
     alike = []
     for layer in range(3):
         device = pool.k_buffer[layer], pool.v_buffer[layer]
-        stage(host.layer(layer), runs(taken[[2, 1, 3]]), device, staging.start)
+        stage(host.layer(layer), list(runs(taken[[2, 1, 3]])), device, staging.start)
         wanted = slots.view(4, 16)[[2, 1, 3]].flatten()
         for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
             alike.append(torch.equal(buffer[staging.start : staging.stop], buffer[wanted]))
