@@ -96,6 +96,21 @@ class StagedAttention:
         self._ring = Ring(queues, num_layers)
         self._places: Sequence[PagedKV] = ()
 
+    def warm(self, num_qo_heads: int, dtype: torch.dtype) -> None:
+        """Compile what forwards launch: a request that came first would wait seconds for it. Staging rows are read.
+
+        Args:
+            num_qo_heads: of the model.
+            dtype: of its queries.
+        """
+        kv, rows = self._kv(0), self._staging
+        for queries in (1, min(128, len(rows))):
+            slots = torch.arange(rows.start, rows.start + queries, device=self._device)
+            step = StagedStep([Span(slice(0, queries), slots)], [torch.arange(queries)], ())
+            q = torch.zeros(queries, num_qo_heads, kv.head_dim, dtype=dtype, device=self._device)
+            form = self._form(step, q, kv)
+            form.fold(form.own(q, kv, 1.0), 0, q, kv, range(rows.start, rows.start + PAGE_TOKENS), 1.0)
+
     def plan(self, spans: Sequence[Span], groups: Sequence[tuple[Offload, Tensor]]) -> StagedStep:
         """How a forward is attended.
 

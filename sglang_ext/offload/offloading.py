@@ -85,6 +85,8 @@ class Offloading:
         self._options, self._view, self._pool = options, view, pool
         self._behind = behind
         self._attention = StagedAttention(pool, behind.staging, view.kv, view.num_layers, view.device)
+        if view.device.type == "cuda":
+            self._attention.warm(view.num_qo_heads, view.dtype)
         self.directory = OffloadDirectory(pool)
         self.page_size = page_size
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prefix_kernels.prefill_attention import Reference, Span
+from prefix_kernels.prefill_attention.kernels import attend_tiles_kernel
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.attention import StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload
@@ -112,6 +113,24 @@ def test_as_if_all_slots_were_on_the_device(
     attention = forward.attention(device, implementation="triton")
     for _ in range(2):
         forward.check(attention, dtype)
+
+
+def test_after_a_start_no_forward_compiles_anything(device: torch.device) -> None:
+    """Nor does what a start reads, NaN among it, stay anywhere."""
+    forward = Forward([9, 6], EXTEND, torch.float16, device)
+    attention = forward.attention(device, implementation="triton")
+    attention.warm(HEADS, torch.float16)
+    compiled = versions()
+    assert INTERPRETED or compiled
+    forward.check(attention, torch.float16)
+    assert versions() == compiled
+
+
+def versions() -> int:
+    """Of the kernel, in this process."""
+    if INTERPRETED:
+        return 0
+    return sum(len(one[0]) for one in attend_tiles_kernel.device_caches.values())
 
 
 def test_a_forward_that_was_given_up_leaves_nothing_to_the_next(device: torch.device) -> None:
