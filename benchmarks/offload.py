@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Swap-in of tokens from host memory: what a layer's step costs, and how many real decode steps change.
+"""Prefixes in host memory: what swap-in of tokens and exact attention cost, and how many real decode steps change.
 
     python benchmarks/offload.py swap --out rows.jsonl                # a GPU; minutes
+    python benchmarks/offload.py prefill --out rows.jsonl             # the same
     make models                                                       # once
     python benchmarks/offload.py churn --out rows.jsonl               # Qwen on a CPU
     python benchmarks/offload.py --table rows.jsonl
@@ -11,6 +12,9 @@
 `reuse` the copy alone, of a layer that reuses a selection, `lagged` the run without the copy, with its lists copied
 anew before it. `floor_us` are the same bytes at 51 GB/s. Each configuration is first compared with the host's bytes,
 and its counters with set arithmetic; a red one is written and printed as failed, without a time.
+
+`prefill` is of `--layers` layers, eager: exact attention of `--suffix` new tokens of each of `--requests` behind one
+prefix in pinned memory, beside its bytes at 51 GB/s. Its gate is attention in fp32 over a copy of the prefix.
 
 `churn` decodes a document's long answers as `query_prediction.py` does, and counts by layer.
 """
@@ -45,6 +49,10 @@ _USUAL: Row = {
     "shape": (8, 128),
     "dtype": "bfloat16",
     "budget": 2048,
+    "suffix": [16, 64, 512],
+    "requests": [1, 8],
+    "staging": 2048,
+    "layers": 4,
 }
 _SMOKE: Row = {
     "contexts": [1024],
@@ -53,6 +61,10 @@ _SMOKE: Row = {
     "shape": (2, 16),
     "dtype": "float16",
     "budget": 64,
+    "suffix": [5],
+    "requests": [1, 2],
+    "staging": 128,
+    "layers": 2,
 }
 
 
@@ -104,6 +116,20 @@ def measured(sizes: Any, part: str, host: Any, timer: Any, device: torch.device,
     return row
 
 
+# -- prefill ---------------------------------------------------------------------------------------------------
+
+
+def prefill(args: argparse.Namespace) -> int:
+    """All rows that the file does not hold; how many failed."""
+    from offload_prefill import measure
+
+    run = Run(Path(args.out), provenance(args))
+    measure(args, run, timer_of(args), device_of(args))
+    if run.failed:
+        print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)
+    return run.failed
+
+
 # -- churn -----------------------------------------------------------------------------------------------------
 
 
@@ -141,8 +167,10 @@ def churn(args: argparse.Namespace) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown of both parts."""
-    parts = ("swap", swap_table), ("churn", churn_table)
+    """Markdown of all parts."""
+    from offload_prefill import table as prefill_table
+
+    parts = ("swap", swap_table), ("prefill", prefill_table), ("churn", churn_table)
     found = ((make, [row for row in rows if row["bench"] == name]) for name, make in parts)
     return "\n\n".join(make(of) for make, of in found if of)
 
@@ -189,9 +217,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line; defaults filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("part", nargs="?", choices=["swap", "churn"], help="what to measure")
+    add("part", nargs="?", choices=["swap", "prefill", "churn"], help="what to measure")
     add("--out", default="offload.jsonl", help="result file; rows are appended (default: %(default)s)")
-    add("--contexts", nargs="+", type=int, metavar="TOKENS", help="prefix lengths (swap: 131072, churn: 8192)")
+    add("--contexts", nargs="+", type=int, metavar="TOKENS", help="prefix lengths (swap 131072, prefill 32768 98304)")
     add("--groups", nargs="+", type=group_shape, metavar="GxR", help="G prefixes of R requests (1x1 8x1 1x8)")
     add("--churn", nargs="+", type=float, metavar="SHARE", help="of the wanted tokens (0 0.05 0.1 0.2 0.4 1)")
     add("--only", nargs="+", choices=PARTS, help="parts of swap (all)")
@@ -201,6 +229,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--copying", type=int, default=64, metavar="N", help="programs that copy (%(default)s)")
     add("--shape", nargs=2, type=int, metavar=("KV", "DIM"), help="KV heads, head dim (8 128)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of KV (bfloat16)")
+    add("--suffix", nargs="+", type=int, metavar="TOKENS", help="prefill: new tokens of a request (16 64 512)")
+    add("--requests", nargs="+", type=int, metavar="N", help="prefill: behind the prefix (1 8)")
+    add("--staging", type=int, metavar="ROWS", help="prefill: of each layer (2048)")
+    add("--layers", type=int, metavar="N", help="prefill: of a forward (4)")
     add("--model-path", default=".models/qwen2.5-coder-0.5b-instruct", help="churn: of transformers")
     add("--packages", type=Path, default=Path(".models/packages"), help="churn: folder of `make models`")
     add("--work", type=Path, default=Path(".models/queries"), help="churn: folder of captures")
@@ -209,13 +241,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--cells", nargs="+", type=float, default=[0.1, 0.2, 0.5], help="churn: residents, shares of its pages")
     add("--seed", type=int, default=0, help="of KV and lists, or of documents (%(default)s)")
     add("--commit", help="for the rows, where the tree is no git checkout")
-    add("--smoke", action="store_true", help="swap: tiny shapes on the CPU in Triton's interpreter")
+    add("--smoke", action="store_true", help="not churn: tiny shapes on the CPU in Triton's interpreter")
     add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
     args = parser.parse_args(argv)
     if not (args.part or args.table):
-        parser.error("expected swap, churn or --table")
+        parser.error("expected swap, prefill, churn or --table")
     if args.part == "churn":
         args.contexts = args.contexts or [8192]
+    if args.part == "prefill" and not args.smoke:
+        args.contexts = args.contexts or [32768, 98304]
     for name, value in (_SMOKE if args.smoke else _USUAL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -236,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
-    return 1 if swap(args) else 0
+    return 1 if (swap if args.part == "swap" else prefill)(args) else 0
 
 
 if __name__ == "__main__":

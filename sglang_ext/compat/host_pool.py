@@ -84,6 +84,7 @@ class SGLangHostPool:
                 f"got: {error}. Lower offload.host_bytes"
             ) from error
         self.num_pages = int(self._host.size) // PAGE_TOKENS
+        self._free = torch.arange(self.num_pages)
         self.nbytes = int(self._host.size) * int(self._host.size_per_token)
         self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
         for buffers in (device_pool.k_buffer, device_pool.v_buffer):
@@ -96,14 +97,17 @@ class SGLangHostPool:
 
     @property
     def free_pages(self) -> int:
-        return int(self._host.available_size()) // PAGE_TOKENS
+        return len(self._free)
 
     def alloc(self, num_pages: int) -> Tensor | None:
-        rows = self._host.alloc(num_pages * PAGE_TOKENS)
-        return None if rows is None else rows[::PAGE_TOKENS] // PAGE_TOKENS
+        if num_pages > len(self._free):
+            return None
+        taken, self._free = self._free[:num_pages], self._free[num_pages:]
+        return taken
 
     def free(self, pages: Tensor) -> None:
-        self._host.free((pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten())
+        # In order: SGLang's own allocator hands pages out as they came back, and a prefix falls into ever more runs.
+        self._free = torch.cat([self._free, pages]).sort().values
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._host.k_data_refs[layer], self._host.v_data_refs[layer]
@@ -124,12 +128,6 @@ class SGLangHostPool:
             for source, target in zip(self.layer(layer), targets, strict=True):
                 for _, page, count in runs(pages):
                     target[rows_of(page, count)].copy_(source[rows_of(page, count)], non_blocking=True)
-
-    def stage(self, layer: int, pages: Tensor, begin: int) -> None:
-        targets = self._device.k_buffer[layer][begin:], self._device.v_buffer[layer][begin:]
-        for source, target in zip(self.layer(layer), targets, strict=True):
-            for place, page, count in runs(pages):
-                target[rows_of(place, count)].copy_(source[rows_of(page, count)], non_blocking=True)
 
 
 def _made(device_pool: Any, nbytes: int, *, pinned: bool) -> Any:

@@ -1,55 +1,47 @@
 """Exact attention of rows whose prefix lies in host memory, a layer at a time, through rows behind SGLang's KV pool.
 
-Plain torch on any device. For query i of a row at position p, with a prefix of P tokens on the host:
+A row at position p with a prefix of P tokens on the host attends [P, p] from its own slots, then [0, P) in pieces that
+come to staging rows (`prefill_attention` has the formulas). Rows without such a prefix attend [0, p] from their slots.
 
-    out_prefix, lse_prefix = attention over [0, P), in pieces that are copied to the staging rows one after another
-    out_slots,  lse_slots  = attention over [P, p], from the row's own slots
-    lse = logaddexp(lse_prefix, lse_slots)
-    out = exp(lse_prefix - lse) out_prefix + exp(lse_slots - lse) out_slots
-
-Rows without such a prefix attend [0, p] from their slots. All logarithms are natural, all sums fp32.
+Each layer's tensors have staging rows, and any layer's can hold a piece of another: they are the places of a ring. So
+the link does not rest while the model does something else than attend. On CUDA a piece is attended while the next ones
+are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
+from prefix_kernels.prefill_attention import Reference, Span
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.directory import Offload
-from sglang_ext.offload.host import HostPool
+from sglang_ext.offload.host import HostPool, Run, runs, stage
+from sglang_ext.offload.ring import InOrder, Queues, Ring, TwoStreams
 
-QUERY_BLOCK = 256
-"""Query tokens whose scores are computed at once."""
-
-
-class Part(NamedTuple):
-    """Attention of some queries over some keys.
-
-    Attributes:
-        out: [num_queries, num_qo_heads, v_head_dim] fp32.
-        lse: [num_queries, num_qo_heads] fp32, natural; -inf where nothing was attended.
-    """
-
-    out: Tensor
-    lse: Tensor
+if TYPE_CHECKING:
+    from prefix_kernels.prefill_attention import PrefillAttention
 
 
-class Span(NamedTuple):
-    """A request's tokens in a forward.
+class Piece(NamedTuple):
+    """Of a prefix, at most as many pages as a layer has staging rows for.
 
     Attributes:
-        rows: query rows.
-        slots: [num_keys] int64, of its real tokens, the new ones included.
+        group: whose prefix it is of.
+        num_tokens: of it.
+        runs: its pages on the host.
     """
 
-    rows: slice
-    slots: Tensor
+    group: int
+    num_tokens: int
+    runs: Sequence[Run]
 
 
 @dataclass
@@ -58,46 +50,19 @@ class StagedStep:
 
     Attributes:
         spans: of all its requests, in batch order.
-        groups: by prefix, [num_queries] int64 on the device: query rows behind it.
+        groups: query rows behind each prefix, [num_queries] int64 on the host.
+        pieces: of all prefixes, as each layer attends them.
         layers: that attended.
+        expected: layer whose pieces are on their way.
+        form: what attends; made by the first layer.
     """
 
     spans: Sequence[Span]
-    groups: Sequence[tuple[Offload, Tensor]]
+    groups: Sequence[Tensor]
+    pieces: Sequence[Piece]
     layers: set[int] = field(default_factory=set)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, seen: int | None = None) -> Part:
-    """Attention over given keys.
-
-    Args:
-        q: [num_queries, num_qo_heads, head_dim].
-        k, v: [num_keys, num_kv_heads, head_dim], and v_head_dim, fp32; at least one.
-        sm_scale: attention scale.
-        seen: keys that the first query sees, each one behind it one more; may be below 0. None: all see all.
-    """
-    (count, heads, _), (keys, kv_heads, _) = q.shape, k.shape
-    grouped = q.float().reshape(count, kv_heads, heads // kv_heads, -1)
-    outs, lses = [], []
-    for first in range(0, count, QUERY_BLOCK):
-        block = grouped[first : first + QUERY_BLOCK]
-        scores = torch.einsum("nhgd,mhd->nhgm", block, k) * sm_scale
-        if seen is not None:
-            end = torch.arange(first, first + len(block), device=q.device) + seen
-            hidden = torch.arange(keys, device=q.device)[None] >= end[:, None]
-            scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        lse = scores.logsumexp(dim=-1)
-        whole = lse.masked_fill(lse == -torch.inf, 0.0)  # of a query that sees nothing all weights are 0
-        outs.append(torch.einsum("nhgm,mhd->nhgd", (scores - whole[..., None]).exp_(), v))
-        lses.append(lse)
-    return Part(torch.cat(outs).reshape(count, heads, -1), torch.cat(lses).reshape(count, heads))
-
-
-def merged(one: Part, other: Part) -> Part:
-    """Attention over the keys of both; at least one of the two attended some."""
-    lse = torch.logaddexp(one.lse, other.lse)
-    shares = (torch.exp(part.lse - lse)[..., None] * part.out for part in (one, other))
-    return Part(sum(shares, torch.zeros_like(one.out)), lse)
+    expected: int | None = None
+    form: PrefillAttention | Reference | None = None
 
 
 class StagedAttention:
@@ -106,14 +71,63 @@ class StagedAttention:
     Args:
         pool: of host memory.
         staging: rows of the device pool's tensors that are nobody else's; whole pages.
+        kv: buffers of a layer.
+        num_layers: of the pool.
+        device: of the pool.
+        implementation: "triton", or "torch" for the reference. None: Triton on CUDA, where its kernel takes the dtypes.
+        queues: of the ring; None: those of the device.
     """
 
-    def __init__(self, pool: HostPool, staging: range) -> None:
-        self._pool, self._staging = pool, staging
-        self._pages = len(staging) // PAGE_TOKENS
+    def __init__(
+        self,
+        pool: HostPool,
+        staging: range,
+        kv: Callable[[int], PagedKV],
+        num_layers: int,
+        device: torch.device,
+        *,
+        implementation: str | None = None,
+        queues: Queues | None = None,
+    ) -> None:
+        self._pool, self._staging, self._kv, self._num_layers = pool, staging, kv, num_layers
+        self._implementation, self._device = implementation, device
+        if queues is None:
+            queues = TwoStreams(device, num_layers) if device.type == "cuda" else InOrder()
+        self._ring = Ring(queues, num_layers)
+        self._places: Sequence[PagedKV] = ()
+
+    def warm(self, num_qo_heads: int, dtype: torch.dtype) -> None:
+        """Compile what forwards launch: a request that came first would wait seconds for it. Staging rows are read.
+
+        Args:
+            num_qo_heads: of the model.
+            dtype: of its queries.
+        """
+        kv, rows = self._kv(0), self._staging
+        for queries in (1, min(128, len(rows))):
+            slots = torch.arange(rows.start, rows.start + queries, device=self._device)
+            step = StagedStep([Span(slice(0, queries), slots)], [torch.arange(queries)], ())
+            q = torch.zeros(queries, num_qo_heads, kv.head_dim, dtype=dtype, device=self._device)
+            form = self._form(step, q, kv)
+            form.fold(form.own(q, kv, 1.0), 0, q, kv, range(rows.start, rows.start + PAGE_TOKENS), 1.0)
+
+    def plan(self, spans: Sequence[Span], groups: Sequence[tuple[Offload, Tensor]]) -> StagedStep:
+        """How a forward is attended.
+
+        Args:
+            spans: of all its requests, in batch order.
+            groups: by prefix, [num_queries] int64 on the host: query rows behind it.
+        """
+        pages = len(self._staging) // PAGE_TOKENS
+        pieces = [
+            Piece(number, len(part) * PAGE_TOKENS, list(runs(part)))
+            for number, (offload, _) in enumerate(groups)
+            for part in torch.split(offload.pages, pages)
+        ]
+        return StagedStep(spans, [rows for _, rows in groups], pieces)
 
     def run(self, step: StagedStep, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
-        """One layer.
+        """One layer. Nothing waits for the device. Layers come in order, or their pieces are copied too late.
 
         Args:
             step: the running forward.
@@ -125,35 +139,45 @@ class StagedAttention:
         Returns:
             [rows of q, num_qo_heads, v_head_dim] in q's dtype, new memory.
         """
-        out = torch.zeros(q.shape[0], q.shape[1], kv.v_cache.shape[2], dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-        for span in step.spans:
-            out[span.rows], lse[span.rows] = self._own(q[span.rows], kv, span.slots, sm_scale)
-        for offload, rows in step.groups:
-            part = Part(out[rows], lse[rows])
-            for pages in torch.split(offload.pages, self._pages):
-                part = merged(part, self._prefix(q[rows], kv, layer, pages, sm_scale))
-            out[rows] = part.out
+        first = layer * len(step.pieces)
+        if layer != step.expected:
+            self._places = [self._kv(number) for number in range(self._num_layers)]
+            self._ring.begin(range(first, self._num_layers * len(step.pieces)), self._copying(step))
+        form = step.form = step.form or self._form(step, q, kv)
+        state = form.own(q, kv, sm_scale)
+
+        def attend(piece: Piece, place: int) -> None:
+            held = self._places[place]
+            keys = range(self._staging.start, self._staging.start + piece.num_tokens)
+            form.fold(
+                state, piece.group, q, PagedKV(held.k_cache, held.v_cache, kv.k_scale, kv.v_scale), keys, sm_scale
+            )
+
+        for number, piece in enumerate(step.pieces, first):
+            self._ring.attend(number, partial(attend, piece))
         step.layers.add(layer)
-        return out.to(q.dtype)
+        step.expected = layer + 1
+        return state.out.to(q.dtype)
 
-    def _own(self, q: Tensor, kv: PagedKV, slots: Tensor, sm_scale: float) -> Part:
-        """Attention over a request's real slots, so many at once as are staged: memory does not grow with them."""
-        part, seen = None, len(slots) - len(q) + 1
-        for piece in torch.split(slots, len(self._staging)):
-            found = attend(q, *_floats(kv, piece), sm_scale, seen)
-            part, seen = found if part is None else merged(part, found), seen - len(piece)
-        assert part is not None
-        return part
+    def _copying(self, step: StagedStep) -> Callable[[int, int], None]:
+        def copy(number: int, place: int) -> None:
+            layer, at = divmod(number, len(step.pieces))
+            held = self._places[place]
+            stage(self._pool.layer(layer), step.pieces[at].runs, (held.k_cache, held.v_cache), self._staging.start)
 
-    def _prefix(self, q: Tensor, kv: PagedKV, layer: int, pages: Tensor, sm_scale: float) -> Part:
-        """Attention over one piece of a prefix, which then lies in the staging rows."""
-        self._pool.stage(layer, pages, self._staging.start)
-        count = len(pages) * PAGE_TOKENS
-        slots = torch.arange(self._staging.start, self._staging.start + count, device=q.device)
-        return attend(q, *_floats(kv, slots), sm_scale)
+        return copy
 
+    def _form(self, step: StagedStep, q: Tensor, kv: PagedKV) -> PrefillAttention | Reference:
+        if self._implementation == "torch" or (self._implementation is None and not self._takes(q, kv)):
+            return Reference(step.spans, step.groups, self._device)
+        from prefix_kernels.prefill_attention import PrefillAttention
 
-def _floats(kv: PagedKV, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of some slots, fp32."""
-    return kv.keys(slots, torch.float32), kv.values(slots, torch.float32)
+        return PrefillAttention(step.spans, step.groups, AttentionShape.of(q, kv), self._device)
+
+    def _takes(self, q: Tensor, kv: PagedKV) -> bool:
+        """Whether tensor cores multiply these dtypes here."""
+        try:
+            check_dtypes(q.dtype, kv.k_cache.dtype, self._device)
+        except ValueError:
+            return False
+        return self._device.type == "cuda"

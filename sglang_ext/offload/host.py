@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,10 @@ class RowsBehind(NamedTuple):
 
     staging: range
     residents: range
+
+
+Run = tuple[int, int, int]
+"""Consecutive pages among others: (place of the first one, its number, how many)."""
 
 
 class HostPool(Protocol):
@@ -64,18 +68,9 @@ class HostPool(Protocol):
     def restore(self, pages: Tensor) -> None:
         """Copy to the rows of layers that attend all what pages hold that were not filled by `backup`."""
 
-    def stage(self, layer: int, pages: Tensor, begin: int) -> None:
-        """Copy K and V of one layer to consecutive rows of the device pool's tensors.
 
-        Args:
-            layer: its number.
-            pages: [num_pages] int64 on the host.
-            begin: first row.
-        """
-
-
-def runs(pages: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Consecutive pages among `pages`: (place of the first one, its number, how many), for copies in one piece."""
+def runs(pages: Tensor) -> Iterator[Run]:
+    """Consecutive pages among `pages`, for copies in one piece."""
     if not len(pages):
         return
     breaks = (torch.diff(pages) != 1).nonzero().flatten() + 1
@@ -87,3 +82,18 @@ def runs(pages: Tensor) -> Iterator[tuple[int, int, int]]:
 def rows_of(page: int, count: int) -> slice:
     """Rows of so many consecutive pages."""
     return slice(page * PAGE_TOKENS, (page + count) * PAGE_TOKENS)
+
+
+def stage(host: tuple[Tensor, Tensor], pages: Sequence[Run], device: tuple[Tensor, Tensor], begin: int) -> None:
+    """Copy K and V of pages to consecutive rows, on the current stream and without a wait: a copy of each for a run.
+
+    Args:
+        host: K and V of a layer on the host, pinned on CUDA.
+        pages: of it.
+        device: K and V of any layer on the device; their bytes are copied, whatever dtype says.
+        begin: first row.
+    """
+    for source, target in zip(host, device, strict=True):
+        rows = target.view(source.dtype)[begin:]
+        for place, page, count in pages:
+            rows[rows_of(place, count)].copy_(source[rows_of(page, count)], non_blocking=True)

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from prefix_kernels.prefill_attention import Span
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.types import HostPrefix
 from sglang_ext.model_view import ModelView
-from sglang_ext.offload.attention import Span, StagedAttention, StagedStep
+from sglang_ext.offload.attention import StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
 from sglang_ext.offload.host import HostPool, RowsBehind
 from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
@@ -83,7 +84,9 @@ class Offloading:
     ) -> None:
         self._options, self._view, self._pool = options, view, pool
         self._behind = behind
-        self._attention = StagedAttention(pool, behind.staging)
+        self._attention = StagedAttention(pool, behind.staging, view.kv, view.num_layers, view.device)
+        if view.device.type == "cuda":
+            self._attention.warm(view.num_qo_heads, view.dtype)
         self.directory = OffloadDirectory(pool)
         self.page_size = page_size
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()
@@ -321,10 +324,9 @@ class Offloading:
             first = 0 if front is None else front.prefix_len
             spans.append(Span(slice(begin, begin + count), self._view.req_to_token[row, first:length].to(torch.int64)))
             if front is not None:
-                own = torch.arange(begin, begin + count, device=self._view.device)
-                queries.setdefault(front, []).append(own)
+                queries.setdefault(front, []).append(torch.arange(begin, begin + count))
             begin += count
-        return StagedStep(spans, [(front, torch.cat(parts)) for front, parts in queries.items()])
+        return self._attention.plan(spans, [(front, torch.cat(parts)) for front, parts in queries.items()])
 
     def attend(self, step: StagedStep, q: Tensor, layer: int, sm_scale: float) -> Tensor:
         """One layer of it; see `StagedAttention.run`."""

@@ -42,6 +42,24 @@ def command(*arguments: str | Path, code: str | None = None, status: int = 0) ->
     return ran.stdout + ran.stderr
 
 
+#: Argument: where rows go. A piece is attended twice.
+TWICE = """
+import sys
+import offload
+from prefix_kernels.prefill_attention import PrefillAttention
+
+fold = PrefillAttention.fold
+
+def twice(self, *arguments):
+    fold(self, *arguments)
+    if arguments[4].start == arguments[4].stop - 128:
+        fold(self, *arguments)
+
+PrefillAttention.fold = twice
+sys.exit(offload.main([*sys.argv[2:], "--out", sys.argv[1]]))
+"""
+
+
 @pytest.fixture(scope="module")
 def counting(load: Any) -> Any:
     return load("offload_churn").offload_churn
@@ -80,6 +98,28 @@ def test_wrong_residents_are_red_and_have_no_time(what: str, tmp_path: Path) -> 
     assert (row["gate"]["wrong_rows"] > 0) == (what == "bytes")
 
 
+def test_prefill_rows_are_green_and_their_table_has_the_links_floor(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    small = ("prefill", "--smoke", "--requests", "2", "--contexts", "304")
+    command(*small, "--out", out)
+    (row,) = rows_of(out)
+    assert row["green"]
+    assert row["bytes"] == 2 * 2 * 304 * 2 * 16 * 2  # K and V, layers, tokens, KV heads, channels, bytes
+    assert row["floor_us"] == round(row["bytes"] / 51e3, 2)
+    assert command(*small, "--out", out) == ""
+    cell = f"{row['us'] / 1e3:,.2f} (link {row['floor_us'] / 1e3:,.2f})"
+    assert f"| 5 new tokens each | {cell} |" in command("--table", out)
+
+
+@pytest.mark.full
+def test_a_piece_that_is_attended_twice_is_red(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command(out, "prefill", "--smoke", "--requests", "1", "--contexts", "304", code=TWICE, status=1)
+    (row,) = rows_of(out)
+    assert not row["green"]
+    assert "us" not in row
+
+
 def test_churn_is_that_of_the_sets_of_pages(counting: Any) -> None:
     steps = [[[0, 1, 2, 40]], [[0, 17, 40, 41]], [[0, 17, 40, 41]], [[16, 33, 70, 71]]]
     positions = [torch.tensor(one, dtype=torch.int32) for one in steps]
@@ -115,4 +155,4 @@ def test_a_layers_selection_is_that_of_its_true_queries(counting: Any, load: Any
 def test_a_command_line_without_a_part_says_what_is_expected(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse([])
-    assert "expected swap, churn or --table" in capsys.readouterr().err
+    assert "expected swap, prefill, churn or --table" in capsys.readouterr().err

@@ -58,9 +58,6 @@ class PlainPool:
         assert len(slots) == len(pages) * PAGE_TOKENS
         assert int(slots.min()) >= self._first_slot
 
-    def stage(self, layer: int, pages: torch.Tensor, begin: int) -> None:
-        raise NotImplementedError
-
 
 class Loop:
     """See the module.
@@ -76,7 +73,7 @@ class Loop:
         self.tree, self.table, self.allocator = _made(page_size)
         view = SimpleNamespace(
             num_layers=1, num_kv_heads=1, head_dim=8, kv_dtype=torch.float32, device=torch.device("cpu"),
-            req_to_token=self.table.req_to_token,
+            req_to_token=self.table.req_to_token, kv=None,
         )  # fmt: skip
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
         pool = PlainPool(host_pages, page_size)

@@ -91,6 +91,7 @@ def pools() -> dict[str, Any]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from sglang_ext.compat import host_pool
+    from sglang_ext.offload.host import runs, stage
 
     create = MHATokenToKVPool._create_buffers
     memory._offload = Offload(host_bytes=1, staging_tokens=48, resident_tokens=32)
@@ -111,7 +112,8 @@ def pools() -> dict[str, Any]:
     host.backup(slots, taken)
     alike = []
     for layer in range(3):
-        host.stage(layer, taken[[2, 1, 3]], staging.start)
+        device = pool.k_buffer[layer], pool.v_buffer[layer]
+        stage(host.layer(layer), list(runs(taken[[2, 1, 3]])), device, staging.start)
         wanted = slots.view(4, 16)[[2, 1, 3]].flatten()
         for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
             alike.append(torch.equal(buffer[staging.start : staging.stop], buffer[wanted]))
@@ -121,7 +123,8 @@ def pools() -> dict[str, Any]:
         buffer[rows] = 0
     host.restore(taken)
     alike += [torch.equal(buffer[rows], buffer[slots]) for buffer in (pool.k_buffer[1], pool.v_buffer[1])]
-    too_many = host.alloc(whole)
+    too_many, again = host.alloc(whole), host.alloc(3)
+    host.free(again)
     memory._offload = Offload(host_bytes=1, staging_tokens=64, resident_tokens=32)
     try:
         host_pool.rows_behind(pool)
@@ -137,6 +140,7 @@ def pools() -> dict[str, Any]:
         "size": pool.size, "rows": [len(one) for one in pool.k_buffer], "staging": staging, "alike": alike,
         "short": short,
         "large": large, "pages": (whole, host.free_pages), "too_many": too_many is None,
+        "again": again.tolist() == first.tolist() == [0, 1, 2],
     }  # fmt: skip
 
 
@@ -152,5 +156,6 @@ def test_pages_go_to_host_memory_and_back_to_staging_rows() -> None:
     assert pages in (20, 21)
     assert free == pages - 4
     assert found["too_many"]
+    assert found["again"], "pages that came back are given out in order"
     assert "expected KV tensors of 368 rows for offload, the last 96 for it; got 352" in found["short"]
     assert "Lower offload.host_bytes" in found["large"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,18 @@ class PlainPools:
     Args:
         slots: of the device pool.
         staging: rows behind them.
-        num_pages: of host memory.
+        num_pages: of host memory; pinned where the device is CUDA's.
+        of: device and dtype.
     """
 
-    def __init__(self, slots: int, staging: int, num_pages: int, layers: int = 2, heads: int = 2, dim: int = 8) -> None:
+    def __init__(
+        self, slots: int, staging: int, num_pages: int, layers: int = 2, heads: int = 2, dim: int = 8, **of: Any
+    ) -> None:
         self.num_pages, self.dense_begin = num_pages, None
-        self.device = [torch.randn(2, slots + staging, heads, dim) for _ in range(layers)]
-        self.host = [torch.full((2, num_pages * PAGE_TOKENS, heads, dim), float("nan")) for _ in range(layers)]
+        self.device = [torch.randn(2, slots + staging, heads, dim, **of) for _ in range(layers)]
+        shape, pinned = (2, num_pages * PAGE_TOKENS, heads, dim), self.device[0].is_cuda
+        dtype = self.device[0].dtype
+        self.host = [torch.full(shape, float("nan"), dtype=dtype, pin_memory=pinned) for _ in range(layers)]
         for layer in self.device:
             layer[:, :PAGE_TOKENS] = float("nan")
             layer[:, slots:] = float("nan")
@@ -57,8 +64,3 @@ class PlainPools:
 
     def restore(self, pages: Tensor) -> None:
         """No layer has them in rows of its own."""
-
-    def stage(self, layer: int, pages: Tensor, begin: int) -> None:
-        for place, page, count in runs(pages):
-            part = rows_of(place, count)
-            self.device[layer][:, begin + part.start : begin + part.stop] = self.host[layer][:, rows_of(page, count)]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.prefill_attention.reference import QUERY_BLOCK
 from prefix_kernels.types import PagedKV
 from sglang_ext.offload import offloading
-from sglang_ext.offload.attention import QUERY_BLOCK
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
 from sglang_ext.offload.host import runs
 from sglang_ext.offload.kv_files import KVFiles, of_pages

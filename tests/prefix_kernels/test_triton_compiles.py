@@ -26,6 +26,7 @@ from prefix_kernels.grouped_attention import default_config as default_attention
 from prefix_kernels.launching import Launch, launch, recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
+from prefix_kernels.prefill_attention import PrefillAttention, Span
 from prefix_kernels.residents import Mode, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
@@ -142,6 +143,15 @@ def swapped_in(
     residents.fetch(0, kv, kv, torch.zeros(kv_heads, dtype=torch.int32))
 
 
+def prefilled(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | None = None, dim: int = DIM) -> None:
+    """A request's new tokens: over its own slots, then over staging rows."""
+    queries, cache = q(rows, dtype, dim), pool(kv or dtype, dim)
+    spans = [Span(slice(0, rows), torch.arange(64).repeat(-(-rows // 64)))]
+    device, shape = torch.device("cpu"), AttentionShape.of(queries, cache)
+    attention = PrefillAttention(spans, [torch.arange(rows)], shape, device)
+    attention.fold(attention.own(queries, cache, 0.1), 0, queries, cache, range(16, 64), 0.1)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 1 request": lambda: prefix(1),
     "prefix_attention of 8 requests": lambda: prefix(8),
@@ -195,6 +205,12 @@ CASES: dict[str, Callable[[], None]] = {
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
     "common_slots": compared_lists,
+    "prefill_attention of 16 tokens": lambda: prefilled(16),
+    "prefill_attention of 64 tokens": lambda: prefilled(64),
+    "prefill_attention on fp8": lambda: prefilled(64, kv=torch.float8_e4m3fn),
+    "prefill_attention in fp32": lambda: prefilled(64, torch.float32),
+    "prefill_attention with heads of 64": lambda: prefilled(64, torch.float16, dim=64),
+    "prefill_attention with heads of 256": lambda: prefilled(64, dim=256),
     "residents": lambda: swapped_in(Mode.EXACT),
     "residents one step behind": lambda: swapped_in(Mode.LAGGED),
     "residents of one group and KV head": lambda: swapped_in(Mode.EXACT, torch.float16, 64, 1, 1),
@@ -204,7 +220,7 @@ NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(1
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
-NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
+NOT_FOR = {("prefix_attention on fp8", 80), ("prefill_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
 NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith(("selection of blocks", "selection of l")) and "32" in case}
@@ -230,6 +246,7 @@ SPILLED = {
     "selection by lists of centroids in four launches": 64,
     "selection by lists of many centroids": 240,
     "residents with heads of 96 in fp32": 8,
+    "prefill_attention of 16 tokens": 56,  # on sm_80
 }
 
 

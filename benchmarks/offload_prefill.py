@@ -1,0 +1,207 @@
+"""What `offload.py prefill` measures: exact attention of requests' suffixes behind one prefix in host memory.
+
+All layers of a forward one after another, without the rest of a model: what is left of the link's time would be hidden
+by that, or not. Host pages of the prefix lie side by side, as they are given out. Queries are large, so that a few keys
+have most of the weight: a piece that is missing is seen.
+
+The gate looks at the layers' outputs, beside attention in fp32 over a gathered copy of the prefix and the suffix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kernel_bench import attempt
+from kernel_problem import Gate
+from kernel_rows import Row, Run
+from offload_swap import LINK_RATE
+from torch import Tensor
+
+from prefix_kernels import PagedKV
+from prefix_kernels.prefill_attention import Reference, Span
+from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.offload.attention import StagedAttention
+from sglang_ext.offload.directory import Offload
+
+#: Of a query's channels: a score's spread is this.
+SPREAD = 4.0
+#: Of the largest error beside the spread of the output.
+ALLOWED = {torch.bfloat16: 0.04, torch.float16: 0.02, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class PrefillSizes:
+    """One row's sizes.
+
+    Attributes:
+        context: tokens of the prefix.
+        suffix: new tokens of a request.
+        requests: behind it.
+        staging: rows of each layer.
+        layers: of the forward.
+        qo_heads, heads, dim: query heads, KV heads and their width.
+        dtype: of queries and KV.
+    """
+
+    context: int
+    suffix: int
+    requests: int
+    staging: int
+    layers: int
+    qo_heads: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """K and V of the prefix in all layers."""
+        return 2 * self.layers * self.context * self.heads * self.dim * self.dtype.itemsize
+
+
+class PinnedLayers:
+    """A prefix in pinned memory, as a `HostPool` has it: only `layer` is asked for."""
+
+    def __init__(self, sizes: PrefillSizes, device: torch.device, seed: int) -> None:
+        gen = torch.Generator(device).manual_seed(seed)
+        shape, pinned = (2, sizes.context, sizes.heads, sizes.dim), device.type == "cuda"
+        self.kv = [torch.empty(shape, dtype=sizes.dtype, pin_memory=pinned) for _ in range(sizes.layers)]
+        for layer in self.kv:
+            for part in layer.split(1 << 16, dim=1):
+                part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `HostPool.layer`."""
+        return self.kv[layer][0], self.kv[layer][1]
+
+
+class Prefill:
+    """A case.
+
+    Args:
+        sizes: see there.
+        host: the prefix, of as many tokens.
+        device: of the suffixes.
+        seed: of them.
+        implementation: of `StagedAttention`.
+    """
+
+    def __init__(
+        self, sizes: PrefillSizes, host: PinnedLayers, device: torch.device, seed: int, implementation: str | None
+    ) -> None:
+        self.sizes, self._host, self._device = sizes, host, device
+        gen = torch.Generator(device).manual_seed(seed)
+        new = sizes.requests * sizes.suffix
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=gen, device=device)
+
+        pool = (2, PAGE_TOKENS + new + sizes.staging, sizes.heads, sizes.dim)
+        self._pools = [drawn(*pool).to(sizes.dtype) for _ in range(sizes.layers)]
+        self._q = [(SPREAD * drawn(new, sizes.qo_heads, sizes.dim)).to(sizes.dtype) for _ in range(sizes.layers)]
+        self._staging = range(PAGE_TOKENS + new, PAGE_TOKENS + new + sizes.staging)
+        slots = (torch.randperm(new, generator=torch.Generator().manual_seed(seed)) + PAGE_TOKENS).to(device)
+        self._spans = [
+            Span(slice(at, at + sizes.suffix), slots[at : at + sizes.suffix]) for at in range(0, new, sizes.suffix)
+        ]
+        self._front = Offload("", sizes.context, torch.arange(sizes.context // PAGE_TOKENS))
+        self._attention = StagedAttention(
+            host,  # type: ignore[arg-type]
+            self._staging,
+            self._kv,
+            sizes.layers,
+            device,
+            implementation=implementation,
+        )
+        self._found: list[Tensor] = []
+
+    def _kv(self, layer: int) -> PagedKV:
+        return PagedKV(*self._pools[layer])
+
+    def run(self) -> None:
+        """A forward's plan, and all layers."""
+        rows = torch.arange(self.sizes.requests * self.sizes.suffix)
+        step = self._attention.plan(self._spans, [(self._front, rows)])
+        scale = self.sizes.dim**-0.5
+        self._found = [
+            self._attention.run(step, self._q[layer], self._kv(layer), layer, scale)
+            for layer in range(self.sizes.layers)
+        ]
+
+    def poison(self) -> None:
+        """What staging rows hold, and what nobody may read."""
+        for pool in self._pools:
+            pool[:, self._staging.start :] = torch.nan
+            pool[:, :PAGE_TOKENS] = torch.nan
+
+    def check(self) -> Gate:
+        """The last run's outputs."""
+        sizes, worst = self.sizes, 0.0
+        for layer, found in enumerate(self._found):
+            caches = [
+                torch.cat([of_host.to(self._device), own])
+                for of_host, own in zip(self._host.layer(layer), self._pools[layer], strict=True)
+            ]
+            before = torch.arange(sizes.context, device=self._device)
+            spans = [Span(rows, torch.cat([before, sizes.context + slots])) for rows, slots in self._spans]
+            oracle = Reference(spans, [], self._device)
+            expected = oracle.own(self._q[layer], PagedKV(*caches), sizes.dim**-0.5).out
+            error = (found.float() - expected).abs().max() / expected.std()
+            worst = max(worst, float(error.nan_to_num(torch.inf)))
+        return Gate(worst / ALLOWED[sizes.dtype], {"error": worst})
+
+
+def measure(args: argparse.Namespace, run: Run, timer: Any, device: torch.device) -> None:
+    """All rows that the file does not hold. A time is that of all layers, and of the host that queues them."""
+    heads, dim = args.shape
+    for context in args.contexts:
+        host: PinnedLayers | None = None
+        for requests in args.requests:
+            for suffix in args.suffix:
+                fields = (context, suffix, requests, args.staging, args.layers, 4 * heads, heads, dim)
+                sizes = PrefillSizes(*fields, getattr(torch, args.dtype))
+                key = {"bench": "prefill", "case": f"suffix {suffix}", "batch": requests, "groups": 1}
+                key |= dataclasses.asdict(sizes) | {"dtype": args.dtype}
+                if run.has(key):
+                    continue
+                host = host or PinnedLayers(sizes, device, args.seed)
+                floor = round(sizes.nbytes / LINK_RATE * 1e6, 2)
+                work = functools.partial(measured, sizes, host, timer, device, args.seed, smoke=args.smoke)
+                run.add({**key, "bytes": sizes.nbytes, "floor_us": floor, **attempt(timer, work)})
+
+
+def measured(
+    sizes: PrefillSizes, host: PinnedLayers, timer: Any, device: torch.device, seed: int, *, smoke: bool
+) -> Row:
+    """The gate first; a time only when it is green."""
+    case = Prefill(sizes, host, device, seed, "triton" if smoke else None)
+    case.poison()
+    case.run()
+    gate = case.check()
+    row: Row = {"green": gate.green, "gate": gate.figures, "meaningful": timer.meaningful, "config": {}}
+    if gate.green:
+        times = timer.time(case.run)
+        row |= {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
+    return row
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Milliseconds of all layers; each cell with the time of the prefix's bytes at 51 GB/s."""
+    green = [row for row in rows if row["green"]]
+    columns = list(dict.fromkeys((row["context"], row["requests"]) for row in green))
+    layers = ", ".join(str(one) for one in dict.fromkeys(row["layers"] for row in green))
+    lines = [f"| ms of {layers} layers | " + " | ".join(f"{r} requests behind {c:,}" for c, r in columns) + " |"]
+    lines.append("|---|" + "---|" * len(columns))
+    for suffix in dict.fromkeys(row["suffix"] for row in green):
+        cells = []
+        for column in columns:
+            of = [row for row in green if row["suffix"] == suffix and (row["context"], row["requests"]) == column]
+            cells.append(f"{of[-1]['us'] / 1e3:,.2f} (link {of[-1]['floor_us'] / 1e3:,.2f})" if of else "-")
+        lines.append(f"| {suffix} new tokens each | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
