@@ -101,7 +101,7 @@ class Offloading:
         self._files: KVFiles | None = None
         if options.folder is not None:
             self._files = KVFiles(options, view)
-            self._mover = Mover(self._files, pool, view.num_layers)
+            self._mover = Mover(self._files, pool)
 
     # -- files -----------------------------------------------------------------------------------------------
 

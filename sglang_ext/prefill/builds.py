@@ -156,8 +156,7 @@ class PrefillBuilds(Recording):
             entry, stats = self._factory.keep(assembly, recall, prompt)
             if self._files is not None:
                 slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
-                pieces = of_slots(self._view.kv, self._view.num_layers, slots)
-                self._files.write(entry.digest, identity.num_tokens, pieces)
+                self._files.write(entry.digest, identity.num_tokens, of_slots(self._view.kv, slots))
         except Exception as error:  # one prompt must not end the job
             self._failed(rid, error)
             return

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_ext.offload.directory import OffloadDirectory
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, of_pages, of_slots
+from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, into_pages, of_pages, of_slots
 from sglang_ext.options import Offload
 from tests.offload.host_memory import PlainPools
 
@@ -37,14 +37,14 @@ class Kept:
         rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
         for layer, part in zip(self.pools.host, content, strict=True):
             layer[:, rows] = part
-        self.files.write(digest, TOKENS, of_pages(self.pools, LAYERS, offload.pages))
+        self.files.write(digest, TOKENS, of_pages(self.pools, offload.pages))
         return content
 
     def read(self, digest: str) -> torch.Tensor:
         """The same, out of its file, into other pages."""
         offload = self.directory.begin(f"read {digest}", TOKENS)
         assert not isinstance(offload, str)
-        self.files.read(digest, TOKENS, of_pages(self.pools, LAYERS, offload.pages))
+        self.files.read(digest, TOKENS, into_pages(self.pools, offload.pages))
         rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
         return torch.stack([layer[:, rows] for layer in self.pools.host])
 
@@ -54,7 +54,7 @@ def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:
     assert torch.equal(kept.filled("a"), kept.read("a"))
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["a.kv"]
     slots = torch.randperm(TOKENS) + 16
-    kept.files.write("b", TOKENS, of_slots(kept.pools.kv, LAYERS, slots))
+    kept.files.write("b", TOKENS, of_slots(kept.pools.kv, slots))
     wanted = torch.stack([layer[:, slots] for layer in kept.pools.device])
     assert torch.equal(kept.read("b"), wanted)
 
@@ -105,7 +105,7 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
 def test_the_thread_gives_back_what_failed_and_goes_on(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.filled("a")
-    mover, found = Mover(kept.files, kept.pools, LAYERS), list[Move]()
+    mover, found = Mover(kept.files, kept.pools), list[Move]()
     missing, there = (kept.directory.begin(name, 16) for name in ("missing", "there"))
     assert not isinstance(missing, str)
     assert not isinstance(there, str)

@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
         offload = served.offloading.directory.begin(digest, PREFIX)
         assert not isinstance(offload, str)
         files = KVFiles(served.options, served.view)
-        files.write(digest, PREFIX, of_pages(served.pools, 2, offload.pages))
+        files.write(digest, PREFIX, of_pages(served.pools, offload.pages))
         served.offloading.directory.failed(offload)
     served.offloading.drop()
     waiting = [(Request(), attachment(digest)) for digest in ("a", "b")]
