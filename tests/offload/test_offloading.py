@@ -30,7 +30,13 @@ class Served:
     """Offload over plain pools, with a table of slots."""
 
     def __init__(
-        self, *, num_pages: int = 12, staging: int = 32, min_tokens: int = 32, folder: str | None = None
+        self,
+        *,
+        num_pages: int = 12,
+        staging: int = 32,
+        min_tokens: int = 32,
+        folder: str | None = None,
+        waits_s: float = 60.0,
     ) -> None:
         torch.manual_seed(3)
         self.pools = PlainPools(SLOTS, staging, num_pages)
@@ -41,7 +47,7 @@ class Served:
         )  # fmt: skip
         sizes = {"min_tokens": min_tokens, "staging_tokens": staging}
         self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
-        self.offloading = Offloading(self.options, self.view, self.pools, self.pools.behind, PAGE, waits=True)
+        self.offloading = Offloading(self.options, self.view, self.pools, self.pools.behind, PAGE, waits_s=waits_s)
         self._next = PAGE
 
     def slots(self, row: int, begin: int, end: int) -> None:
