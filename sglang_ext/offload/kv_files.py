@@ -214,11 +214,14 @@ class _File:
         self._cached = self._past = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self._cached).st_size
         self._in_cache = _in_page_cache(self._cached, self.size)
-        try:
-            self._past = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            os.preadv(self._past, [_buffer(_BLOCK)], 0)
-        except OSError:  # not every file system has that
-            self._past = self._cached
+        with suppress(OSError):  # not every file system has that
+            # The path may be another file's by now.
+            past = os.open(f"/proc/self/fd/{self._cached}", os.O_RDONLY | os.O_DIRECT)
+            try:
+                os.preadv(past, [_buffer(_BLOCK)], 0)
+                self._past = past
+            except OSError:
+                os.close(past)
 
     def close(self) -> None:
         for one in {self._cached, self._past}:
@@ -249,10 +252,10 @@ def _buffer(size: int) -> mmap:
 def _in_page_cache(file: int, size: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Of each block, whether the page cache has it; all True where the system does not say."""
     found = np.ones(-(-size // _BLOCK), np.uint8)
-    if size and PAGESIZE == _BLOCK:
-        mapped = mmap(file, size, prot=PROT_READ)
-        address = np.frombuffer(mapped, np.uint8).ctypes.data
-        ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found.ctypes)
+    with suppress(OSError, ValueError):  # no plain file, an empty one
+        mapped = np.frombuffer(mmap(file, size, prot=PROT_READ), np.uint8)
+        if PAGESIZE == _BLOCK:
+            ctypes.CDLL(None).mincore(mapped.ctypes, ctypes.c_size_t(size), found.ctypes)
     return (found & 1).astype(bool)
 
 

@@ -180,6 +180,29 @@ def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole(monkeypatch: p
     assert served.offloading.wanted(Request(), Attachment("rid", "unsupported_mode", one.entry), PREFIX) is None
 
 
+def test_a_copy_that_was_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an abort, whose prefix leaves for another one; by a flush, behind which the copy begins anew."""
+    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+    served = Served(num_pages=8)
+    for row in (0, 1):
+        served.slots(row, 0, PREFIX)
+    served.decode(0, attachment("aborted"))
+    assert served.offloading.snapshot()["prefixes"] == {"copying": 1}
+    served.offloading.slot_freed(0)
+    served.decode(1, attachment("b"))
+    assert served.offloading.directory.get("aborted") is None
+    served.offloading.drop()
+    assert served.offloading.snapshot()["free_pages"] == 8
+    for _ in range(3):
+        assert served.offloading.wanted(Request(), attachment("b"), PREFIX) is None
+        served.decode(1, attachment("b"))
+    found = served.offloading.wanted(Request(), attachment("b"), PREFIX)
+    assert found is not None
+    keys = served.pools.layer(1)[0].reshape(-1, PAGE, 2, DIM)[found.pages].reshape(PREFIX, 2, DIM)
+    assert torch.equal(keys, served.pools.kv(1).k_cache[served.table[1, :PREFIX].long()])
+    assert served.offloading.snapshot()["problem"] is None
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [(16, "short"), (104, "page_size"), (224, "few_residents"), (208, "too_long"), (112, "host_full")],
