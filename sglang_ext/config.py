@@ -112,6 +112,7 @@ def check_ranges(config: SparseAttnConfig) -> None:
             "a folder when build is 'capture'",
         ),
         ("draft_tokens", 1 <= config.draft_tokens <= MOST_DRAFTED, f"1 to {MOST_DRAFTED} tokens"),
+        ("prefetch_timeout_s", 0.0 < config.prefetch_timeout_s < float("inf"), "a finite time above 0 seconds"),
         ("store_timeout_s", 0.0 < config.store_timeout_s < float("inf"), "a finite time above 0 seconds"),
     )
     for name, good, expected in rules:

@@ -21,10 +21,11 @@ class Build(str, Enum):
 
 
 class PrefetchPolicy(str, Enum):
-    """What a request does at a decode step while its index is still loading (SGLang's words)."""
+    """What a request does while its index, or the file of its KV, is still loading (SGLang's words)."""
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
 
 
 class DecodePath(str, Enum):
@@ -141,8 +142,9 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             select; beyond, its budget is raised, then it is not used (`quality_guard`). null: it is only measured.
         quality_recovery_s: seconds until such an index is tried again.
         trace_folder: where selections of requests 'trace-...' are written, for debugging: `decode.trace`. null: off.
-        prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense) or
-            `wait_complete`.
+        prefetch_policy: what a decode step does while the index is loading: `best_effort` (dense), `wait_complete`,
+            or `timeout` (dense after `prefetch_timeout_s`).
+        prefetch_timeout_s: seconds from a load's begin.
         index_gpu_bytes: device bytes for resident indexes; least recently used ones leave first. null: 5% of the KV
             pool. Promised only where indexes can be used.
         store_max_bytes: most bytes of all indexes in the store's folder; null: no bound of its own.
@@ -197,6 +199,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     quality_recovery_s: float = 600.0
     trace_folder: str | None = None
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
+    prefetch_timeout_s: float = 2.0
     index_gpu_bytes: int | None = None
     store_max_bytes: int | None = None
     store_min_free_bytes: int = 1 << 30
@@ -204,6 +207,12 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     store_group: str | None = None
     store_remote: str | list[str] | None = None
     store_timeout_s: float = 5.0
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds from a load's begin that a request waits for it; inf: until it has ended."""
+        waits = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.WAIT_COMPLETE: float("inf")}
+        return waits.get(self.prefetch_policy, self.prefetch_timeout_s)
 
     def budget(self, prefix_len: int) -> int:
         """Prefix tokens that one request attends per KV head, sink and recent window included."""

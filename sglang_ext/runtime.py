@@ -39,7 +39,7 @@ from sglang_ext.prefill.recorder import Admission, Chunk, Recording
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
-from sglang_ext.prefix.residency import Residency
+from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
 from sglang_ext.ranks import Ranks, check_alike
 
@@ -125,6 +125,7 @@ class SparseRuntime:
         )
         if self.offload is not None:
             self.offload.serves = self._serves
+            self.offload.loading = lambda digest: self.residency.state(digest) is State.LOADING
         if self.offload is not None and self.planner.sparse is not None:
             self.offload.swap, self.offload.selects = self.planner.sparse.swap, self.planner.sparse.swaps
             self.offload.tell_longest(view.req_to_token.shape[1])
@@ -230,6 +231,8 @@ class SparseRuntime:
         """Whether steps select by a request's index, as far as is known now."""
         planner, entry = self.planner, attachment.entry
         if entry is None or planner.paused or not planner.uses_indexes or self.ready.off or self.ready.stale:
+            return False
+        if self.residency.state(entry.digest) is State.FAILED:
             return False
         return planner.guard is None or planner.guard.records.standing(entry.digest) is Standing.SERVING
 

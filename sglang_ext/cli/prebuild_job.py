@@ -31,6 +31,7 @@ from prefix_index import (
 from sglang_ext.cli.checks import plugin_engine, reported
 from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
+from sglang_ext.offload.kv_files import kv_file_name
 from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.builder import covered_tokens, profile_digest
 from sglang_ext.prefill.prompt_tokens import prefix_tokens
@@ -53,7 +54,7 @@ class PrebuildJob:
 
     def __init__(self, lines: Lines, report: TextIO, args: argparse.Namespace) -> None:
         self._lines, self._report, self._args = lines, report, args
-        self._bytes = 0
+        self._bytes = self._kv_files = 0
         self._statuses: Counter[str] = Counter()
 
     def run(self, prompts: Sequence[Prompt]) -> int:
@@ -76,9 +77,10 @@ class PrebuildJob:
             in_vain += line.get("reason") == "building_elsewhere"
             self._take(line)
         counts = ", ".join(f"{count} {status}" for status, count in sorted(self._statuses.items()))
+        kv = f", {self._kv_files} files of KV" if self._kv_files else ""
         print(
             f"{len(prompts)} prompts: {counts}; {self._bytes / 1e6:.1f} MB of new indexes in "
-            f"{self._args.store}; {time.perf_counter() - begun:.1f} s",
+            f"{self._args.store}{kv}; {time.perf_counter() - begun:.1f} s",
             file=sys.stderr,
         )
         if in_vain:
@@ -92,6 +94,7 @@ class PrebuildJob:
             tqdm.write(f"{line['id']}: warning: {text}", file=sys.stderr)
         self._statuses[line["status"]] += 1
         self._bytes += line.get("index_bytes", 0)
+        self._kv_files += "kv_file" in line
         self._report.write(json.dumps(line) + "\n")
         self._report.flush()
         if line["status"] in ("failed", "skipped"):
@@ -115,6 +118,8 @@ class PromptBuilder:
         self._engine, self._store, self._config = engine, store, settings.config
         self._profile = profile_digest(settings.config, settings.profile)
         self._events, self._args = Path(events), args
+        offload = settings.config.offload
+        self._kv = None if offload is None or offload.folder is None else Path(offload.folder)
         self._attempts = 0
         self._model = msgspec.convert(engine.state()["model"], ModelFingerprint)
 
@@ -203,7 +208,7 @@ class PromptBuilder:
             model=self._model,
             profile_digest=self._profile,
         )
-        if self._store.contains(identity):
+        if self._store.contains(identity) and not self._lacks_kv(identity.digest):
             return {"status": "exists", "digest": identity.digest, "num_tokens": tokens}
         begun = time.perf_counter()
         self._attempts += 1
@@ -216,6 +221,10 @@ class PromptBuilder:
         with suppress(IndexStoreError):  # a report of what was built is not lost with the service
             self._store.rescan()
         return {"prompt_tokens": len(ids), "seconds": time.perf_counter() - begun, **event}
+
+    def _lacks_kv(self, digest: str) -> bool:
+        """Whether the file of KV that is to lie beside an index is missing."""
+        return self._kv is not None and not (self._kv / kv_file_name(digest)).exists()
 
     def _refused(self, ids: Sequence[int]) -> dict[str, Any] | None:
         """Why a prompt is not sent to the engine, as a line of the report; None if it is."""

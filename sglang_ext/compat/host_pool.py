@@ -48,12 +48,12 @@ def rows_behind(pool: Any) -> RowsBehind:
     return RowsBehind(range(begin, begin + staging), range(begin + staging, end))
 
 
-def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, *, waits: bool) -> Offloading:
+def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, *, waits_s: float) -> Offloading:
     """What keeps prefixes in host memory, behind the KV pool of a model runner. Raises RuntimeError: no room for it."""
     pool = runner.token_to_kv_pool
     rows = rows_behind(pool)
     host = SGLangHostPool(pool, options, plan.dense_layers, rows.residents.stop)
-    found = Offloading(options, view, host, rows, int(pool.page_size), waits=waits)
+    found = Offloading(options, view, host, rows, int(pool.page_size), waits_s=waits_s)
     logger.info("sparse attention: offload: %s", found.summary())
     if view.device.type == "cuda":
         logger.warning("sparse attention: offload was not run on a GPU yet: compare answers first (docs/offload.md)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -18,7 +19,7 @@ from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.compat.server_args import settings_of, unsupported
 from sglang_ext.metrics import Counters
-from sglang_ext.options import Build, PrefetchPolicy
+from sglang_ext.options import Build
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ _warned: set[str] = set()
 
 _DECODE_LINES = "sglang.srt.managers.scheduler_components.metrics_reporter"
 """The logger of SGLang's lines about decode batches."""
+
+_IDLE_S = 0.002
+"""For so long the scheduler sleeps where all that it could do waits for a file."""
 
 #: The runtime of this scheduler process, once SGLang has built its attention backend.
 _runtime: Any = None
@@ -70,10 +74,9 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     prometheus = bool(getattr(runner.server_args, "enable_metrics", False)) and view.tp_rank == 0
     ranks = tensor_parallel.ranks_of(view.tp_rank, view.tp_size)
     options = settings.config.offload
-    waits = settings.config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
     make = None
     if options is not None and settings.config.build is not Build.PREFILL:
-        make = partial(offloading, runner, view, options, waits=waits)
+        make = partial(offloading, runner, view, options, waits_s=settings.config.waits_s)
     _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks, offloading=make)
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream
@@ -214,9 +217,13 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
     if not held:
         return original(scheduler, *args, **kwargs)
     scheduler.waiting_queue = [req for req in waiting if id(req) not in held]
+    batch = None
     try:
-        return original(scheduler, *args, **kwargs)
+        batch = original(scheduler, *args, **kwargs)
+        return batch
     finally:
+        if batch is None and scheduler.running_batch.is_empty():
+            time.sleep(_IDLE_S)  # else this loop keeps the interpreter from the threads that read
         left = scheduler.waiting_queue
         stays, known = held | {id(req) for req in left}, {id(req) for req in waiting}
         new = [req for req in left if id(req) not in known]

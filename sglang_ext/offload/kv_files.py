@@ -1,48 +1,86 @@
 """KV of prefixes on disk: one file a prefix, written whole, read whole, each by a thread beside the scheduler.
 
 A file: 4 KiB of JSON, padded with spaces and a newline, then K and V of each layer, [prefix_len, num_kv_heads,
-head_dim] each, in the device pool's stored dtype.
+head_dim] each, in the device pool's stored dtype. It is cut into pieces, each of pages of one layer's K or V, which
+several threads read: a piece that lies in the page cache from there, any other one past it. The header's checksum is
+that of the pieces' checksums.
 """
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import json
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import product
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, PROT_READ, mmap
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from prefix_kernels.types import PagedKV
 from prefix_kernels.types import rows_of as taken
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.files import partial_file
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.directory import Offload
-from sglang_ext.offload.host import HostPool, rows_of, runs
+from sglang_ext.offload.host import HostPool, rows_of
 from sglang_ext.options import Offload as Options
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-_HEADER = 4096
+FORMAT = 2
+_BLOCK = 4096
+"""Bytes of the header; where a read past the page cache begins and ends is a multiple."""
 _ABANDONED_S = 3600.0
 """Since anything was written to it, until a partial file is nobody's."""
-_PIECE = 64 << 20
-"""Bytes that are read or written at once, at most."""
+_PIECE = 8 << 20
+"""Bytes of a piece, at most; of the format."""
+_READERS = 8
+"""Threads that read a file, each with a buffer of a piece."""
+
+
+def kv_file_name(digest: str) -> str:
+    """Of a prefix's file, by the digest of its index."""
+    return f"{digest}.kv"
 
 
 class KVFileError(Exception):
     """A file is not what its name says; the message says what was expected and what came."""
+
+
+class Piece(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        layer: its number.
+        kv: 0: of its keys, 1: of its values.
+        pages: which ones of the prefix, in its order.
+        begin: first byte in the file.
+        size: bytes.
+    """
+
+    layer: int
+    kv: int
+    pages: slice
+    begin: int
+    size: int
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Content = Callable[[Piece], Bytes]
+"""Of a prefix, by piece: [num_pages, bytes of a page] uint8, contiguous."""
 
 
 class KVFiles:
@@ -67,58 +105,89 @@ class KVFiles:
         layers, heads, dims = view.num_layers, view.num_kv_heads, (view.head_dim, view.v_head_dim)
         dtype = str(view.kv_dtype).removeprefix("torch.")
         self._facts = {"format": FORMAT, "layers": layers, "kv_heads": heads, "dims": dims, "dtype": dtype}
-        self._token_bytes = layers * heads * sum(dims) * view.kv_dtype.itemsize
+        self._layers = layers
+        self._page_bytes = tuple(PAGE_TOKENS * heads * dim * view.kv_dtype.itemsize for dim in dims)
 
     def path(self, digest: str) -> Path:
         """Of a prefix's file, by the digest of its index."""
-        return self._folder / f"{digest}.kv"
+        return self._folder / kv_file_name(digest)
 
-    def write(self, digest: str, prefix_len: int, pieces: Iterator[memoryview]) -> None:
-        """Write a prefix, if its file is not there; `pieces` are its bytes. Raises OSError; then nothing is left."""
-        path, size = self.path(digest), _HEADER + prefix_len * self._token_bytes
+    def size(self, prefix_len: int) -> int:
+        """Bytes of a prefix's file."""
+        return _BLOCK + prefix_len // PAGE_TOKENS * self._layers * sum(self._page_bytes)
+
+    def write(self, digest: str, prefix_len: int, content: Content) -> None:
+        """Write a prefix, if its file is not there. Raises OSError; then nothing is left."""
+        path, size = self.path(digest), self.size(prefix_len)
         if path.exists():
             return
         self._make_room(size)
-        total = xxhash.xxh3_128()
+        sums = []
         with partial_file(path) as partial, partial.open("wb") as file:
-            file.seek(_HEADER)
-            for piece in pieces:
-                total.update(piece)
-                file.write(piece)
+            file.seek(_BLOCK)
+            for piece in self._pieces(prefix_len):
+                rows = content(piece)
+                sums.append(_checksum(rows))
+                file.write(rows.data)
             file.seek(0)
-            file.write(self._header(digest, prefix_len, total.hexdigest()))
+            file.write(self._header(digest, prefix_len, sums))
         logger.info("sparse attention: offload: %s written, %d bytes", path, size)
 
-    def read(self, digest: str, prefix_len: int, pieces: Iterator[memoryview]) -> None:
-        """Fill `pieces` with a prefix's bytes.
+    def read(self, digest: str, prefix_len: int, take: Callable[[Piece, Bytes], None]) -> None:
+        """Read a prefix's bytes; all threads have ended when it returns or raises.
+
+        Args:
+            digest: of its index.
+            prefix_len: tokens.
+            take: copies a piece's pages, [num_pages, bytes of a page] uint8, away before it returns; called by several
+                threads at once, and before the checksum is known.
 
         Raises:
             KVFileError: the file is damaged, of another prefix, or of another pool.
             OSError: it cannot be read.
         """
-        path, total = self.path(digest), xxhash.xxh3_128()
-        with path.open("rb", buffering=0) as file:
-            header = file.read(_HEADER)
-            for piece in pieces:
-                left = piece
-                while left:
-                    count = file.readinto(left)
-                    if not count:
-                        size = _HEADER + prefix_len * self._token_bytes
-                        raise KVFileError(f"expected {size} bytes in {path}, got {path.stat().st_size}")
-                    left = left[count:]
-                total.update(piece)
-        if header != self._header(digest, prefix_len, total.hexdigest()):
+        path, pieces, begun = self.path(digest), list(self._pieces(prefix_len)), time.perf_counter()
+        sums, readers = [b""] * len(pieces), min(_READERS, len(pieces))
+        with closing(_File(path)) as file:
+            if file.size != self.size(prefix_len):
+                raise KVFileError(f"expected {self.size(prefix_len)} bytes in {path}, got {file.size}")
+            header = file.read(_buffer(_BLOCK), 0, _BLOCK).tobytes()
+            facts = self._header(digest, prefix_len, []).partition(b'"xxh3"')[0]
+            if header.startswith(facts):
+
+                def work(first: int) -> None:
+                    buffer = _buffer(max(piece.size for piece in pieces) + 2 * _BLOCK)
+                    for number in range(first, len(pieces), readers):
+                        piece = pieces[number]
+                        rows = file.read(buffer, piece.begin, piece.size)
+                        sums[number] = _checksum(rows)
+                        take(piece, rows.reshape(-1, self._page_bytes[piece.kv]))
+
+                with ThreadPool(readers) as threads:  # of daemons: a process that ends does not wait for them
+                    threads.map(work, range(readers), chunksize=1)
+        if header != self._header(digest, prefix_len, sums):
             raise KVFileError(
                 f"expected in {path} the KV of index {digest}, {prefix_len} tokens, in this server's "
                 f"layout and with its checksum; got {header.rstrip()[:300]!r} before other content"
             )
         with suppress(OSError):
             os.utime(path)
+        logger.info("sparse attention: offload: %s read in %.2f s", path, time.perf_counter() - begun)
 
-    def _header(self, digest: str, prefix_len: int, checksum: str) -> bytes:
+    def _pieces(self, prefix_len: int) -> Iterator[Piece]:
+        begin, num_pages = _BLOCK, prefix_len // PAGE_TOKENS
+        for layer, kv in product(range(self._layers), (0, 1)):
+            count = max(1, _PIECE // self._page_bytes[kv])
+            for first in range(0, num_pages, count):
+                pages = slice(first, min(first + count, num_pages))
+                size = (pages.stop - first) * self._page_bytes[kv]
+                yield Piece(layer, kv, pages, begin, size)
+                begin += size
+
+    def _header(self, digest: str, prefix_len: int, sums: Sequence[bytes]) -> bytes:
+        checksum = xxhash.xxh3_128_hexdigest(b"".join(sums))
         facts = {**self._facts, "digest": digest, "prefix_len": prefix_len, "xxh3": checksum}
-        return json.dumps(facts).encode().ljust(_HEADER - 1) + b"\n"
+        return json.dumps(facts).encode().ljust(_BLOCK - 1) + b"\n"
 
     def _make_room(self, size: int) -> None:
         if self._most_bytes is None:
@@ -138,26 +207,95 @@ class KVFiles:
             held -= freed
 
 
-def of_pages(pool: HostPool, num_layers: int, pages: Tensor) -> Iterator[memoryview]:
-    """Memory of a prefix in the pool, in the file's order; it may be written to."""
-    for layer in range(num_layers):
-        for part in pool.layer(layer):
-            for _, page, count in runs(pages):
-                yield from _bytes_of(part[rows_of(page, count)])
+class _File:
+    """An open file, read by several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._cached = self._past = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._cached).st_size
+        self._in_cache = _in_page_cache(self._cached, self.size)
+        with suppress(OSError):  # not every file system has that
+            # The path may be another file's by now.
+            past = os.open(f"/proc/self/fd/{self._cached}", os.O_RDONLY | os.O_DIRECT)
+            try:
+                os.preadv(past, [_buffer(_BLOCK)], 0)
+                self._past = past
+            except OSError:
+                os.close(past)
+
+    def close(self) -> None:
+        for one in {self._cached, self._past}:
+            os.close(one)
+
+    def read(self, buffer: mmap, begin: int, size: int) -> Bytes:
+        """[size] uint8, of the buffer's memory. Raises KVFileError: the file has become shorter."""
+        first, end = begin // _BLOCK, -(-(begin + size) // _BLOCK)
+        file = self._cached if self._in_cache[first:end].all() else self._past
+        memory, begin, got = memoryview(buffer)[: (end - first) * _BLOCK], begin - first * _BLOCK, 0
+        while got < begin + size:
+            done = got // _BLOCK * _BLOCK
+            count = os.preadv(file, [memory[done:]], first * _BLOCK + done)
+            if done + count <= got:
+                raise KVFileError(f"expected {self.size} bytes in a file of KV, got fewer while it was read")
+            got = done + count
+        return np.frombuffer(memory, np.uint8)[begin : begin + size]
 
 
-def of_slots(kv: Callable[[int], PagedKV], num_layers: int, slots: Tensor) -> Iterator[memoryview]:
-    """Copies of a prefix's slots on the device, in the file's order."""
-    for layer in range(num_layers):
-        for part in (kv(layer).k_cache, kv(layer).v_cache):
-            yield from _bytes_of(taken(part, slots).cpu())
+def _buffer(size: int) -> mmap:
+    """Memory that a disk may write to. In small pages a read of it is cut into many: half as fast on some disks."""
+    buffer = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    with suppress(OSError):
+        buffer.madvise(MADV_HUGEPAGE)
+    return buffer
 
 
-def _bytes_of(rows: Tensor) -> Iterator[memoryview]:
-    memory: Any = rows.view(torch.uint8).numpy()
-    flat = memoryview(memory).cast("B")
-    for begin in range(0, len(flat), _PIECE):
-        yield flat[begin : begin + _PIECE]
+def _in_page_cache(file: int, size: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Of each block, whether the page cache has it; all True where the system does not say."""
+    found = np.ones(-(-size // _BLOCK), np.uint8)
+    with suppress(OSError, ValueError):  # no plain file, an empty one
+        mapped = np.frombuffer(mmap(file, size, prot=PROT_READ), np.uint8)
+        if PAGESIZE == _BLOCK:
+            ctypes.CDLL(None).mincore(mapped.ctypes, ctypes.c_size_t(size), found.ctypes)
+    return (found & 1).astype(bool)
+
+
+def of_pages(pool: HostPool, pages: Tensor) -> Content:
+    """What a prefix's pages in the pool hold."""
+    numbers = pages.numpy()
+    return lambda piece: _rows(pool.layer(piece.layer)[piece.kv])[numbers[piece.pages]]
+
+
+def into_pages(pool: HostPool, pages: Tensor) -> Callable[[Piece, Bytes], None]:
+    """Puts pieces to a prefix's pages in the pool."""
+    numbers = pages.numpy()
+
+    def take(piece: Piece, rows: Bytes) -> None:
+        _rows(pool.layer(piece.layer)[piece.kv])[numbers[piece.pages]] = rows
+
+    return take
+
+
+def of_slots(kv: Callable[[int], PagedKV], slots: Tensor) -> Content:
+    """What a prefix's slots on the device hold."""
+
+    def content(piece: Piece) -> Bytes:
+        found = kv(piece.layer)
+        part = slots[rows_of(piece.pages.start, piece.pages.stop - piece.pages.start)]
+        return _rows(taken(found.v_cache if piece.kv else found.k_cache, part).cpu())
+
+    return content
+
+
+def _rows(rows: Tensor) -> Bytes:
+    """The same memory, a page a row."""
+    memory: Bytes = rows.view(torch.uint8).view(len(rows) // PAGE_TOKENS, -1).numpy()
+    return memory
+
+
+def _checksum(rows: Bytes) -> bytes:
+    total = xxhash.xxh3_128()
+    total.update(rows.data)
+    return total.digest()
 
 
 @dataclass
@@ -178,24 +316,23 @@ class Move:
 
 
 class Mover:
-    """A thread for moves. All methods are of the scheduler's thread.
+    """A thread for loads, and one for saves: no load waits for a save. All methods are of the scheduler's thread.
 
     Args:
         files: read and written.
         pool: whose pages are.
-        num_layers: of the model.
     """
 
-    def __init__(self, files: KVFiles, pool: HostPool, num_layers: int) -> None:
-        self._files, self._pool, self._num_layers = files, pool, num_layers
-        self._asked: queue.PriorityQueue[tuple[bool, int, Move]] = queue.PriorityQueue()
-        self._count = itertools.count()
+    def __init__(self, files: KVFiles, pool: HostPool) -> None:
+        self._files, self._pool = files, pool
+        self._asked = {loads: queue.SimpleQueue[Move]() for loads in (True, False)}
         self._done: queue.SimpleQueue[Move] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="sparse-attn-kv-files", daemon=True).start()
+        for asked in self._asked.values():
+            threading.Thread(target=self._work, args=(asked,), name="sparse-attn-kv-files", daemon=True).start()
 
     def begin(self, move: Move) -> None:
-        """Loads come first: requests may wait for them."""
-        self._asked.put((not move.loads, next(self._count), move))
+        """Behind those of its kind."""
+        self._asked[move.loads].put(move)
 
     def ended(self) -> Iterator[Move]:
         """Moves that have ended since the last call."""
@@ -203,14 +340,16 @@ class Mover:
             while True:
                 yield self._done.get_nowait()
 
-    def _work(self) -> None:
+    def _work(self, asked: queue.SimpleQueue[Move]) -> None:
         while True:
-            _, _, move = self._asked.get()
+            move = asked.get()
+            offload = move.offload
             try:
                 move.ready()
-                offload = move.offload
-                pieces = of_pages(self._pool, self._num_layers, offload.pages)
-                (self._files.read if move.loads else self._files.write)(offload.digest, offload.prefix_len, pieces)
+                if move.loads:
+                    self._files.read(offload.digest, offload.prefix_len, into_pages(self._pool, offload.pages))
+                else:
+                    self._files.write(offload.digest, offload.prefix_len, of_pages(self._pool, offload.pages))
             except Exception as error:
                 move.error = error
             self._done.put(move)

@@ -58,6 +58,7 @@ class Offloading:
         translated: requests that got their slots behind a prefix in host memory.
         swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
         serves: whether steps select by a request's index, as far as is known now; else its prefix stays on the device.
+        loading: whether an index is on its way to the device: steps without it are slow behind host memory.
         selects: whether a step can select behind a prefix of so many tokens; else it stays on the device.
 
     Args:
@@ -66,7 +67,8 @@ class Offloading:
         pool: of host memory.
         behind: rows of the KV pool's tensors behind the allocator's.
         page_size: SGLang's; a prefix is a multiple of it.
-        waits: whether a request waits while its prefix is read from a file; else it is prefilled.
+        waits_s: seconds that a request waits while its prefix is read from a file, and its index loads, at most; behind
+            them it is prefilled.
 
     Raises:
         OSError: the folder for files cannot be made.
@@ -80,7 +82,7 @@ class Offloading:
         behind: RowsBehind,
         page_size: int,
         *,
-        waits: bool = False,
+        waits_s: float = 0.0,
     ) -> None:
         self._options, self._view, self._pool = options, view, pool
         self._behind = behind
@@ -99,12 +101,13 @@ class Offloading:
         self.swap: SwapIn | None = None
         self.serves: Callable[[Attachment], bool] = lambda attachment: True
         self.selects: Callable[[int], bool] = lambda tokens: True
+        self.loading: Callable[[str], bool] = lambda digest: False
         self._off = False
-        self._waits, self._fresh, self._looked = waits, list[Tensor](), dict[str, float]()
+        self._waits_s, self._fresh, self._looked = min(waits_s, _WAIT_S), list[Tensor](), dict[str, float]()
         self._files: KVFiles | None = None
         if options.folder is not None:
             self._files = KVFiles(options, view)
-            self._mover = Mover(self._files, pool, view.num_layers)
+            self._mover = Mover(self._files, pool)
 
     # -- files -----------------------------------------------------------------------------------------------
 
@@ -137,7 +140,9 @@ class Offloading:
                 if found is not None:
                     self._fresh.append(found.pages)
                     self._move(found, loads=True)
-            if found is not None and found.state is OffloadState.LOADING and time.monotonic() < found.waited_for:
+            if found is None or time.monotonic() >= found.waited_for:
+                continue
+            if found.state is OffloadState.LOADING or self.loading(digest):
                 held.append(request)
         return held
 
@@ -157,8 +162,7 @@ class Offloading:
 
     def _move(self, offload: Offload, *, loads: bool) -> None:
         self.directory.pin(offload)
-        if self._waits:
-            offload.waited_for = time.monotonic() + _WAIT_S
+        offload.waited_for = time.monotonic() + self._waits_s
         self._mover.begin(Move(offload, loads, waits_for(self._view.device)))
 
     def _take_moves(self) -> None:

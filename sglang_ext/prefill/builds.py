@@ -97,10 +97,10 @@ class PrefillBuilds(Recording):
             except Exception as error:  # whatever a store raises, the server must live on
                 self._failed(rid, error)
                 return
-            if isinstance(found, dict):
+            if isinstance(found, dict) and not (found["status"] == "exists" and self._lacks_kv(identity)):
                 self._tell(rid, **found)
                 return
-            lease = found
+            lease = None if isinstance(found, dict) else found
         self._pending[rid] = identity, lease, prompt
         if not self.recorder.start(rid, len(prompt)):
             self.discard(rid)
@@ -133,9 +133,33 @@ class PrefillBuilds(Recording):
             if not self._all_have(not problem):
                 self._tell(rid, status="failed", reason="capture_rejected", detail=problem or _ALL)
                 return
-            self._build(rid, row, capture, identity, prompt)
+            if self._ranks.rank == 0 and lease is None:
+                self._keep_kv(rid, row, identity)
+            else:
+                self._build(rid, row, capture, identity, prompt)
         finally:
             give_back(lease)
+
+    def _lacks_kv(self, identity: IndexIdentity) -> bool:
+        """Whether the file of KV that is to lie beside an index is missing."""
+        return self._files is not None and not self._files.path(identity.digest).exists()
+
+    def _keep_kv(self, rid: str, row: int, identity: IndexIdentity) -> None:
+        """Beside an index that exists."""
+        try:
+            written = self._write_kv(row, identity)
+        except Exception as error:  # one prompt must not end the job
+            self._failed(rid, error)
+            return
+        self._tell(rid, status="exists", digest=identity.digest, num_tokens=identity.num_tokens, **written)
+
+    def _write_kv(self, row: int, identity: IndexIdentity) -> dict[str, Any]:
+        """What is said of the file; nothing without a folder for such files."""
+        if self._files is None:
+            return {}
+        slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
+        self._files.write(identity.digest, identity.num_tokens, of_slots(self._view.kv, slots))
+        return {"kv_file": str(self._files.path(identity.digest))}
 
     def _all_have(self, mine: bool) -> bool:
         return self._ranks.least([int(mine)])[0] > 0
@@ -154,10 +178,7 @@ class PrefillBuilds(Recording):
                 assembly.arrays.update(self._parts.taken(identity.digest) or {})
             recall = {name: sum(one[name] for one in of_ranks) / len(of_ranks) for name in of_ranks[0]}
             entry, stats = self._factory.keep(assembly, recall, prompt)
-            if self._files is not None:
-                slots = self._view.req_to_token[row, : identity.num_tokens].to(torch.int64)
-                pieces = of_slots(self._view.kv, self._view.num_layers, slots)
-                self._files.write(entry.digest, identity.num_tokens, pieces)
+            stats |= self._write_kv(row, identity)
         except Exception as error:  # one prompt must not end the job
             self._failed(rid, error)
             return

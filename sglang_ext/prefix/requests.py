@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_ext.metrics import REASONS, Counters
-from sglang_ext.options import PrefetchPolicy, SparseAttnConfig
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.prefix.suffix_index import SuffixIndex
 from sglang_ext.ranks import LOADING, READY, Agreement, Ranks, Word
@@ -354,7 +356,7 @@ class Readiness:
             index = None
         if index is None:
             return None, attachment.reason
-        if waits and index.state is State.LOADING and self._config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
+        if waits and index.state is State.LOADING:
             self._wait(index)
         if index.state is State.READY:
             return index, None
@@ -363,9 +365,13 @@ class Readiness:
         return None, attachment.reason or "index_loading"
 
     def _wait(self, index: ResidentIndex) -> None:
+        left = index.begun + self._config.waits_s - time.monotonic()
+        if left <= 0 or index.loaded is None:
+            return
         try:
-            if index.loaded is not None:
-                index.loaded.result()
+            index.loaded.result(min(left, threading.TIMEOUT_MAX))
+        except TimeoutError:
+            pass
         except Exception as error:  # the request decodes dense; a fallback is counted for it
             logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
 

@@ -87,13 +87,14 @@ class ResidentIndex:
             Another index of the same prefix is another try.
         users: requests with a slot that hold it; only an index without users is evicted.
         hit: whether its load was begun by a request that counts as a hit.
-        told: when the store was last told of a use (`time.monotonic`): its load tells it.
+        begun: when its load was asked for (`time.monotonic`).
+        told: when the store was last told of a use: its load tells it.
     """
 
     def __init__(self, entry: IndexEntry, *, hit: bool = False) -> None:
         self.entry, self.hit = entry, hit
         self.state = State.LOADING
-        self.told = time.monotonic()
+        self.begun = self.told = time.monotonic()
         self.layers: list[LayerArrays] = []
         self.reason = ""
         self.detail = ""
@@ -211,6 +212,12 @@ class Residency:
             del self._by_digest[digest]
         self._wait_for_device()  # as in `_make_room`
         return True
+
+    def state(self, digest: str) -> State | None:
+        """Of an index; None where nothing is known of it."""
+        with self._lock:
+            index = self._by_digest.get(digest)
+        return None if index is None else index.state
 
     def resident(self) -> dict[str, ResidentIndex]:
         """The indexes that are loaded, loading or failed, by digest."""

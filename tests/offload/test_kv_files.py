@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from sglang_ext.offload import kv_files
 from sglang_ext.offload.directory import OffloadDirectory
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, of_pages, of_slots
+from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, into_pages, of_pages, of_slots
 from sglang_ext.options import Offload
 from tests.offload.host_memory import PlainPools
 
@@ -22,12 +24,13 @@ TOKENS, LAYERS = 96, 2
 class Kept:
     """Prefixes with content in a pool, and a folder for them."""
 
-    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
-        self.pools = PlainPools(16 + TOKENS, 16, 24)
+    def __init__(self, folder: Path, most_bytes: int | None = None, heads: int = 2, dim: int = 8) -> None:
+        self.pools = PlainPools(16 + TOKENS, 16, 24, heads=heads, dim=dim)
         self.directory = OffloadDirectory(self.pools)
         options = Offload(host_bytes=1, folder=str(folder / "kv"), folder_bytes=most_bytes)
-        view: Any = SimpleNamespace(num_layers=LAYERS, num_kv_heads=2, head_dim=8, v_head_dim=8, kv_dtype=torch.float32)
-        self.files = KVFiles(options, view)
+        view = SimpleNamespace(num_layers=LAYERS, num_kv_heads=heads, head_dim=dim, v_head_dim=dim)
+        view.kv_dtype = torch.float32
+        self.files = KVFiles(options, view)  # type: ignore[arg-type]
 
     def filled(self, digest: str) -> torch.Tensor:
         """A prefix of random content, written to its file; [layers, 2, TOKENS, heads, dim]."""
@@ -37,14 +40,14 @@ class Kept:
         rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
         for layer, part in zip(self.pools.host, content, strict=True):
             layer[:, rows] = part
-        self.files.write(digest, TOKENS, of_pages(self.pools, LAYERS, offload.pages))
+        self.files.write(digest, TOKENS, of_pages(self.pools, offload.pages))
         return content
 
     def read(self, digest: str) -> torch.Tensor:
         """The same, out of its file, into other pages."""
         offload = self.directory.begin(f"read {digest}", TOKENS)
         assert not isinstance(offload, str)
-        self.files.read(digest, TOKENS, of_pages(self.pools, LAYERS, offload.pages))
+        self.files.read(digest, TOKENS, into_pages(self.pools, offload.pages))
         rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
         return torch.stack([layer[:, rows] for layer in self.pools.host])
 
@@ -54,9 +57,55 @@ def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:
     assert torch.equal(kept.filled("a"), kept.read("a"))
     assert [path.name for path in (tmp_path / "kv").iterdir()] == ["a.kv"]
     slots = torch.randperm(TOKENS) + 16
-    kept.files.write("b", TOKENS, of_slots(kept.pools.kv, LAYERS, slots))
+    kept.files.write("b", TOKENS, of_slots(kept.pools.kv, slots))
     wanted = torch.stack([layer[:, slots] for layer in kept.pools.device])
     assert torch.equal(kept.read("b"), wanted)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("readers", [1, 3, 64])
+def test_pieces_of_any_size_are_read_from_the_page_cache_and_past_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, readers: int
+) -> None:
+    """Of 960 bytes a page none begins at a block of the disk but the first."""
+    monkeypatch.setattr(kv_files, "_PIECE", 2 * 960 + 1)
+    monkeypatch.setattr(kv_files, "_READERS", readers)
+    kept = Kept(tmp_path, heads=3, dim=5)
+    content = kept.filled("a")
+    found = kv_files._File(kept.files.path("a"))
+    assert found._in_cache.all(), "it was written a moment ago"
+    found.close()
+    monkeypatch.setattr(kv_files, "_in_page_cache", lambda _, size: np.full(-(-size // 4096), cached))
+    assert torch.equal(content, kept.read("a"))
+    path = kept.files.path("a")
+    raw = bytearray(path.read_bytes())
+    raw[-1000] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(KVFileError, match="with its checksum"):
+        kept.read("a")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    monkeypatch.setattr(kv_files, "_PIECE", 2 * 960)
+    monkeypatch.setattr(kv_files, "_in_page_cache", lambda _, size: np.full(-(-size // 4096), cached))
+    kept = Kept(tmp_path, heads=3, dim=5)
+    kept.filled("a")
+    with pytest.raises(KVFileError, match="got fewer while it was read"):
+        kept.files.read("a", TOKENS, lambda *_: os.truncate(kept.files.path("a"), 9000))
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    kept, limits = Kept(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            kept.filled("a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "kv").iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["content", "short", "header", "empty", "foreign"])
@@ -105,7 +154,7 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
 def test_the_thread_gives_back_what_failed_and_goes_on(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.filled("a")
-    mover, found = Mover(kept.files, kept.pools, LAYERS), list[Move]()
+    mover, found = Mover(kept.files, kept.pools), list[Move]()
     missing, there = (kept.directory.begin(name, 16) for name in ("missing", "there"))
     assert not isinstance(missing, str)
     assert not isinstance(there, str)

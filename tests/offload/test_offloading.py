@@ -30,7 +30,13 @@ class Served:
     """Offload over plain pools, with a table of slots."""
 
     def __init__(
-        self, *, num_pages: int = 12, staging: int = 32, min_tokens: int = 32, folder: str | None = None
+        self,
+        *,
+        num_pages: int = 12,
+        staging: int = 32,
+        min_tokens: int = 32,
+        folder: str | None = None,
+        waits_s: float = 60.0,
     ) -> None:
         torch.manual_seed(3)
         self.pools = PlainPools(SLOTS, staging, num_pages)
@@ -41,7 +47,7 @@ class Served:
         )  # fmt: skip
         sizes = {"min_tokens": min_tokens, "staging_tokens": staging}
         self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
-        self.offloading = Offloading(self.options, self.view, self.pools, self.pools.behind, PAGE, waits=True)
+        self.offloading = Offloading(self.options, self.view, self.pools, self.pools.behind, PAGE, waits_s=waits_s)
         self._next = PAGE
 
     def slots(self, row: int, begin: int, end: int) -> None:
@@ -174,6 +180,29 @@ def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole(monkeypatch: p
     assert served.offloading.wanted(Request(), Attachment("rid", "unsupported_mode", one.entry), PREFIX) is None
 
 
+def test_a_copy_that_was_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an abort, whose prefix leaves for another one; by a flush, behind which the copy begins anew."""
+    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+    served = Served(num_pages=8)
+    for row in (0, 1):
+        served.slots(row, 0, PREFIX)
+    served.decode(0, attachment("aborted"))
+    assert served.offloading.snapshot()["prefixes"] == {"copying": 1}
+    served.offloading.slot_freed(0)
+    served.decode(1, attachment("b"))
+    assert served.offloading.directory.get("aborted") is None
+    served.offloading.drop()
+    assert served.offloading.snapshot()["free_pages"] == 8
+    for _ in range(3):
+        assert served.offloading.wanted(Request(), attachment("b"), PREFIX) is None
+        served.decode(1, attachment("b"))
+    found = served.offloading.wanted(Request(), attachment("b"), PREFIX)
+    assert found is not None
+    keys = served.pools.layer(1)[0].reshape(-1, PAGE, 2, DIM)[found.pages].reshape(PREFIX, 2, DIM)
+    assert torch.equal(keys, served.pools.kv(1).k_cache[served.table[1, :PREFIX].long()])
+    assert served.offloading.snapshot()["problem"] is None
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [(16, "short"), (104, "page_size"), (224, "few_residents"), (208, "too_long"), (112, "host_full")],
@@ -239,7 +268,7 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
         offload = served.offloading.directory.begin(digest, PREFIX)
         assert not isinstance(offload, str)
         files = KVFiles(served.options, served.view)
-        files.write(digest, PREFIX, of_pages(served.pools, 2, offload.pages))
+        files.write(digest, PREFIX, of_pages(served.pools, offload.pages))
         served.offloading.directory.failed(offload)
     served.offloading.drop()
     waiting = [(Request(), attachment(digest)) for digest in ("a", "b")]
