@@ -14,8 +14,8 @@ Engines are started one after another, each in a process of its own; a start is 
   the same batch behind host memory, with a tenth of the prefix resident.
 - `ours`: several prefixes in host memory, a KV pool smaller than one of them. A second engine on the same GPU prefills
   and indexes them, one file at a time, and has ended when `throughput` and `distinct` are measured.
-- `stock`: SGLang with HiCache. Its KV pool has the bytes that `ours` has in all, but holds one prefix and all
-  suffixes and answers at least. `throughput`, then `distinct` of one request behind one prefix in device memory.
+- `stock`: SGLang with HiCache (on a CPU without). Its KV pool has the bytes that `ours` has in all, but room for one
+  prefix and all suffixes and answers at least. `throughput`, then `distinct`: one request behind device memory.
 
 `throughput`: so many requests at a time, prefixes drawn by zipf, tokens that came within `--seconds` behind
 `--settle`. Steps of ours select what a trace says (`offload_serving_replay.py`); behind device memory what the weights
@@ -71,7 +71,7 @@ SUFFIX = 32
 SIZES: dict[str, Row] = {
     "llama-3.1-8b": {
         "prefixes": 6, "prefix": 98304, "long": 131072, "warm": 8192, "in_flight": 16, "answers": [128, 512],
-        "budget": 2048, "residents": 18432, "pool": 10240, "long_budget": 6144, "batch": 8,
+        "budget": 2048, "residents": 22528, "pool": 10240, "long_budget": 6144, "batch": 8,
         "seconds": 40, "settle": 8, "tokens": 200,
     },
     "tiny": {
@@ -154,11 +154,11 @@ def engine_flags(args: argparse.Namespace, start: str) -> list[str]:
             flags[flags.index("--mem-fraction-static") + 1] = shares[start]
         graphs = [1] if start == "builder" else GRAPHS
         flags += ["--cuda-graph-bs-decode", *map(str, graphs)]
-    if start == "stock":
+    if start == "stock" and not args.cpu:
         gigabytes = -(-(sizes["prefixes"] * sizes["prefix"] * token_bytes(args.shape)) // 10**9) + 3
         flags += ["--enable-hierarchical-cache", "--hicache-size", str(gigabytes)]
         flags += ["--hicache-write-policy", "write_through", "--schedule-policy", "lpm"]
-    else:
+    elif start != "stock":
         config = json.dumps(configuration(args, start))
         store = folder_of(args, start) / "store"
         store.mkdir(parents=True, exist_ok=True)
@@ -372,7 +372,7 @@ def measure_long(args: argparse.Namespace, start: str, wanted: Sequence[Row]) ->
         (folder / "built").touch()
     else:
         asked.first_token("warm")
-        asked.engine.flush_cache()
+        waited(lambda: asked.engine.flush_cache().success, 10, "the cache to be flushed")
         for path in [*folder.rglob("*")]:
             if path.is_file():
                 forget(path)
@@ -541,19 +541,14 @@ def table(rows: Sequence[Row]) -> str:
 
     for answer in sorted({row["answer"] for row in rows if row["answer"]}):
         for figure, unit in (("tokens_per_s", "tokens/s"), ("ttft_ms", "ms"), ("itl_ms", "ms")):
-            pair = (of("throughput", engine, figure, answer) for engine in ("ours", "stock"))
-            line(f"throughput, answers of {answer}: {figure}", *pair, 1, unit)
+            ours, stock = (of("throughput", engine, figure, answer) for engine in ("ours", "stock"))
+            line(f"throughput, answers of {answer}: {figure}", ours, stock, 1, unit)
     line("distinct", of("distinct", "ours", "tokens_per_s"), of("distinct", "hbm", "tokens_per_s"), 1, "tokens/s")
     line("step", of("step", "host", "ms"), of("step", "hbm", "ms"), 2, "ms")
     line("step, and its link", of("step", "host", "ms"), of("step", "host", "link_ms"), 2, "ms")
     for engine in ("host", "disk"):
-        line(
-            f"first token from {engine}, prefill",
-            of("first_token", engine, "seconds"),
-            of("first_token", "prefill", "seconds"),
-            2,
-            "s",
-        )
+        seconds, prefill = (of("first_token", one, "seconds") for one in (engine, "prefill"))
+        line(f"first token from {engine}, prefill", seconds, prefill, 2, "s")
     for row in rows:
         if row.get("bytes"):
             held = held_bytes(row)
@@ -571,7 +566,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--trace", default=str(TRACE), help="of selections; 'none': drawn ones (%(default)s)")
     add("--churn", type=float, default=0.3, help="of drawn ones: share that a step changes (%(default)s)")
     add("--stock-pool", type=int, metavar="TOKENS", help="of `stock`; default: what `ours` has in all, by its rows")
-    add("--start-seconds", type=float, default=400.0, help="a start and its rows take at most (%(default)s)")
+    add("--start-seconds", type=float, default=500.0, help="a start and its rows take at most (%(default)s)")
     add("--work", type=Path, default=Path(".models/offload"), help="folder of KV files and indexes (%(default)s)")
     add("--logs", type=Path, help="folder of the engines' logs (WORK/logs)")
     add("--out", default="offload-serving.jsonl", help="result file; rows are appended (%(default)s)")

@@ -89,7 +89,7 @@ class Replay:
     def __init__(
         self, positions: Tensor, prefix_len: int, num_sets: int, max_groups: int, device: torch.device
     ) -> None:
-        self._positions, self._prefix_len = positions.to(device), prefix_len
+        self._positions, self._prefix_len = positions.to(device).contiguous(), prefix_len
         last = len(positions) - 1
         self._layers = [round(number * last / max(1, num_sets - 1)) for number in range(num_sets)]
         self._groups = torch.zeros(max_groups, _FIELDS, dtype=torch.int32, device=device)

@@ -254,7 +254,8 @@ def _front(req: Any, limit: int) -> tuple[int, bool]:
         return 0, False
     if _runtime.requests.of(req) is None:
         _admit(req, _key_of(req))
-    return offload.front(_runtime.requests.of(req), min(limit, len(req.origin_input_ids) - 1))
+    front: tuple[int, bool] = offload.front(_runtime.requests.of(req), min(limit, len(req.origin_input_ids) - 1))
+    return front
 
 
 class _Behind:

@@ -9,7 +9,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 import pytest
 
@@ -247,15 +246,13 @@ def test_prompts_that_are_longer_than_the_pool(
         assert [answer.ids for answer in server.together(calls)] == [expected[n] for n in places]
     state = offload(server)
     assert state["events"]["loaded"] == state["events"]["evicted"] + 1 == state["translated"] - 2
-    with pytest.raises(HTTPError, match="400") as refused:
+    with pytest.raises(OSError, match=r"HTTP 400.* exceeds the maximum allowed length"):
         server.generate(texts.ask(texts.unindexed, 0))
-    assert b"exceeds the maximum allowed length" in refused.value.read()
     server.flush()
     file = tmp_path / "kv" / f"{built.line('first')['digest']}.kv"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(HTTPError, match="400") as refused:
+    with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
         server.generate(prompts[0])
-    assert b"in host memory or a file; it is in neither" in refused.value.read()
     assert server.generate(prompts[2], 100).ids == expected[2]
     offload(server)
 
