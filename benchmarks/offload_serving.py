@@ -347,7 +347,8 @@ def within(found: Sequence[Streamed], begin: float, end: float) -> Row:
 
 def cells(args: argparse.Namespace, start: str) -> list[Row]:
     """Beginnings of a start's rows."""
-    cell = {"sizes": args.sizes, "churn": args.trace or args.churn, "start": start, **provenance(args)}
+    churn = Path(args.trace).name if args.trace else args.churn
+    cell = {"sizes": args.sizes, "churn": churn, "start": start, **provenance(args)}
     names: dict[str, list[tuple[str, str, int | None]]] = {
         "hbm": [("first_token", "prefill", None), ("step", "hbm", None)],
         "host": [("first_token", "disk", None), ("first_token", "host", None), ("step", "host", None)],
