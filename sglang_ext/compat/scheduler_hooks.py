@@ -207,13 +207,18 @@ def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill."""
     offload = None if _runtime is None else _runtime.offload
-    if _runtime is None or offload is None or not offload.has_files:
+    if _runtime is None or offload is None:
         return original(scheduler, *args, **kwargs)
     waiting = scheduler.waiting_queue
+    long = [req for req in waiting if len(req.origin_input_ids) >= scheduler.max_req_input_len]
+    if not (offload.has_files or long):
+        return original(scheduler, *args, **kwargs)
     for req in waiting:
         if _runtime.requests.of(req) is None:
             _admit(req, _key_of(req))
-    held = {id(req) for req in offload.before_batch((req, _runtime.requests.of(req)) for req in waiting)}
+    held = {id(req) for req in long if _waits_for_host(req)}
+    if offload.has_files:
+        held |= {id(req) for req in offload.before_batch((req, _runtime.requests.of(req)) for req in waiting)}
     if not held:
         return original(scheduler, *args, **kwargs)
     scheduler.waiting_queue = [req for req in waiting if id(req) not in held]
@@ -228,6 +233,66 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
         stays, known = held | {id(req) for req in left}, {id(req) for req in waiting}
         new = [req for req in left if id(req) not in known]
         scheduler.waiting_queue = [*(req for req in waiting if id(req) in stays), *new]
+
+
+def _waits_for_host(req: Any) -> bool:
+    """Whether a prompt that is longer than the KV pool waits for its prefix. One whose prefix is gone ends: SGLang
+    would never find room for it, nor for those behind it.
+    """
+    assert _runtime is not None
+    attachment = _runtime.requests.of(req)
+    limit = req.logprob_start_len if req.return_logprob and req.logprob_start_len >= 0 else len(req.origin_input_ids)
+    tokens, ready = _front(req, limit)
+    if tokens or attachment is None:
+        return not ready
+    req.set_finish_with_abort(
+        f"expected the prefix of a prompt of {len(req.origin_input_ids)} tokens, more than the KV pool has, in host "
+        "memory or a file; it is in neither, or log-probabilities of its tokens were asked for. Raise "
+        "--max-total-tokens or offload.host_bytes"
+    )
+    attachment.entry = None
+    return False
+
+
+def _front(req: Any, limit: int) -> tuple[int, bool]:
+    """Of a waiting request; see `Offloading.front`."""
+    offload = None if _runtime is None else _runtime.offload
+    if _runtime is None or offload is None:
+        return 0, False
+    if _runtime.requests.of(req) is None:
+        _admit(req, _key_of(req))
+    front: tuple[int, bool] = offload.front(_runtime.requests.of(req), min(limit, len(req.origin_input_ids) - 1))
+    return front
+
+
+class _Behind:
+    """A request whose own prompt begins at a token."""
+
+    def __init__(self, req: Any, tokens: int) -> None:
+        self._req, self.origin_input_ids = req, req.origin_input_ids[tokens:]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._req, name)
+
+
+def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:
+    """A prefix in host memory takes no room in the KV pool: it does not bound the answer to a prompt that is longer."""
+    length, truncates = len(req.origin_input_ids), scheduler.server_args.allow_auto_truncate
+    tokens = _front(req, length)[0] if length >= scheduler.max_req_input_len and not truncates else 0
+    if tokens:
+        params, most = req.sampling_params, scheduler.model_config.context_len - length - 2
+        params.max_new_tokens = most if params.max_new_tokens is None else min(params.max_new_tokens, most)
+        req = _Behind(req, tokens)
+    original(scheduler, req)
+
+
+def around_validate_input_length(
+    original: Callable[..., Any], req: Any, max_req_input_len: int, allow_auto_truncate: bool
+) -> Any:
+    """Nor does it bound the prompt. What SGLang truncates is looked up as a whole, so is not looked up here."""
+    length = len(req.origin_input_ids)
+    tokens = _front(req, length)[0] if length >= max_req_input_len and not allow_auto_truncate else 0
+    return original(req, max_req_input_len + tokens, allow_auto_truncate)
 
 
 def _key_of(req: Any) -> Any:

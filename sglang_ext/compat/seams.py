@@ -117,6 +117,13 @@ SEAMS: tuple[Seam, ...] = (
         ("recv_req",),
         {"internal_state": dict},
     ),
+    Seam(f"{_SCHEDULER}.init_req_max_new_tokens", _AROUND, hooks.around_init_req_max_new_tokens, ("req",)),
+    Seam(
+        "sglang.srt.managers.scheduler.validate_input_length",
+        _AROUND,
+        hooks.around_validate_input_length,
+        ("req", "max_req_input_len", "allow_auto_truncate"),
+    ),
     Seam(f"{_SCHEDULER}.get_new_batch_prefill", _AROUND, hooks.around_get_new_batch_prefill, ("running_batch",)),
     Seam(f"{_SCHEDULER}.handle_dumper_control", _AROUND, hooks.around_dumper_control, ("recv_req",)),
 )

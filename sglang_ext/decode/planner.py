@@ -16,6 +16,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
+from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
@@ -161,6 +162,8 @@ class DecodePlanner:
         if shares:
             graphs = view.decode_graphs
             self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
+        if host is not None:
+            arena_size += host.num_pages * PAGE_TOKENS  # whose slots are not the pool's
         if config.decode_path is not DecodePath.CASCADE:
             self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks, host)
         if self.sparse is not None and config.guard_every and self.drafts is None:

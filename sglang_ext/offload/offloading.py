@@ -208,6 +208,29 @@ class Offloading:
         self._matched[request] = found
         return found
 
+    def front(self, attachment: Attachment | None, limit: int) -> tuple[int, bool]:
+        """What a waiting request has in front, or will have once its file is read.
+
+        Args:
+            attachment: what is known of it.
+            limit: tokens that its match may cover.
+
+        Returns:
+            Tokens, and whether they are in host memory now. (0, False): nothing, for as long as is known.
+        """
+        if self._off or attachment is None or attachment.entry is None or not self._may(attachment):
+            return 0, False
+        digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
+        found = self.directory.get(digest)
+        if found is None:
+            fits = tokens <= self._pool.num_pages * PAGE_TOKENS and self._unfit(tokens) is None
+            coming = self.has_files and fits and self._filed(digest)
+        else:
+            coming = found.state in (OffloadState.LOADING, OffloadState.HOST)
+        if not coming or tokens > limit:
+            return 0, False
+        return tokens, found is not None and found.state is OffloadState.HOST
+
     def virtual_slots(self, offload: Offload, device: torch.device) -> Tensor:
         """[prefix_len] int64: entry i is i % page_size, so that the page behind them begins anew for SGLang."""
         return torch.arange(offload.prefix_len, dtype=torch.int64, device=device) % self.page_size

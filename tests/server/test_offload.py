@@ -231,6 +231,32 @@ def test_a_server_that_starts_anew_needs_no_prefill(
     assert state["residents"]["missed"] == 0
 
 
+@pytest.mark.boot("offload-files")
+def test_prompts_that_are_longer_than_the_pool(
+    serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path
+) -> None:
+    """They need room for what stands behind their prefix; a prompt whose prefix is in no file is refused."""
+    prompts = [texts.ask(one, n) for one in (texts.first, texts.second) for n in range(2)]
+    whole = serve(store, PRODUCTION, fresh=True, **FLAGS)
+    expected = [whole.generate(prompt, 100).ids for prompt in prompts]
+    kept = {**CONFIG["offload"], "folder": str(shutil.copytree(built.kv, tmp_path / "kv"))}
+    server = serve(store, {**CONFIG, "offload": kept}, fresh=True, max_total_tokens="1024", **FLAGS)
+    for places in ((0, 1), (2, 3), (0, 2)):  # the host has room for one of the two documents
+        calls = [lambda p=prompts[n]: server.generate(p, 100) for n in places]  # type: ignore[misc]
+        assert [answer.ids for answer in server.together(calls)] == [expected[n] for n in places]
+    state = offload(server)
+    assert state["events"]["loaded"] == state["events"]["evicted"] + 1 == state["translated"] - 2
+    with pytest.raises(OSError, match=r"HTTP 400.* exceeds the maximum allowed length"):
+        server.generate(texts.ask(texts.unindexed, 0))
+    server.flush()
+    file = tmp_path / "kv" / f"{built.line('first')['digest']}.kv"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
+        server.generate(prompts[0])
+    assert server.generate(prompts[2], 100).ids == expected[2]
+    offload(server)
+
+
 def _until(server: Server, event: str) -> int:
     """How often it happened, once it has."""
     before = int(offload(server)["events"].get(event, 0))
