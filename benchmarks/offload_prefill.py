@@ -25,6 +25,7 @@ from torch import Tensor
 
 from prefix_kernels import PagedKV
 from prefix_kernels.prefill_attention import Reference, Span
+from prefix_kernels.residents import from_pages
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.attention import StagedAttention
 from sglang_ext.offload.directory import Offload
@@ -70,15 +71,15 @@ class PinnedLayers:
 
     def __init__(self, sizes: PrefillSizes, device: torch.device, seed: int) -> None:
         gen = torch.Generator(device).manual_seed(seed)
-        shape, pinned = (2, sizes.context, sizes.heads, sizes.dim), device.type == "cuda"
+        shape, pinned = (sizes.context // PAGE_TOKENS, sizes.heads, PAGE_TOKENS, 2 * sizes.dim), device.type == "cuda"
         self.kv = [torch.empty(shape, dtype=sizes.dtype, pin_memory=pinned) for _ in range(sizes.layers)]
         for layer in self.kv:
-            for part in layer.split(1 << 16, dim=1):
+            for part in layer.split(1 << 12):
                 part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: int) -> Tensor:
         """See `HostPool.layer`."""
-        return self.kv[layer][0], self.kv[layer][1]
+        return self.kv[layer]
 
 
 class Prefill:
@@ -144,10 +145,9 @@ class Prefill:
         """The last run's outputs."""
         sizes, worst = self.sizes, 0.0
         for layer, found in enumerate(self._found):
-            caches = [
-                torch.cat([of_host.to(self._device), own])
-                for of_host, own in zip(self._host.layer(layer), self._pools[layer], strict=True)
-            ]
+            caches = [torch.cat([own.new_empty(sizes.context, *own.shape[1:]), own]) for own in self._pools[layer]]
+            keys, values = (cache[: sizes.context] for cache in caches)
+            from_pages(self._host.layer(layer).to(self._device), keys, values)
             before = torch.arange(sizes.context, device=self._device)
             spans = [Span(rows, torch.cat([before, sizes.context + slots])) for rows, slots in self._spans]
             oracle = Reference(spans, [], self._device)

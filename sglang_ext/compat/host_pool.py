@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefix_kernels.residents import to_pages
 from sglang_ext.compat import memory
 from sglang_ext.compat.versions import older_than
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.model_view import ModelView
-from sglang_ext.offload.host import RowsBehind, rows_of, runs
+from sglang_ext.offload.host import RowsBehind, rows_of, runs, stage
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 
@@ -61,7 +62,7 @@ def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, 
 
 
 class SGLangHostPool:
-    """A `HostPool` of an `MHATokenToKVPoolHost`, layer first, in pages of `PAGE_TOKENS` rows.
+    """A `HostPool` in the memory of an `MHATokenToKVPoolHost`.
 
     Args:
         device_pool: SGLang's KV pool. Tensors of layers that attend all are replaced by larger ones.
@@ -84,6 +85,10 @@ class SGLangHostPool:
                 f"got: {error}. Lower offload.host_bytes"
             ) from error
         self.num_pages = int(self._host.size) // PAGE_TOKENS
+        heads, width = device_pool.k_buffer[0].shape[1:]
+        sizes = len(device_pool.k_buffer), self.num_pages, heads, PAGE_TOKENS, 2 * width
+        # SGLang has all keys first. Nothing but what is here reads this pool.
+        self._layers: Tensor = self._host.kv_buffer.view(-1).view(sizes)
         self._free = torch.arange(self.num_pages)
         self.nbytes = int(self._host.size) * int(self._host.size_per_token)
         self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
@@ -109,25 +114,26 @@ class SGLangHostPool:
         # In order: SGLang's own allocator hands pages out as they came back, and a prefix falls into ever more runs.
         self._free = torch.cat([self._free, pages]).sort().values
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._host.k_data_refs[layer], self._host.v_data_refs[layer]
+    def layer(self, layer: int) -> Tensor:
+        return self._layers[layer]
 
     def backup(self, slots: Tensor, pages: Tensor) -> None:
-        for layer in range(len(self._device.k_buffer)):
-            sources = self._device.k_buffer[layer], self._device.v_buffer[layer]
-            for source, target in zip(sources, self.layer(layer), strict=True):
-                taken = source.index_select(0, slots)
-                for place, page, count in runs(pages):
-                    target[rows_of(page, count)].copy_(taken[rows_of(place, count)], non_blocking=True)
-                    if layer in self._dense and self.dense_begin is not None:
-                        source[self.dense_begin :][rows_of(page, count)] = taken[rows_of(place, count)]
+        for layer, host in enumerate(self._layers):
+            buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
+            keys, values = (one.index_select(0, slots) for one in buffers)
+            taken = to_pages(keys, values)
+            for place, page, count in runs(pages):
+                host[page : page + count].copy_(taken[place : place + count], non_blocking=True)
+                if layer in self._dense and self.dense_begin is not None:
+                    for buffer, rows in zip(buffers, (keys, values), strict=True):
+                        buffer[self.dense_begin :][rows_of(page, count)] = rows[rows_of(place, count)]
 
     def restore(self, pages: Tensor) -> None:
         for layer in self._dense:
-            targets = (buffers[layer][self.dense_begin :] for buffers in (self._device.k_buffer, self._device.v_buffer))
-            for source, target in zip(self.layer(layer), targets, strict=True):
-                for _, page, count in runs(pages):
-                    target[rows_of(page, count)].copy_(source[rows_of(page, count)], non_blocking=True)
+            buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
+            assert self.dense_begin is not None
+            for _, page, count in runs(pages):
+                stage(self.layer(layer), [(0, page, count)], buffers, self.dense_begin + page * PAGE_TOKENS)
 
 
 def _made(device_pool: Any, nbytes: int, *, pinned: bool) -> Any:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from prefix_kernels.residents import from_pages
 from sglang_ext.config import PAGE_TOKENS
 
 
@@ -54,8 +55,10 @@ class HostPool(Protocol):
     def free(self, pages: Tensor) -> None:
         """Give pages back; [num_pages] int64."""
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V, each [num_pages * PAGE_TOKENS, num_kv_heads, head_dim] in the device pool's stored dtype."""
+    def layer(self, layer: int) -> Tensor:
+        """[num_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim] in the device pool's stored dtype, contiguous: of each
+        token its key and behind it its value.
+        """
 
     def backup(self, slots: Tensor, pages: Tensor) -> None:
         """Copy K and V of all layers from the device pool.
@@ -84,16 +87,18 @@ def rows_of(page: int, count: int) -> slice:
     return slice(page * PAGE_TOKENS, (page + count) * PAGE_TOKENS)
 
 
-def stage(host: tuple[Tensor, Tensor], pages: Sequence[Run], device: tuple[Tensor, Tensor], begin: int) -> None:
-    """Copy K and V of pages to consecutive rows, on the current stream and without a wait: a copy of each for a run.
+def stage(host: Tensor, pages: Sequence[Run], device: tuple[Tensor, Tensor], begin: int) -> None:
+    """Copy K and V of pages to consecutive rows, on the current stream and without a wait: a copy for a run.
 
     Args:
-        host: K and V of a layer on the host, pinned on CUDA.
+        host: of a layer, as `HostPool.layer`, pinned on CUDA.
         pages: of it.
         device: K and V of any layer on the device; their bytes are copied, whatever dtype says.
         begin: first row.
     """
-    for source, target in zip(host, device, strict=True):
-        rows = target.view(source.dtype)[begin:]
-        for place, page, count in pages:
-            rows[rows_of(place, count)].copy_(source[rows_of(page, count)], non_blocking=True)
+    count = sum(count for _, _, count in pages)
+    taken = torch.empty((count, *host.shape[1:]), dtype=host.dtype, device=device[0].device)
+    for place, page, number in pages:
+        taken[place : place + number].copy_(host[page : page + number], non_blocking=True)
+    keys, values = (one.view(host.dtype)[begin:][: count * PAGE_TOKENS] for one in device)
+    from_pages(taken, keys, values)

@@ -1,9 +1,8 @@
 """KV of prefixes on disk: one file a prefix, written whole, read whole, each by a thread beside the scheduler.
 
-A file: 4 KiB of JSON, padded with spaces and a newline, then K and V of each layer, [prefix_len, num_kv_heads,
-head_dim] each, in the device pool's stored dtype. It is cut into pieces, each of pages of one layer's K or V, which
-several threads read: a piece that lies in the page cache from there, any other one past it. The header's checksum is
-that of the pieces' checksums.
+A file: 4 KiB of JSON, padded with spaces and a newline, then the prefix's pages of each layer as `HostPool.layer` has
+them. It is cut into pieces, each of pages of one layer, which several threads read: a piece that lies in the page cache
+from there, any other one past it. The header's checksum is that of the pieces' checksums.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from prefix_kernels.residents import to_pages
 from prefix_kernels.types import PagedKV
 from prefix_kernels.types import rows_of as taken
 from sglang_ext.config import PAGE_TOKENS
@@ -65,14 +65,12 @@ class Piece(NamedTuple):
 
     Attributes:
         layer: its number.
-        kv: 0: of its keys, 1: of its values.
         pages: which ones of the prefix, in its order.
         begin: first byte in the file.
         size: bytes.
     """
 
     layer: int
-    kv: int
     pages: slice
     begin: int
     size: int
@@ -106,7 +104,7 @@ class KVFiles:
         dtype = str(view.kv_dtype).removeprefix("torch.")
         self._facts = {"format": FORMAT, "layers": layers, "kv_heads": heads, "dims": dims, "dtype": dtype}
         self._layers = layers
-        self._page_bytes = tuple(PAGE_TOKENS * heads * dim * view.kv_dtype.itemsize for dim in dims)
+        self._page_bytes = PAGE_TOKENS * heads * sum(dims) * view.kv_dtype.itemsize
 
     def path(self, digest: str) -> Path:
         """Of a prefix's file, by the digest of its index."""
@@ -114,7 +112,7 @@ class KVFiles:
 
     def size(self, prefix_len: int) -> int:
         """Bytes of a prefix's file."""
-        return _BLOCK + prefix_len // PAGE_TOKENS * self._layers * sum(self._page_bytes)
+        return _BLOCK + prefix_len // PAGE_TOKENS * self._layers * self._page_bytes
 
     def write(self, digest: str, prefix_len: int, content: Content) -> None:
         """Write a prefix, if its file is not there. Raises OSError; then nothing is left."""
@@ -161,7 +159,7 @@ class KVFiles:
                         piece = pieces[number]
                         rows = file.read(buffer, piece.begin, piece.size)
                         sums[number] = _checksum(rows)
-                        take(piece, rows.reshape(-1, self._page_bytes[piece.kv]))
+                        take(piece, rows.reshape(-1, self._page_bytes))
 
                 with ThreadPool(readers) as threads:  # of daemons: a process that ends does not wait for them
                     threads.map(work, range(readers), chunksize=1)
@@ -176,13 +174,12 @@ class KVFiles:
 
     def _pieces(self, prefix_len: int) -> Iterator[Piece]:
         begin, num_pages = _BLOCK, prefix_len // PAGE_TOKENS
-        for layer, kv in product(range(self._layers), (0, 1)):
-            count = max(1, _PIECE // self._page_bytes[kv])
-            for first in range(0, num_pages, count):
-                pages = slice(first, min(first + count, num_pages))
-                size = (pages.stop - first) * self._page_bytes[kv]
-                yield Piece(layer, kv, pages, begin, size)
-                begin += size
+        count = max(1, _PIECE // self._page_bytes)
+        for layer, first in product(range(self._layers), range(0, num_pages, count)):
+            pages = slice(first, min(first + count, num_pages))
+            size = (pages.stop - first) * self._page_bytes
+            yield Piece(layer, pages, begin, size)
+            begin += size
 
     def _header(self, digest: str, prefix_len: int, sums: Sequence[bytes]) -> bytes:
         checksum = xxhash.xxh3_128_hexdigest(b"".join(sums))
@@ -262,7 +259,7 @@ def _in_page_cache(file: int, size: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
 def of_pages(pool: HostPool, pages: Tensor) -> Content:
     """What a prefix's pages in the pool hold."""
     numbers = pages.numpy()
-    return lambda piece: _rows(pool.layer(piece.layer)[piece.kv])[numbers[piece.pages]]
+    return lambda piece: _rows(pool.layer(piece.layer))[numbers[piece.pages]]
 
 
 def into_pages(pool: HostPool, pages: Tensor) -> Callable[[Piece, Bytes], None]:
@@ -270,7 +267,7 @@ def into_pages(pool: HostPool, pages: Tensor) -> Callable[[Piece, Bytes], None]:
     numbers = pages.numpy()
 
     def take(piece: Piece, rows: Bytes) -> None:
-        _rows(pool.layer(piece.layer)[piece.kv])[numbers[piece.pages]] = rows
+        _rows(pool.layer(piece.layer))[numbers[piece.pages]] = rows
 
     return take
 
@@ -281,14 +278,14 @@ def of_slots(kv: Callable[[int], PagedKV], slots: Tensor) -> Content:
     def content(piece: Piece) -> Bytes:
         found = kv(piece.layer)
         part = slots[rows_of(piece.pages.start, piece.pages.stop - piece.pages.start)]
-        return _rows(taken(found.v_cache if piece.kv else found.k_cache, part).cpu())
+        return _rows(to_pages(taken(found.k_cache, part), taken(found.v_cache, part)).cpu())
 
     return content
 
 
-def _rows(rows: Tensor) -> Bytes:
+def _rows(pages: Tensor) -> Bytes:
     """The same memory, a page a row."""
-    memory: Bytes = rows.view(torch.uint8).view(len(rows) // PAGE_TOKENS, -1).numpy()
+    memory: Bytes = pages.view(torch.uint8).flatten(1).numpy()
     return memory
 
 

@@ -13,14 +13,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.prefill_attention import Span
-from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.types import HostPrefix
@@ -286,12 +284,7 @@ class Offloading:
     def host_kv(self) -> HostKV:
         """The pool, as steps that select see it."""
         residents = self._behind.residents
-
-        def layer(number: int) -> PagedKV:
-            k_host, v_host = self._pool.layer(number)
-            return replace(self._view.kv(number), k_cache=k_host, v_cache=v_host)
-
-        return HostKV(self._pool.num_pages, layer, residents.start, len(residents))
+        return HostKV(self._pool.num_pages, self._pool.layer, residents.start, len(residents))
 
     def _fronts(self, forward_batch: Any) -> list[Offload | None]:
         """Per row, what it has in front; empty where no row has anything. Batches of 0.5.16 name rows on the device

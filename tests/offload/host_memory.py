@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefix_kernels.residents import to_pages
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.offload.host import RowsBehind, rows_of, runs
+from sglang_ext.offload.host import RowsBehind
 
 
 class PlainPools:
@@ -27,7 +28,7 @@ class PlainPools:
     ) -> None:
         self.num_pages, self.dense_begin = num_pages, None
         self.device = [torch.randn(2, slots + staging, heads, dim, **of) for _ in range(layers)]
-        shape, pinned = (2, num_pages * PAGE_TOKENS, heads, dim), self.device[0].is_cuda
+        shape, pinned = (num_pages, heads, PAGE_TOKENS, 2 * dim), self.device[0].is_cuda
         dtype = self.device[0].dtype
         self.host = [torch.full(shape, float("nan"), dtype=dtype, pin_memory=pinned) for _ in range(layers)]
         for layer in self.device:
@@ -54,13 +55,12 @@ class PlainPools:
         assert not set(pages.tolist()) & set(self._free)
         self._free += pages.tolist()
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.host[layer][0], self.host[layer][1]
+    def layer(self, layer: int) -> Tensor:
+        return self.host[layer]
 
     def backup(self, slots: Tensor, pages: Tensor) -> None:
         for device, host in zip(self.device, self.host, strict=True):
-            for place, page, count in runs(pages):
-                host[:, rows_of(page, count)] = device[:, slots[rows_of(place, count)]]
+            host[pages] = to_pages(*device[:, slots]).to(host.device)
 
     def restore(self, pages: Tensor) -> None:
         """No layer has them in rows of its own."""

@@ -20,8 +20,7 @@ def stored(folder: Path, policy: str, **config: float) -> tuple[Served, Path]:
     offload = served.offloading.directory.begin("a", PREFIX)
     assert not isinstance(offload, str)
     for layer in range(2):
-        for part in served.pools.layer(layer):
-            part.normal_()
+        served.pools.layer(layer).normal_()
     files = KVFiles(served.options, served.view)
     files.write("a", PREFIX, of_pages(served.pools, offload.pages))
     served.offloading.drop()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefix_kernels.residents import from_pages, to_pages
 from sglang_ext.offload import kv_files
 from sglang_ext.offload.directory import OffloadDirectory
 from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, into_pages, of_pages, of_slots
@@ -36,10 +37,9 @@ class Kept:
         """A prefix of random content, written to its file; [layers, 2, TOKENS, heads, dim]."""
         offload = self.directory.begin(digest, TOKENS)
         assert not isinstance(offload, str)
-        content = torch.randn(LAYERS, 2, TOKENS, *self.pools.host[0].shape[2:])
-        rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
+        content = torch.randn(LAYERS, 2, TOKENS, *self.pools.device[0].shape[2:])
         for layer, part in zip(self.pools.host, content, strict=True):
-            layer[:, rows] = part
+            layer[offload.pages] = to_pages(*part)
         self.files.write(digest, TOKENS, of_pages(self.pools, offload.pages))
         return content
 
@@ -48,8 +48,10 @@ class Kept:
         offload = self.directory.begin(f"read {digest}", TOKENS)
         assert not isinstance(offload, str)
         self.files.read(digest, TOKENS, into_pages(self.pools, offload.pages))
-        rows = (offload.pages[:, None] * 16 + torch.arange(16)).flatten()
-        return torch.stack([layer[:, rows] for layer in self.pools.host])
+        found = torch.empty(LAYERS, 2, TOKENS, *self.pools.device[0].shape[2:])
+        for layer, part in zip(self.pools.host, found, strict=True):
+            from_pages(layer[offload.pages], *part)
+        return found
 
 
 def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:

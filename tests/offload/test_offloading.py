@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from prefix_kernels.prefill_attention.reference import QUERY_BLOCK
+from prefix_kernels.residents import to_pages
 from prefix_kernels.types import PagedKV
 from sglang_ext.offload import offloading
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
@@ -172,9 +173,8 @@ def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole(monkeypatch: p
         assert found.copied == 32 * (step + 1)
     assert found.state is OffloadState.HOST
     for layer in range(2):
-        keys = served.pools.layer(layer)[0].reshape(-1, PAGE, 2, DIM)[found.pages].reshape(PREFIX, 2, DIM)
         slots = torch.cat([served.table[0, :32], served.table[1, 32:PREFIX]]).long()
-        assert torch.equal(keys, served.pools.kv(layer).k_cache[slots])
+        assert torch.equal(served.pools.layer(layer)[found.pages], to_pages(*served.pools.device[layer][:, slots]))
     assert served.offloading.wanted(Request(), one, PREFIX - 1) is None
     assert served.offloading.wanted(Request(), one, PREFIX) is found
     assert served.offloading.wanted(Request(), Attachment("rid", "unsupported_mode", one.entry), PREFIX) is None
@@ -198,8 +198,8 @@ def test_a_copy_that_was_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         served.decode(1, attachment("b"))
     found = served.offloading.wanted(Request(), attachment("b"), PREFIX)
     assert found is not None
-    keys = served.pools.layer(1)[0].reshape(-1, PAGE, 2, DIM)[found.pages].reshape(PREFIX, 2, DIM)
-    assert torch.equal(keys, served.pools.kv(1).k_cache[served.table[1, :PREFIX].long()])
+    slots = served.table[1, :PREFIX].long()
+    assert torch.equal(served.pools.layer(1)[found.pages], to_pages(*served.pools.device[1][:, slots]))
     assert served.offloading.snapshot()["problem"] is None
 
 

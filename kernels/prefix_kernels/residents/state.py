@@ -24,14 +24,14 @@ def to_pages(keys: Tensor, values: Tensor) -> Tensor:
         [num_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim], new memory.
     """
     whole = torch.cat([keys.view(torch.uint8), values.view(torch.uint8)], dim=2)
-    return whole.unflatten(0, (-1, PAGE_TOKENS)).transpose(1, 2).contiguous().view(keys.dtype)
+    return whole.view(-1, PAGE_TOKENS, *whole.shape[1:]).transpose(1, 2).contiguous().view(keys.dtype)
 
 
 def from_pages(pages: Tensor, keys: Tensor, values: Tensor) -> None:
     """Write pages to rows of a pool; arguments as of `to_pages`."""
-    bounds = (keys.shape[2], values.shape[2])
-    for rows, part in zip((keys, values), pages.split(bounds, dim=3), strict=True):
-        rows.unflatten(0, (-1, PAGE_TOKENS)).copy_(part.transpose(1, 2))
+    width = keys.shape[2]
+    for rows, part in ((keys, pages[..., :width]), (values, pages[..., width:])):
+        rows.view(-1, PAGE_TOKENS, *rows.shape[1:]).copy_(part.transpose(1, 2))
 
 
 class Mode(Enum):
