@@ -83,7 +83,7 @@ def swap(args: argparse.Namespace) -> int:
             host: Host | None = None
             for churn in args.churn:
                 budget = budget_for_group(args.budget, requests)
-                fields = (context, groups, budget, churn, args.room, heads, dim, getattr(torch, args.dtype))
+                fields = (context, groups, budget, churn, args.room, args.near, heads, dim, getattr(torch, args.dtype))
                 sizes = SwapSizes(*fields, args.steps, args.copying)
                 for part in args.only or PARTS:
                     key = {"bench": "swap", "case": f"{part} {churn:.0%}", "batch": groups * requests}
@@ -225,6 +225,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", nargs="+", choices=PARTS, help="parts of swap (all)")
     add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048)")
     add("--room", type=float, default=1.0, metavar="N", help="cells for a wanted token (%(default)s)")
+    add("--near", type=int, default=1, metavar="N", help="wanted tokens side by side (%(default)s)")
     add("--steps", type=int, default=8, metavar="N", help="in one graph (%(default)s)")
     add("--copying", type=int, default=64, metavar="N", help="programs that copy (%(default)s)")
     add("--shape", nargs=2, type=int, metavar=("KV", "DIM"), help="KV heads, head dim (8 128)")

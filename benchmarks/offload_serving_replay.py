@@ -7,8 +7,9 @@ within the captured graph. At the end of the trace the steps go back, then forth
 A trace has `positions` uint16 [layers, kv_heads, steps, budget], ascending, of a prefix of `prefix_len` tokens. Of n
 layers that select, the one of number l takes trace layer round(l (L - 1) / (n - 1)); KV head h takes trace head h % H,
 and prefixes are at different steps. A group that selects more or fewer tokens, as of a short prefix, keeps its own.
-Each token of the trace stands for as many of the served prefix as the served budget is times the trace's, at places
-drawn once. So which tokens are wanted when is the trace's, and |T_t| / |M_t| with it. Where they lie is not.
+Each page of 16 tokens of the trace stands for as many of the served prefix as the served budget is times the trace's,
+drawn once. So which tokens are wanted when is the trace's, and |T_t| / |M_t| with it, and which lie side by side. Where
+their pages lie is not.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from prefix_kernels.residents import PAGE_TOKENS
 
 SETTINGS = "OFFLOAD_REPLAY"
 """Environment variable: JSON of the arguments of `positions_of`."""
@@ -70,7 +73,9 @@ def positions_of(path: str | None, churn: float, budget: int, prefix_len: int) -
             f"expected a trace of 2 steps or more, whose budget times a whole number is {budget}, and whose prefix "
             f"times that number is at most {prefix_len}; got {trace.shape[2]}, {trace.shape[3]} and {length}"
         )
-    places = np.random.default_rng(0).permutation(prefix_len)[: times * length].reshape(length, times)
+    pages = np.random.default_rng(0).permutation(prefix_len // PAGE_TOKENS)[: times * length // PAGE_TOKENS]
+    token = np.arange(length)[:, None]
+    places = pages.reshape(-1, times)[token[:, 0] // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
     spread = np.sort(places[trace].reshape(*trace.shape[:3], budget), axis=3)
     return torch.from_numpy(spread.astype(np.int32))
 

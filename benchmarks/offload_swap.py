@@ -35,6 +35,7 @@ class SwapSizes:
         budget: tokens of a list.
         churn: share of the wanted tokens that the step before did not want.
         room: cells of the residents for each token that a step wants.
+        near: tokens side by side that come and go together.
         heads, dim: KV heads and their width.
         dtype: of the KV.
         steps: in one graph.
@@ -46,6 +47,7 @@ class SwapSizes:
     budget: int
     churn: float
     room: float
+    near: int
     heads: int
     dim: int
     dtype: torch.dtype
@@ -55,7 +57,7 @@ class SwapSizes:
     @property
     def fresh(self) -> int:
         """Of a list's tokens so many are new."""
-        return round(self.churn * self.budget)
+        return round(self.churn * self.budget / self.near) * self.near
 
     @property
     def cells(self) -> int:
@@ -203,7 +205,8 @@ def _lists(
     ]
     for one in groups:
         for head in range(sizes.heads):
-            order = torch.randperm(tokens, generator=gen)
+            order = torch.randperm(tokens // sizes.near, generator=gen)[:, None] * sizes.near + torch.arange(sizes.near)
+            order = order.flatten()
             for step, lists in enumerate(found):
                 begin = fixed + step % turns * fresh
                 wanted = torch.cat([order[:fixed], order[begin : begin + fresh]]).sort().values.int()

@@ -23,11 +23,11 @@ import torch
 from offload_serving_replay import Replay, positions_of
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 
-positions = positions_of(None, 0.25, 40, 100)[:, :, :5]
-groups = pack_lists([SelectionGroup(length, 40) for length in (100, 160, 200)], 3)
+positions = positions_of(None, 0.25, 40, 112)[:, :, :5]
+groups = pack_lists([SelectionGroup(length, 40) for length in (112, 160, 208)], 3)
 hosts = [SimpleNamespace(pages=torch.tensor([page])) for page in (3, 0, 8)]
 hosts[1] = None
-made = [Replay(positions, 100, 6, 4, torch.device("cpu")) for _ in range(2)]
+made = [Replay(positions, 112, 6, 4, torch.device("cpu")) for _ in range(2)]
 seen = []
 for step in range(17):
     arenas = []
