@@ -4,6 +4,7 @@
     python benchmarks/offload.py swap --out rows.jsonl                # a GPU; minutes
     make models                                                       # once
     python benchmarks/offload.py churn --out rows.jsonl               # Qwen on a CPU
+    python benchmarks/offload.py trace --out selected.npz             # its selections, for residents to be fed with
     python benchmarks/offload.py --table rows.jsonl
     python benchmarks/offload.py swap --smoke --out tiny.jsonl        # a CPU is enough
 
@@ -23,7 +24,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,6 +32,7 @@ from typing import Any
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import numpy as np
 import torch
 from kernel_bench import attempt, device_of, group_shape, timer_of
 from kernel_rows import Row, Run, origin, provenance
@@ -107,34 +109,51 @@ def measured(sizes: Any, part: str, host: Any, timer: Any, device: torch.device,
 # -- churn -----------------------------------------------------------------------------------------------------
 
 
-def churn(args: argparse.Namespace) -> None:
-    """Capture what is not there, then count what the result file does not hold."""
-    from answers_data import Chat, documents
-    from engines import append, read
-    from offload_churn import rows
-    from query_capture import TEMPERATURE, Captured, Capturing, long_documents
+def captures(args: argparse.Namespace) -> Iterator[tuple[int, Any]]:
+    """(tokens of the prefix, capture) of each document, captured if it is not there."""
+    from answers_data import Chat
+    from offload_churn import asked
+    from query_capture import TEMPERATURE, Captured, Capturing
     from transformers import AutoTokenizer
 
-    name, cpu = Path(args.model_path).name, torch.device("cpu")
-    known = {"model": name, "seed": args.seed, **origin(args), "device": platform.processor() or "CPU"}
-    folder = args.work / name / f"seed-{args.seed}-{args.new_tokens}"
+    cpu, folder = torch.device("cpu"), args.work / Path(args.model_path).name
+    folder /= f"seed-{args.seed}-{args.new_tokens}"
     folder.mkdir(parents=True, exist_ok=True)
     chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
-    held = read([args.out]) if Path(args.out).exists() else []
-    done = {(row["document"], row["model"], row["commit"]) for row in held if row["bench"] == "churn"}
     for length in args.contexts:
-        prose = next(iter(documents(args.packages, chat, length, 1, args.seed)))
-        for document in long_documents(chat, prose, length):
+        for document in asked(args.packages, chat, length, args.seed).values():
             path = folder / f"{document.name}.pt"
             if not path.exists():
                 capturing = Capturing(args.model_path, chat, cpu)
                 capturing.capture(document, args.new_tokens, TEMPERATURE).save(path)
-            if (document.name, name, known["commit"]) in done:
-                continue
-            captured = Captured.load(path, cpu)
-            for answer in captured.answers:
-                for row in rows(captured, answer, args.keep, args.cells):
-                    append(args.out, {**row, **known})
+            yield length, Captured.load(path, cpu)
+
+
+def churn(args: argparse.Namespace) -> None:
+    """Count and judge what the result file does not hold."""
+    from engines import append, read
+    from offload_churn import churn_rows, lagged_rows
+
+    known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
+    known["device"] = platform.processor() or "CPU"
+    held = read([args.out]) if Path(args.out).exists() else []
+    done = {(row["bench"], row["document"]) for row in held if row.get("model") == known["model"]}
+    for length, captured in captures(args):
+        if ("churn", captured.name) not in done:
+            for row in churn_rows(captured, length, args.keep):
+                append(args.out, {**row, **known})
+        for answer in captured.answers[: args.lagged] if ("lagged", captured.name) not in done else ():
+            for row in lagged_rows(captured, answer, length, args.keep, args.every):
+                append(args.out, {**row, **known})
+
+
+def trace(args: argparse.Namespace) -> None:
+    """Write what the first answer selects, for a server's residents to be fed with."""
+    from offload_churn import traced
+
+    length, captured = next(captures(args))
+    positions = traced(captured, captured.answers[0], length, 64, args.budget).numpy().astype(np.uint16)
+    np.savez_compressed(args.out, positions=positions, prefix_len=length)
 
 
 # -- tables and command line -----------------------------------------------------------------------------------
@@ -189,13 +208,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line; defaults filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("part", nargs="?", choices=["swap", "churn"], help="what to measure")
+    add("part", nargs="?", choices=["swap", "churn", "trace"], help="what to measure")
     add("--out", default="offload.jsonl", help="result file; rows are appended (default: %(default)s)")
-    add("--contexts", nargs="+", type=int, metavar="TOKENS", help="prefix lengths (swap: 131072, churn: 8192)")
+    add("--contexts", nargs="+", type=int, metavar="TOKENS", help="prefix lengths (swap: 131072, else 8192)")
     add("--groups", nargs="+", type=group_shape, metavar="GxR", help="G prefixes of R requests (1x1 8x1 1x8)")
     add("--churn", nargs="+", type=float, metavar="SHARE", help="of the wanted tokens (0 0.05 0.1 0.2 0.4 1)")
     add("--only", nargs="+", choices=PARTS, help="parts of swap (all)")
-    add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048)")
+    add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048; trace: 512)")
     add("--room", type=float, default=1.0, metavar="N", help="cells for a wanted token (%(default)s)")
     add("--steps", type=int, default=8, metavar="N", help="in one graph (%(default)s)")
     add("--copying", type=int, default=64, metavar="N", help="programs that copy (%(default)s)")
@@ -205,17 +224,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--packages", type=Path, default=Path(".models/packages"), help="churn: folder of `make models`")
     add("--work", type=Path, default=Path(".models/queries"), help="churn: folder of captures")
     add("--new-tokens", type=int, default=128, help="churn: decode steps of an answer (%(default)s)")
-    add("--keep", nargs="+", type=float, default=[1 / 8, 1 / 20, 1 / 64], help="churn: budgets, shares of the prefix")
-    add("--cells", nargs="+", type=float, default=[0.1, 0.2, 0.5], help="churn: residents, shares of its pages")
+    add("--keep", nargs="+", type=float, default=[1 / 64, 1 / 20, 512, 2048], help="churn: budgets; below 1: shares")
+    add("--lagged", type=int, default=2, metavar="N", help="churn: answers whose error is measured (%(default)s)")
+    add("--every", type=int, default=4, metavar="N", help="churn: one of so many steps has an error (%(default)s)")
     add("--seed", type=int, default=0, help="of KV and lists, or of documents (%(default)s)")
     add("--commit", help="for the rows, where the tree is no git checkout")
     add("--smoke", action="store_true", help="swap: tiny shapes on the CPU in Triton's interpreter")
     add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
     args = parser.parse_args(argv)
     if not (args.part or args.table):
-        parser.error("expected swap, churn or --table")
-    if args.part == "churn":
-        args.contexts = args.contexts or [8192]
+        parser.error("expected swap, churn, trace or --table")
+    if args.part in ("churn", "trace"):
+        args.contexts, args.budget = args.contexts or [8192], args.budget or 512
     for name, value in (_SMOKE if args.smoke else _USUAL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -230,9 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(table(read(args.table)))
         return 0
-    if args.part == "churn":
+    if args.part != "swap":
         with torch.no_grad():
-            churn(args)
+            (churn if args.part == "churn" else trace)(args)
         return 0
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
