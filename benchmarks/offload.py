@@ -160,8 +160,8 @@ def trace(args: argparse.Namespace) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown of both parts."""
-    parts = ("swap", swap_table), ("churn", churn_table)
+    """Markdown of all parts."""
+    parts = ("swap", swap_table), ("churn", churn_table), ("lagged", lagged_table)
     found = ((make, [row for row in rows if row["bench"] == name]) for name, make in parts)
     return "\n\n".join(make(of) for make, of in found if of)
 
@@ -184,24 +184,57 @@ def swap_table(rows: Sequence[Row]) -> str:
 
 
 def churn_table(rows: Sequence[Row]) -> str:
-    """By model, document and share kept: means over layers; then churn by layer."""
-    cells = list(rows[0]["transferred"])
-    lines = ["| | wanted | churn | " + " | ".join(f"moved with {float(one):.0%}" for one in cells) + " |"]
-    lines.append("|---|---|---|" + "---|" * len(cells))
-    by_layer = []
-    names = ("model", "document", "selected", "kept")
-    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
-        of = [row for row in rows if tuple(row[name] for name in names) == key]
-        moved = [
-            f"{fmean(row['transferred'][one] for row in of):.1%}"
-            + (f", missed {missed:.1%}" if (missed := fmean(row["missed"][one] for row in of)) else "")
-            for one in cells
-        ]
-        name = f"{key[0]}, {key[1]}, {key[3]:.1%} in {key[2]}"
-        means = (f"{fmean(row[figure] for row in of):.1%}" for figure in ("wanted", "churn"))
-        lines.append(f"| {name} | " + " | ".join([*means, *moved]) + " |")
-        by_layer.append(f"{name}, churn by layer: " + " ".join(f"{row['churn']:.0%}" for row in of))
-    return "\n".join([*lines, "", *by_layer])
+    """By document, requests, budget and unit: means over layers and answers, of 8 KV heads of 128 channels in bf16."""
+    columns = list(rows[0]["residents"])
+    heads = [f"{float(one):g} budgets" if float(one) >= 1 else f"{float(one):.0%} of it" for one in columns]
+    lines = ["| KB of a step and layer (us at 51 GB/s), residents of | wanted | churn | " + " | ".join(heads) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(columns))
+    names = ("model", "document", "requests", "kept", "budget", "unit")
+    for key, of in grouped(rows, names):
+        cells = [f"{mean_of(of, figure):.1%}" for figure in ("wanted", "churn")]
+        for n in range(len(columns)):
+            tokens = [
+                wanted * moved[n] * row["prefix_len"] if moved[n] is not None else None
+                for row in of
+                for wanted, moved in zip(row["wanted"], row["moved"], strict=True)
+            ]
+            known = [one for one in tokens if one is not None]
+            nbytes = fmean(known) * 8 * 512 if len(known) == len(tokens) else None
+            cells.append("-" if nbytes is None else f"{nbytes / 1e3:,.0f} ({nbytes / 51e3:.1f})")
+        name = f"{key[0]}, {key[1]}, {key[2]} requests, {key[4]:,} tokens, units of {key[5]}"
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def lagged_table(rows: Sequence[Row]) -> str:
+    """By way: error (against exact's), lost and fetched shares of the budget; means over layers and answers."""
+    columns = grouped(rows, ("model", "document", "kept", "budget"))
+    lines = [
+        "| error, lost, moved | " + " | ".join(f"{key[0]}, {key[1]}, {key[3]:,} tokens" for key, _ in columns) + " |"
+    ]
+    lines.append("|---|" + "---|" * len(columns))
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = []
+        for _, of in columns:
+            exact, found = ([row for row in of if row["way"] == one] for one in ("exact", way))
+            more = mean_of(found, "error") / mean_of(exact, "error") - 1 if found else 0.0
+            figures = [mean_of(found, figure) for figure in ("error", "lost", "moved")] if found else []
+            cells.append("{:.4f} ({:+.1%}), {:.1%}, {:.1%}".format(figures[0], more, *figures[1:]) if found else "-")
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows by the values of these fields, in the order of their first."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(found.items())
+
+
+def mean_of(rows: Sequence[Row], figure: str) -> float:
+    """Over rows and layers."""
+    return fmean(value for row in rows for value in row[figure])
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -61,8 +61,16 @@ ASKED = {
     ),
     "code": tuple(
         f"Write {what} of the module above, as fully as you can."
-        for what in ("unit tests", "type stubs", "a manual", "a review", "a port to JavaScript", "a tutorial", "docstrings")
-        + ("a shorter version",)
+        for what in (
+            "tests",
+            "type stubs",
+            "a manual",
+            "a review",
+            "a port to C",
+            "a tutorial",
+            "docs",
+            "a short version",
+        )
     ),
 }
 """What a document's readers ask, all at once: a group of requests. Answers are long."""
@@ -82,8 +90,13 @@ def asked(packages: Path, chat: Chat, length: int, seed: int) -> dict[str, Docum
 def sizes(prefix_len: int, head_dim: int, budget: int) -> SelectArgs:
     """Of a selection, as served by default."""
     config = SparseAttnConfig()
-    fixed = {"num_sink": config.num_sink_tokens, "num_recent": 16 * config.num_recent_pages}
-    return SelectArgs(prefix_len=prefix_len, budget=budget, sm_scale=head_dim**-0.5, **fixed)
+    return SelectArgs(
+        prefix_len=prefix_len,
+        budget=budget,
+        num_sink=config.num_sink_tokens,
+        num_recent=16 * config.num_recent_pages,
+        sm_scale=head_dim**-0.5,
+    )
 
 
 def scored(keys: Tensor, queries: Tensor) -> Tensor:
@@ -226,7 +239,9 @@ def lagging(scores: Tensor, args: SelectArgs, every: int) -> Iterator[tuple[int,
             yield step, found
 
 
-def lagged_rows(captured: Captured, answer: Answered, prefix_len: int, keep: Sequence[float], every: int) -> Iterator[Row]:
+def lagged_rows(
+    captured: Captured, answer: Answered, prefix_len: int, keep: Sequence[float], every: int
+) -> Iterator[Row]:
     """Of each budget and way: figures by layer, from layer 1 on.
 
     Args:
@@ -238,8 +253,10 @@ def lagged_rows(captured: Captured, answer: Answered, prefix_len: int, keep: Seq
     found: dict[tuple[float, str], Row] = {}
     behind = answer.keys.shape[2] - len(answer.queries)
     for layer in range(1, len(captured.keys)):
-        own = [torch.cat([a[layer, :, prefix_len:], b[layer]], 1) for a, b in
-               ((captured.keys, answer.keys), (captured.values, answer.values))]
+        own = [
+            torch.cat([a[layer, :, prefix_len:], b[layer]], 1)
+            for a, b in ((captured.keys, answer.keys), (captured.values, answer.values))
+        ]
         keys, values = captured.keys[layer, :, :prefix_len], captured.values[layer, :, :prefix_len]
         scores = scored(keys, answer.queries[:, layer, None])
         for size in keep:
@@ -257,5 +274,11 @@ def lagged_rows(captured: Captured, answer: Answered, prefix_len: int, keep: Seq
                 row = found.setdefault((size, way), {"kept": size, "budget": args.budget, "way": way})
                 for name, value in zip(("error", "lost", "moved"), torch.stack(of).mean(0).tolist(), strict=True):
                     row.setdefault(name, []).append(round(value, 5))
-    shared = {"bench": "lagged", "document": captured.name, "task": answer.task, "prefix_len": prefix_len, "every": every}
+    shared = {
+        "bench": "lagged",
+        "document": captured.name,
+        "task": answer.task,
+        "prefix_len": prefix_len,
+        "every": every,
+    }
     yield from ({**shared, **row} for row in found.values())
