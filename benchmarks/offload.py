@@ -187,7 +187,7 @@ def churn_table(rows: Sequence[Row]) -> str:
     """By document, requests, budget and unit: means over layers and answers, of 8 KV heads of 128 channels in bf16."""
     columns = list(rows[0]["residents"])
     heads = [f"{float(one):g} budgets" if float(one) >= 1 else f"{float(one):.0%} of it" for one in columns]
-    lines = ["| KB of a step and layer (us at 51 GB/s), residents of | wanted | churn | " + " | ".join(heads) + " |"]
+    lines = ["| KB a step and layer (us at 51 GB/s), residents of | wanted | churn | " + " | ".join(heads) + " |"]
     lines.append("|---|---|---|" + "---|" * len(columns))
     names = ("model", "document", "requests", "kept", "budget", "unit")
     for key, of in grouped(rows, names):
@@ -201,7 +201,8 @@ def churn_table(rows: Sequence[Row]) -> str:
             known = [one for one in tokens if one is not None]
             nbytes = fmean(known) * 8 * 512 if len(known) == len(tokens) else None
             cells.append("-" if nbytes is None else f"{nbytes / 1e3:,.0f} ({nbytes / 51e3:.1f})")
-        name = f"{key[0]}, {key[1]}, {key[2]} requests, {key[4]:,} tokens, units of {key[5]}"
+        asking = "1 request" if key[2] == 1 else f"{key[2]} requests"
+        name = f"{key[0]}, {key[1]}, {asking}, {key[4]:,} tokens, units of {key[5]}"
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

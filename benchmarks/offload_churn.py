@@ -47,7 +47,7 @@ UNITS = (1, 4, 16)
 RESIDENTS = (1, 1.5, 2, 3, 4, 6, 0.1)
 """Budgets of tokens; below 1: a share of the prefix."""
 LAGS = (1, 2, 4, 0.1)
-"""Residents of what lags, the same."""
+WRITTEN = "tests", "type stubs", "a manual", "a review", "a port to C", "a tutorial", "docs", "a short version"
 ASKED = {
     "prose": (
         "Retell the text above in your own words, one paragraph after the other, as fully as you can.",
@@ -59,19 +59,7 @@ ASKED = {
         "Write a dialogue of two historians about the text above.",
         "Which statements of the text above are doubtful? Quote each, and say why.",
     ),
-    "code": tuple(
-        f"Write {what} of the module above, as fully as you can."
-        for what in (
-            "tests",
-            "type stubs",
-            "a manual",
-            "a review",
-            "a port to C",
-            "a tutorial",
-            "docs",
-            "a short version",
-        )
-    ),
+    "code": tuple(f"Write {what} of the module above, as fully as you can." for what in WRITTEN),
 }
 """What a document's readers ask, all at once: a group of requests. Answers are long."""
 
@@ -179,7 +167,7 @@ def churn_rows(captured: Captured, prefix_len: int, keep: Sequence[float]) -> It
     answers, dim = captured.answers, captured.keys.shape[-1]
     groups = [[one] for one in answers] + ([answers] if len(answers) > 1 else [])
     for group in groups:
-        found: dict[tuple[float, int], Row] = {}
+        found = list[tuple[Row, Row]]()
         for layer in range(1, len(captured.keys)):
             queries = torch.stack([one.queries[:, layer] for one in group], 1)
             scores = scored(captured.keys[layer, :, :prefix_len], queries)
@@ -188,14 +176,22 @@ def churn_rows(captured: Captured, prefix_len: int, keep: Sequence[float]) -> It
                 tokens = [tokens_of(one, budget, prefix_len) for one in RESIDENTS]
                 positions = selected(scores, sizes(prefix_len, dim, budget))
                 for unit in UNITS:
-                    row = found.setdefault((size, unit), {"kept": size, "budget": budget, "unit": unit})
-                    row["residents"] = dict(zip(map(str, RESIDENTS), tokens, strict=True))
                     figures = churned(masked(positions, prefix_len, unit), [one // unit for one in tokens])
-                    for name, value in figures.items():
-                        row.setdefault(name, []).append(value)
+                    residents = dict(zip(map(str, RESIDENTS), tokens, strict=True))
+                    found.append(({"kept": size, "budget": budget, "unit": unit, "residents": residents}, figures))
         shared = {"bench": "churn", "document": captured.name, "prefix_len": prefix_len, "requests": len(group)}
         shared |= {"task": group[0].task if len(group) == 1 else "group", "steps": len(group[0].queries)}
-        yield from ({**shared, **row} for row in found.values())
+        yield from ({**shared, **row} for row in by_layer(found))
+
+
+def by_layer(found: Sequence[tuple[Row, Row]]) -> list[Row]:
+    """Rows of (fields, figures of a layer): each figure becomes a list over the layers of the same fields."""
+    rows: dict[str, Row] = {}
+    for fields, figures in found:
+        row = rows.setdefault(repr(fields), {**fields, **{name: [] for name in figures}})
+        for name, value in figures.items():
+            row[name].append(value)
+    return list(rows.values())
 
 
 def lagging(scores: Tensor, args: SelectArgs, every: int) -> Iterator[tuple[int, dict[str, tuple[Tensor, Tensor]]]]:
@@ -250,35 +246,23 @@ def lagged_rows(
         keep: budgets: tokens, or below 1 shares of the prefix.
         every: one of so many steps is judged.
     """
-    found: dict[tuple[float, str], Row] = {}
-    behind = answer.keys.shape[2] - len(answer.queries)
+    found, behind = list[tuple[Row, Row]](), answer.keys.shape[2] - len(answer.queries)
     for layer in range(1, len(captured.keys)):
-        own = [
-            torch.cat([a[layer, :, prefix_len:], b[layer]], 1)
-            for a, b in ((captured.keys, answer.keys), (captured.values, answer.values))
-        ]
         keys, values = captured.keys[layer, :, :prefix_len], captured.values[layer, :, :prefix_len]
+        own_keys = torch.cat([captured.keys[layer, :, prefix_len:], answer.keys[layer]], 1)
+        own_values = torch.cat([captured.values[layer, :, prefix_len:], answer.values[layer]], 1)
         scores = scored(keys, answer.queries[:, layer, None])
         for size in keep:
             args = sizes(prefix_len, keys.shape[-1], tokens_of(size, 1, prefix_len))
-            sums: dict[str, list[Tensor]] = {}
+            steps = []
             for step, ways in lagging(scores, args, every):
                 query, end = answer.queries[step, layer], captured.keys.shape[2] - prefix_len + behind + step + 1
-                now = Step(keys, values, {}, own[0][:, :end], own[1][:, :end], query, query, query[None], args)
+                now = Step(keys, values, {}, own_keys[:, :end], own_values[:, :end], query, query, query[None], args)
                 attended, fetched = (torch.stack(one) for one in zip(*ways.values(), strict=True))
-                lost = (attended[:1] & ~attended).sum(-1), fetched.sum(-1)
-                figures = torch.stack([now.attended(attended)[1], *(one / args.budget for one in lost)], -1).mean(1)
-                for way, one in zip(ways, figures, strict=True):
-                    sums.setdefault(way, []).append(one)
-            for way, of in sums.items():
-                row = found.setdefault((size, way), {"kept": size, "budget": args.budget, "way": way})
-                for name, value in zip(("error", "lost", "moved"), torch.stack(of).mean(0).tolist(), strict=True):
-                    row.setdefault(name, []).append(round(value, 5))
-    shared = {
-        "bench": "lagged",
-        "document": captured.name,
-        "task": answer.task,
-        "prefix_len": prefix_len,
-        "every": every,
-    }
-    yield from ({**shared, **row} for row in found.values())
+                lost, moved = ((one.sum(-1) / args.budget) for one in (attended[:1] & ~attended, fetched))
+                steps.append(torch.stack([now.attended(attended)[1], lost, moved], -1).mean(1))
+            for way, means in zip(ways, torch.stack(steps).mean(0).tolist(), strict=True):
+                figures = {name: round(one, 5) for name, one in zip(("error", "lost", "moved"), means, strict=True)}
+                found.append(({"kept": size, "budget": args.budget, "way": way}, figures))
+    shared = {"bench": "lagged", "document": captured.name, "task": answer.task, "prefix_len": prefix_len}
+    yield from ({**shared, "every": every, **row} for row in by_layer(found))

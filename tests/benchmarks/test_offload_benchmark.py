@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.benchmarks.results import BENCHMARKS, rows_of
+from tests.benchmarks.results import BENCHMARKS, RESULTS, rows_of
 
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
 SMALL = ("swap", "--smoke", "--groups", "1x1", "--only", "exact", "--steps", "2", "--budget", "32")
@@ -173,6 +174,32 @@ def test_what_lags_attends_what_was_resident(counting: Any, planted: Any) -> Non
     errors = {way: row["error"][0] for way, row in rows.items()}
     assert 0 < errors["exact"] < errors["within 2"] < errors["lagged 2"]
     assert rows["exact"]["lost"] == [0.0]
+
+
+def test_the_shipped_selections_are_whole_lists() -> None:
+    shipped = np.load(RESULTS / "selected-qwen.npz")
+    positions, prefix_len = shipped["positions"].astype(int), int(shipped["prefix_len"])
+    assert positions.shape == (23, 2, 64, 512)
+    assert (np.diff(positions) > 0).all()
+    assert (positions[..., :16] == np.arange(16)).all()
+    assert (positions[..., -64:] == np.arange(prefix_len - 64, prefix_len)).all()
+
+
+def test_the_table_of_measured_rows(bench: Any, load: Any) -> None:
+    rows = load("engines").engines.read([RESULTS / "offload-cpu-churn.jsonl.xz"])
+    text = bench.table(rows)
+    of = [row for row in rows if row["bench"] == "churn" and row["requests"] == 1 and row["document"] == "prose-8192"]
+    (tokens, pages) = ([row for row in of if (row["budget"], row["unit"]) == (512, unit)] for unit in (1, 16))
+    moved = np.mean([np.array(row["wanted"]) * [one[4] for one in row["moved"]] for row in tokens]) * 8192 * 8 * 512
+    (line,) = (one for one in text.splitlines() if "prose-8192, 1 request, 512 tokens, units of 1 |" in one)
+    assert f"| {moved / 1e3:,.0f} ({moved / 51e3:.1f}) |" in line
+    assert any(one[4] is None for row in pages for one in row["moved"])
+    lagged = [row for row in rows if row["bench"] == "lagged"]
+    for row in lagged:
+        (exact,) = (
+            one for one in lagged if one["way"] == "exact" and all(one[k] == row[k] for k in ("task", "budget"))
+        )
+        assert np.mean(row["error"]) >= np.mean(exact["error"])
 
 
 def test_a_command_line_without_a_part_says_what_is_expected(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
