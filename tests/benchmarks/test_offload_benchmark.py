@@ -83,7 +83,8 @@ def test_wrong_residents_are_red_and_have_no_time(what: str, tmp_path: Path) -> 
 
 
 def wanted_of(steps: list[list[int]], prefix_len: int, unit: int, counting: Any) -> Tensor:
-    return counting.masked(torch.tensor(steps, dtype=torch.int32)[:, None], prefix_len, unit)
+    mask: Tensor = counting.masked(torch.tensor(steps, dtype=torch.int32)[:, None], prefix_len, unit)
+    return mask
 
 
 def test_churn_is_that_of_the_sets_of_units(counting: Any) -> None:
