@@ -5,6 +5,7 @@
     python benchmarks/offload.py prefill --out rows.jsonl             # the same
     make models                                                       # once
     python benchmarks/offload.py churn --out rows.jsonl               # Qwen on a CPU
+    python benchmarks/offload.py trace --out selected.npz             # its selections, for residents to be fed with
     python benchmarks/offload.py --table rows.jsonl
     python benchmarks/offload.py swap --smoke --out tiny.jsonl        # a CPU is enough
 
@@ -27,7 +28,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +36,7 @@ from typing import Any
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import numpy as np
 import torch
 from kernel_bench import attempt, device_of, group_shape, timer_of
 from kernel_rows import Row, Run, origin, provenance
@@ -133,34 +135,51 @@ def prefill(args: argparse.Namespace) -> int:
 # -- churn -----------------------------------------------------------------------------------------------------
 
 
-def churn(args: argparse.Namespace) -> None:
-    """Capture what is not there, then count what the result file does not hold."""
-    from answers_data import Chat, documents
-    from engines import append, read
-    from offload_churn import rows
-    from query_capture import TEMPERATURE, Captured, Capturing, long_documents
+def captures(args: argparse.Namespace) -> Iterator[tuple[int, Any]]:
+    """(tokens of the prefix, capture) of each document, captured if it is not there."""
+    from answers_data import Chat
+    from offload_churn import asked
+    from query_capture import TEMPERATURE, Captured, Capturing
     from transformers import AutoTokenizer
 
-    name, cpu = Path(args.model_path).name, torch.device("cpu")
-    known = {"model": name, "seed": args.seed, **origin(args), "device": platform.processor() or "CPU"}
-    folder = args.work / name / f"seed-{args.seed}-{args.new_tokens}"
+    cpu, folder = torch.device("cpu"), args.work / Path(args.model_path).name
+    folder /= f"seed-{args.seed}-{args.new_tokens}"
     folder.mkdir(parents=True, exist_ok=True)
     chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
-    held = read([args.out]) if Path(args.out).exists() else []
-    done = {(row["document"], row["model"], row["commit"]) for row in held if row["bench"] == "churn"}
     for length in args.contexts:
-        prose = next(iter(documents(args.packages, chat, length, 1, args.seed)))
-        for document in long_documents(chat, prose, length):
+        for document in asked(args.packages, chat, length, args.seed).values():
             path = folder / f"{document.name}.pt"
             if not path.exists():
                 capturing = Capturing(args.model_path, chat, cpu)
                 capturing.capture(document, args.new_tokens, TEMPERATURE).save(path)
-            if (document.name, name, known["commit"]) in done:
-                continue
-            captured = Captured.load(path, cpu)
-            for answer in captured.answers:
-                for row in rows(captured, answer, args.keep, args.cells):
-                    append(args.out, {**row, **known})
+            yield length, Captured.load(path, cpu)
+
+
+def churn(args: argparse.Namespace) -> None:
+    """Count and judge what the result file does not hold."""
+    from engines import append, read
+    from offload_churn import churn_rows, lagged_rows
+
+    known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
+    known["device"] = platform.processor() or "CPU"
+    held = read([args.out]) if Path(args.out).exists() else []
+    done = {(row["bench"], row["document"]) for row in held if row.get("model") == known["model"]}
+    for length, captured in captures(args):
+        if ("churn", captured.name) not in done:
+            for row in churn_rows(captured, length, args.keep):
+                append(args.out, {**row, **known})
+        for answer in captured.answers[: args.lagged] if ("lagged", captured.name) not in done else ():
+            for row in lagged_rows(captured, answer, length, args.keep, args.every):
+                append(args.out, {**row, **known})
+
+
+def trace(args: argparse.Namespace) -> None:
+    """Write what the first answer selects, for a server's residents to be fed with."""
+    from offload_churn import traced
+
+    length, captured = next(captures(args))
+    positions = traced(captured, captured.answers[0], length, 64, args.budget).numpy().astype(np.uint16)
+    np.savez_compressed(args.out, positions=positions, prefix_len=length)
 
 
 # -- tables and command line -----------------------------------------------------------------------------------
@@ -170,7 +189,7 @@ def table(rows: Sequence[Row]) -> str:
     """Markdown of all parts."""
     from offload_prefill import table as prefill_table
 
-    parts = ("swap", swap_table), ("prefill", prefill_table), ("churn", churn_table)
+    parts = ("swap", swap_table), ("prefill", prefill_table), ("churn", churn_table), ("lagged", lagged_table)
     found = ((make, [row for row in rows if row["bench"] == name]) for name, make in parts)
     return "\n\n".join(make(of) for make, of in found if of)
 
@@ -193,37 +212,71 @@ def swap_table(rows: Sequence[Row]) -> str:
 
 
 def churn_table(rows: Sequence[Row]) -> str:
-    """By model, document and share kept: means over layers; then churn by layer."""
-    cells = list(rows[0]["transferred"])
-    lines = ["| | wanted | churn | " + " | ".join(f"moved with {float(one):.0%}" for one in cells) + " |"]
-    lines.append("|---|---|---|" + "---|" * len(cells))
-    by_layer = []
-    names = ("model", "document", "selected", "kept")
-    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
-        of = [row for row in rows if tuple(row[name] for name in names) == key]
-        moved = [
-            f"{fmean(row['transferred'][one] for row in of):.1%}"
-            + (f", missed {missed:.1%}" if (missed := fmean(row["missed"][one] for row in of)) else "")
-            for one in cells
-        ]
-        name = f"{key[0]}, {key[1]}, {key[3]:.1%} in {key[2]}"
-        means = (f"{fmean(row[figure] for row in of):.1%}" for figure in ("wanted", "churn"))
-        lines.append(f"| {name} | " + " | ".join([*means, *moved]) + " |")
-        by_layer.append(f"{name}, churn by layer: " + " ".join(f"{row['churn']:.0%}" for row in of))
-    return "\n".join([*lines, "", *by_layer])
+    """By document, requests, budget and unit: means over layers and answers, of 8 KV heads of 128 channels in bf16."""
+    columns = list(rows[0]["residents"])
+    heads = [f"{float(one):g} budgets" if float(one) >= 1 else f"{float(one):.0%} of it" for one in columns]
+    lines = ["| KB a step and layer (us at 51 GB/s), residents of | wanted | churn | " + " | ".join(heads) + " |"]
+    lines.append("|---|---|---|" + "---|" * len(columns))
+    names = ("model", "document", "requests", "kept", "budget", "unit")
+    for key, of in grouped(rows, names):
+        cells = [f"{mean_of(of, figure):.1%}" for figure in ("wanted", "churn")]
+        for n in range(len(columns)):
+            tokens = [
+                wanted * moved[n] * row["prefix_len"] if moved[n] is not None else None
+                for row in of
+                for wanted, moved in zip(row["wanted"], row["moved"], strict=True)
+            ]
+            known = [one for one in tokens if one is not None]
+            nbytes = fmean(known) * 8 * 512 if len(known) == len(tokens) else None
+            cells.append("-" if nbytes is None else f"{nbytes / 1e3:,.0f} ({nbytes / 51e3:.1f})")
+        asking = "1 request" if key[2] == 1 else f"{key[2]} requests"
+        name = f"{key[0]}, {key[1]}, {asking}, {key[4]:,} tokens, units of {key[5]}"
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def lagged_table(rows: Sequence[Row]) -> str:
+    """By way: error (against exact's), lost and fetched shares of the budget; means over layers and answers."""
+    columns = grouped(rows, ("model", "document", "kept", "budget"))
+    lines = [
+        "| error, lost, moved | " + " | ".join(f"{key[0]}, {key[1]}, {key[3]:,} tokens" for key, _ in columns) + " |"
+    ]
+    lines.append("|---|" + "---|" * len(columns))
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = []
+        for _, of in columns:
+            exact, found = ([row for row in of if row["way"] == one] for one in ("exact", way))
+            more = mean_of(found, "error") / mean_of(exact, "error") - 1 if found else 0.0
+            figures = [mean_of(found, figure) for figure in ("error", "lost", "moved")] if found else []
+            cells.append("{:.4f} ({:+.1%}), {:.1%}, {:.1%}".format(figures[0], more, *figures[1:]) if found else "-")
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows by the values of these fields, in the order of their first."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(found.items())
+
+
+def mean_of(rows: Sequence[Row], figure: str) -> float:
+    """Over rows and layers."""
+    return fmean(value for row in rows for value in row[figure])
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line; defaults filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("part", nargs="?", choices=["swap", "prefill", "churn"], help="what to measure")
+    add("part", nargs="?", choices=["swap", "prefill", "churn", "trace"], help="what to measure")
     add("--out", default="offload.jsonl", help="result file; rows are appended (default: %(default)s)")
-    add("--contexts", nargs="+", type=int, metavar="TOKENS", help="prefix lengths (swap 131072, prefill 32768 98304)")
+    add("--contexts", nargs="+", type=int, metavar="TOKENS", help="swap 131072, prefill 32768 98304, else 8192")
     add("--groups", nargs="+", type=group_shape, metavar="GxR", help="G prefixes of R requests (1x1 8x1 1x8)")
     add("--churn", nargs="+", type=float, metavar="SHARE", help="of the wanted tokens (0 0.05 0.1 0.2 0.4 1)")
     add("--only", nargs="+", choices=PARTS, help="parts of swap (all)")
-    add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048)")
+    add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048; trace: 512)")
     add("--room", type=float, default=1.0, metavar="N", help="cells for a wanted token (%(default)s)")
     add("--near", type=int, default=1, metavar="N", help="wanted tokens side by side (%(default)s)")
     add("--steps", type=int, default=8, metavar="N", help="in one graph (%(default)s)")
@@ -238,17 +291,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--packages", type=Path, default=Path(".models/packages"), help="churn: folder of `make models`")
     add("--work", type=Path, default=Path(".models/queries"), help="churn: folder of captures")
     add("--new-tokens", type=int, default=128, help="churn: decode steps of an answer (%(default)s)")
-    add("--keep", nargs="+", type=float, default=[1 / 8, 1 / 20, 1 / 64], help="churn: budgets, shares of the prefix")
-    add("--cells", nargs="+", type=float, default=[0.1, 0.2, 0.5], help="churn: residents, shares of its pages")
+    add("--keep", nargs="+", type=float, default=[1 / 64, 1 / 20, 512, 2048], help="churn: budgets; below 1: shares")
+    add("--lagged", type=int, default=2, metavar="N", help="churn: answers whose error is measured (%(default)s)")
+    add("--every", type=int, default=4, metavar="N", help="churn: one of so many steps has an error (%(default)s)")
     add("--seed", type=int, default=0, help="of KV and lists, or of documents (%(default)s)")
     add("--commit", help="for the rows, where the tree is no git checkout")
     add("--smoke", action="store_true", help="not churn: tiny shapes on the CPU in Triton's interpreter")
     add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
     args = parser.parse_args(argv)
     if not (args.part or args.table):
-        parser.error("expected swap, prefill, churn or --table")
-    if args.part == "churn":
-        args.contexts = args.contexts or [8192]
+        parser.error("expected swap, prefill, churn, trace or --table")
+    if args.part in ("churn", "trace"):
+        args.contexts, args.budget = args.contexts or [8192], args.budget or 512
     if args.part == "prefill" and not args.smoke:
         args.contexts = args.contexts or [32768, 98304]
     for name, value in (_SMOKE if args.smoke else _USUAL).items():
@@ -265,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(table(read(args.table)))
         return 0
-    if args.part == "churn":
+    if args.part in ("churn", "trace"):
         with torch.no_grad():
-            churn(args)
+            (churn if args.part == "churn" else trace)(args)
         return 0
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")

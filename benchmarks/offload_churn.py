@@ -1,110 +1,268 @@
-"""What `offload.py churn` measures: how many pages a step wants that the step before did not, in a real model's decode.
+"""What `offload.py churn` measures: what a decode step selects that is not resident, of real models' dense decode.
 
-Queries, keys and values are those of dense decode (`query_capture.py`). A layer selects `tokens` by the exact scores of
-its true query, or `blocks` of 16 by their INT4 means, as `ab_sparse` does; maximum over the query heads of a KV head,
-sink and window inside the budget, as serving does. Layer 0 does not select. What a step wants are the pages of 16
-tokens with a selected token; the residents' reference counts.
+Queries, keys and values are those of `query_capture.py`. A layer selects by the exact scores of its true query: maximum
+over the query heads of a KV head and a group's requests, sink and window inside the budget, as serving does. Layer 0
+does not select. Residents are units of 1, 4 or 16 tokens; what was wanted least recently leaves.
 
-    wanted       pages that a list names tokens of, as a share of the prefix's pages: |M_t|
-    churn        |M_t - M_{t-1}| / |M_t|: what residents that hold M_{t-1} alone must fetch
-    transferred  |T_t| / |M_t| of residents that hold so large a share of the prefix's pages
-    missed       of the wanted pages, those for which such residents have no cell
+    wanted  units with a selected token, as a share of the prefix: |M_t|
+    churn   |M_t - M_{t-1}| / |M_t|
+    moved   |T_t| / |M_t|: wanted units that residents of so many tokens lack; none where they have too few cells
 
-The first step, which fetches all, does not count.
+The first step, which fetches all, does not count. `lagged_rows` attend what was resident before the step:
+
+    exact      the selection itself
+    lagged     selected tokens that are resident; the others are fetched, and resident at the next step
+    near 4     the same; the aligned 4 tokens of each missing one are fetched
+    within     the budget's best resident tokens, by the true query
+    wide 2     the same; the best 2 budgets are fetched
+    error      |output - dense output| / |dense output| of a query head, as `query_prediction.py` has it
+    lost       selected tokens that are not attended, as a share of the budget
+    moved      tokens that are fetched, as a share of the budget
 """
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+from answers_data import Chat, Document, Question, documents
 from engines import Row
 from query_capture import Answered, Captured
+from query_prediction import Step
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
+from prefix_kernels.budget import budget_for_group
 from prefix_kernels.pooling import pool_scores
-from prefix_kernels.residents import PAGE_TOKENS, Mode, ResidentGroup, ResidentShape
-from prefix_kernels.residents.reference import look_up
-from prefix_kernels.residents.state import ResidentState
-from prefix_kernels.top_k_selection import rank_by_keys, top_k_selection
-from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import SelectedLists
-from sglang_ext.methods.ab_sparse import ABSparseBuilder, ABSparseSelector, ABSparseSpec
+from prefix_kernels.top_k_selection import rank_by_keys
 from sglang_ext.methods.base import SelectArgs
 from sglang_ext.options import SparseAttnConfig
 
-SELECTED = ("tokens", "blocks")
+UNITS = (1, 4, 16)
+RESIDENTS = (1, 1.5, 2, 3, 4, 6, 0.1)
+"""Budgets of tokens; below 1: a share of the prefix."""
+LAGS = (1, 2, 4, 0.1)
+WRITTEN = "tests", "type stubs", "a manual", "a review", "a port to C", "a tutorial", "docs", "a short version"
+ASKED = {
+    "prose": (
+        "Retell the text above in your own words, one paragraph after the other, as fully as you can.",
+        "List every person named above, and what is said of each.",
+        "Write an exam about the text above: many questions, each with its answer.",
+        "Explain the text above to a child, subject by subject.",
+        "List all years and numbers of the text above, and what each is of.",
+        "Translate the text above to French.",
+        "Write a dialogue of two historians about the text above.",
+        "Which statements of the text above are doubtful? Quote each, and say why.",
+    ),
+    "code": tuple(f"Write {what} of the module above, as fully as you can." for what in WRITTEN),
+}
+"""What a document's readers ask, all at once: a group of requests. Answers are long."""
 
 
-def selected(
-    captured: Captured, answer: Answered, layer: int, budgets: Sequence[int], what: str = "tokens"
-) -> list[list[Tensor]]:
-    """Of each budget and step: positions [num_kv_heads, budget] int32; `what`: tokens, or blocks."""
-    config, keys = SparseAttnConfig(), captured.keys[layer]
-    sizes = {"num_sink": config.num_sink_tokens, "num_recent": 16 * config.num_recent_pages}
-    args = SelectArgs(prefix_len=keys.shape[1], sm_scale=keys.shape[-1] ** -0.5, **sizes)
-    arrays = ABSparseBuilder(ABSparseSpec()).build_layer(keys.transpose(0, 1), None) if what == "blocks" else {}
-    found: list[list[Tensor]] = [[] for _ in budgets]
-    for query in answer.queries[:, layer].split(1):
-        if what == "blocks":
-            scores = ABSparseSelector(ABSparseSpec()).token_scores(arrays, query, args)
-        else:
-            scores = pool_scores(block_scores_mean(query, keys), args.sm_scale)
-        for number, budget in enumerate(budgets):
-            found[number].append(top_k_selection(rank_by_keys(scores), budget, **sizes).positions)
+def asked(packages: Path, chat: Chat, length: int, seed: int) -> dict[str, Document]:
+    """By kind: prose, and the source of `argparse`, cut a little behind so many tokens; eight questions on each."""
+    prose = next(iter(documents(packages, chat, length + 1024, 1, seed)))
+    found = {}
+    for kind, text in (("prose", prose.text), ("code", inspect.getsource(argparse))):
+        cut = chat.text(chat.ids(text)[: length + 16 - len(chat.prefix(""))])
+        turns = tuple((Question(f"{kind} {n}", one, "", (), "all", 0),) for n, one in enumerate(ASKED[kind]))
+        found[kind] = Document(f"{kind}-{length}", cut, turns)
     return found
 
 
-def replay(positions: Sequence[Tensor], prefix_len: int, num_cells: int) -> list[int]:
-    """Pages that residents of one layer counted behind the first step: see `Counter`."""
-    heads, budget = positions[0].shape
-    pages = prefix_len // PAGE_TOKENS
-    shape = ResidentShape(1, heads, num_cells, pages, 0, Mode.EXACT)
-    state, table = ResidentState.empty(shape, torch.device("cpu")), torch.arange(pages, dtype=torch.int32)
-    group = ResidentGroup(0, SelectionGroup(prefix_len, budget, head_stride=budget))
-    first = state.counters
-    for step, wanted in enumerate(positions):
-        lists = SelectedLists(
-            wanted.flatten().clone(), torch.full((1, heads), budget, dtype=torch.int32), wanted.flatten().clone()
-        )
-        look_up(shape, state, 0, [group], table, lists)
-        if step == 0:
-            first = state.counters.clone()
-    return [int(one) for one in (state.counters - first).sum((0, 1))]
+def sizes(prefix_len: int, head_dim: int, budget: int) -> SelectArgs:
+    """Of a selection, as served by default."""
+    config = SparseAttnConfig()
+    return SelectArgs(
+        prefix_len=prefix_len,
+        budget=budget,
+        num_sink=config.num_sink_tokens,
+        num_recent=16 * config.num_recent_pages,
+        sm_scale=head_dim**-0.5,
+    )
 
 
-def churn(positions: Sequence[Tensor], pages: int) -> tuple[float, float]:
-    """(wanted, churn), means over steps and KV heads."""
-    masks = torch.zeros(len(positions), len(positions[0]), pages, dtype=torch.bool)
-    for mask, wanted in zip(masks, positions, strict=True):
-        mask.scatter_(1, wanted.long() // PAGE_TOKENS, True)
-    sizes = masks[1:].sum(-1)
-    return float(sizes.double().mean() / pages), float((masks[1:] & ~masks[:-1]).sum() / sizes.sum())
+def scored(keys: Tensor, queries: Tensor) -> Tensor:
+    """Log shares [steps, num_kv_heads, prefix_len] by queries [steps, requests, num_qo_heads, head_dim]."""
+    return torch.stack([pool_scores(block_scores_mean(one, keys), keys.shape[-1] ** -0.5) for one in queries])
 
 
-def rows(captured: Captured, answer: Answered, kept: Sequence[float], cells: Sequence[float]) -> Iterator[Row]:
-    """Of each layer and share kept.
+def selected(scores: Tensor, args: SelectArgs) -> Tensor:
+    """Positions [..., budget] int32, ascending, of scores [..., prefix_len]."""
+    return args.top_k(rank_by_keys(scores.flatten(0, -2))).positions.view(*scores.shape[:-1], -1)
+
+
+def traced(captured: Captured, answer: Answered, prefix_len: int, steps: int, budget: int) -> Tensor:
+    """What an answer selects: positions [layers - 1, num_kv_heads, steps, budget] int32, from layer 1 on."""
+    args, found = sizes(prefix_len, captured.keys.shape[-1], budget), []
+    for keys, queries in zip(captured.keys[1:, :, :prefix_len], answer.queries[:steps, 1:].unbind(1), strict=True):
+        found.append(selected(scored(keys, queries[:, None]), args).transpose(0, 1))
+    return torch.stack(found)
+
+
+def masked(positions: Tensor, prefix_len: int, unit: int = 1) -> Tensor:
+    """bool [..., prefix_len / unit]: units with such a position."""
+    mask = torch.zeros(*positions.shape[:-1], prefix_len // unit, dtype=torch.bool)
+    return mask.scatter_(-1, positions.long() // unit, True)
+
+
+def tokens_of(size: float, budget: int, prefix_len: int) -> int:
+    """Tokens that a size means: so many budgets, or below 1 a share of the prefix."""
+    return int(size * (budget if size >= 1 else prefix_len))
+
+
+class Recency:
+    """Units of each KV head, the one wanted last first. Residents of any number of cells are the first of them.
+
+    Units wanted in one step keep their order; `residents.reference` takes the lowest cell of such.
+
+    Args:
+        heads: KV heads.
+        units: of the prefix.
+    """
+
+    def __init__(self, heads: int, units: int) -> None:
+        self._order = torch.arange(units).repeat(heads, 1)
+        self._known = torch.zeros(heads, units, dtype=torch.bool)
+
+    def resident(self, cells: int) -> Tensor:
+        """bool [heads, units]: what so many cells hold."""
+        return torch.zeros_like(self._known).scatter_(1, self._order[:, :cells], True) & self._known
+
+    def want(self, wanted: Tensor) -> Tensor:
+        """Want units, bool [heads, units]; int64 [heads, units + 1]: how many of them each number of cells held."""
+        there = wanted.gather(1, self._order)
+        first = there.cumsum(1)
+        held = torch.nn.functional.pad((there & self._known.gather(1, self._order)).cumsum(1), (1, 0))
+        place = torch.where(there, first - 1, first[:, -1:] + (~there).cumsum(1) - 1)
+        self._order = torch.empty_like(self._order).scatter_(1, place, self._order)
+        self._known |= wanted
+        return held
+
+
+def churned(wanted: Tensor, cells: Sequence[int]) -> Row:
+    """`wanted`, `churn` and `moved` (of each number of cells) of bool [steps, num_kv_heads, units]."""
+    recency, kept = Recency(*wanted.shape[1:]), torch.tensor(cells).clamp(max=wanted.shape[2])
+    held = torch.stack([recency.want(one)[:, kept] for one in wanted])[1:].sum((0, 1))
+    counts = wanted.sum(-1)
+    total, most = int(counts[1:].sum()), int(counts.max())
+    moved = [round(1 - int(n) / total, 4) if most <= of else None for n, of in zip(held, cells, strict=True)]
+    new = int((wanted[1:] & ~wanted[:-1]).sum())
+    return {"wanted": round(float(wanted[1:].float().mean()), 4), "churn": round(new / total, 4), "moved": moved}
+
+
+def churn_rows(captured: Captured, prefix_len: int, keep: Sequence[float]) -> Iterator[Row]:
+    """Of each answer and the group of all, each budget and unit: figures by layer, from layer 1 on.
 
     Args:
         captured: the document.
-        answer: one of its answers.
-        kept: budgets, as shares of the prefix.
-        cells: of residents, as shares of the prefix's pages.
+        prefix_len: tokens of it that are the prefix.
+        keep: budgets of one request: tokens, or below 1 shares of the prefix.
     """
-    prefix_len = captured.keys.shape[2] // PAGE_TOKENS * PAGE_TOKENS
-    whole = Captured(captured.name, captured.keys[:, :, :prefix_len], captured.values, [], captured.frequencies)
-    pages, budgets = prefix_len // PAGE_TOKENS, [int(one * prefix_len) for one in kept]
-    shared = {"task": answer.task, "document": captured.name, "prefix_len": prefix_len, "steps": len(answer.queries)}
-    for layer, what in itertools.product(range(1, answer.queries.shape[1]), SELECTED):
-        of_budgets = selected(whole, answer, layer, budgets, what)
-        for share, budget, positions in zip(kept, budgets, of_budgets, strict=True):
-            wanted, changed = churn(positions, pages)
-            row = {**shared, "bench": "churn", "selected": what, "layer": layer, "kept": share, "budget": budget}
-            row |= {"wanted": round(wanted, 4), "churn": round(changed, 4), "transferred": {}, "missed": {}}
-            for size in cells:
-                want, moved, missed = replay(positions, prefix_len, max(1, int(size * pages)))
-                row["transferred"][str(size)] = round(moved / want, 4)
-                row["missed"][str(size)] = round(missed / want, 4)
-            yield row
+    answers, dim = captured.answers, captured.keys.shape[-1]
+    groups = [[one] for one in answers] + ([answers] if len(answers) > 1 else [])
+    for group in groups:
+        found = list[tuple[Row, Row]]()
+        for layer in range(1, len(captured.keys)):
+            queries = torch.stack([one.queries[:, layer] for one in group], 1)
+            scores = scored(captured.keys[layer, :, :prefix_len], queries)
+            for size in keep:
+                budget = budget_for_group(tokens_of(size, 1, prefix_len), len(group))
+                tokens = [tokens_of(one, budget, prefix_len) for one in RESIDENTS]
+                positions = selected(scores, sizes(prefix_len, dim, budget))
+                for unit in UNITS:
+                    figures = churned(masked(positions, prefix_len, unit), [one // unit for one in tokens])
+                    residents = dict(zip(map(str, RESIDENTS), tokens, strict=True))
+                    found.append(({"kept": size, "budget": budget, "unit": unit, "residents": residents}, figures))
+        shared = {"bench": "churn", "document": captured.name, "prefix_len": prefix_len, "requests": len(group)}
+        shared |= {"task": group[0].task if len(group) == 1 else "group", "steps": len(group[0].queries)}
+        yield from ({**shared, **row} for row in by_layer(found))
+
+
+def by_layer(found: Sequence[tuple[Row, Row]]) -> list[Row]:
+    """Rows of (fields, figures of a layer): each figure becomes a list over the layers of the same fields."""
+    rows: dict[str, Row] = {}
+    for fields, figures in found:
+        row = rows.setdefault(repr(fields), {**fields, **{name: [] for name in figures}})
+        for name, value in figures.items():
+            row[name].append(value)
+    return list(rows.values())
+
+
+def lagging(scores: Tensor, args: SelectArgs, every: int) -> Iterator[tuple[int, dict[str, tuple[Tensor, Tensor]]]]:
+    """Of one in so many steps, from the second on: by way, what is attended and what is fetched; bool [heads, tokens].
+
+    Args:
+        scores: [steps, num_kv_heads, prefix_len].
+        args: of a selection.
+        every: see above; all steps change what is resident.
+    """
+    heads, prefix_len = scores.shape[1:]
+    cells = {size: tokens_of(size, args.budget, prefix_len) for size in LAGS}
+    cells = {size: count for size, count in cells.items() if args.budget <= count <= prefix_len}
+    wanted = masked(selected(scores, args), prefix_len)
+    wide = masked(selected(scores, replace(args, budget=2 * args.budget)), prefix_len)
+    plain, wider = Recency(heads, prefix_len), Recency(heads, prefix_len)
+    near = {key: Recency(heads, prefix_len) for key in itertools.product(UNITS[1:], cells)}
+    for step, now in enumerate(wanted):
+        judged, found = step % every == 1 % every and step > 0, {"exact": (now, now & ~plain.resident(args.budget))}
+
+        def best(there: Tensor, of: Tensor = scores[step]) -> Tensor:
+            return there & masked(selected(of.masked_fill(~there, -torch.inf), args), prefix_len)
+
+        for size, count in cells.items():
+            there = plain.resident(count)
+            if judged:
+                found[f"lagged {size}"] = now & there, now & ~there
+                found[f"within {size}"] = best(there), now & ~there
+            if judged and count >= 2 * args.budget:
+                there = wider.resident(count)
+                found[f"wide 2, {size}"] = best(there), wide[step] & ~there
+            for unit in UNITS[1:]:
+                there = near[unit, size].resident(count)
+                brought = (now & ~there).unflatten(1, (-1, unit)).any(2).repeat_interleave(unit, 1) & ~there
+                found[f"near {unit}, {size}"] = now & there, brought
+                near[unit, size].want(brought)
+                near[unit, size].want(now)
+        plain.want(now)
+        wider.want(wide[step])
+        if judged:
+            yield step, found
+
+
+def lagged_rows(
+    captured: Captured, answer: Answered, prefix_len: int, keep: Sequence[float], every: int
+) -> Iterator[Row]:
+    """Of each budget and way: figures by layer, from layer 1 on.
+
+    Args:
+        captured, answer: of a document.
+        prefix_len: tokens of it that are the prefix; attention is also on all behind it.
+        keep: budgets: tokens, or below 1 shares of the prefix.
+        every: one of so many steps is judged.
+    """
+    found, behind = list[tuple[Row, Row]](), answer.keys.shape[2] - len(answer.queries)
+    for layer in range(1, len(captured.keys)):
+        keys, values = captured.keys[layer, :, :prefix_len], captured.values[layer, :, :prefix_len]
+        own_keys = torch.cat([captured.keys[layer, :, prefix_len:], answer.keys[layer]], 1)
+        own_values = torch.cat([captured.values[layer, :, prefix_len:], answer.values[layer]], 1)
+        scores = scored(keys, answer.queries[:, layer, None])
+        for size in keep:
+            args = sizes(prefix_len, keys.shape[-1], tokens_of(size, 1, prefix_len))
+            steps = []
+            for step, ways in lagging(scores, args, every):
+                query, end = answer.queries[step, layer], captured.keys.shape[2] - prefix_len + behind + step + 1
+                now = Step(keys, values, {}, own_keys[:, :end], own_values[:, :end], query, query, query[None], args)
+                attended, fetched = (torch.stack(one) for one in zip(*ways.values(), strict=True))
+                lost, moved = ((one.sum(-1) / args.budget) for one in (attended[:1] & ~attended, fetched))
+                steps.append(torch.stack([now.attended(attended)[1], lost, moved], -1).mean(1))
+            for way, means in zip(ways, torch.stack(steps).mean(0).tolist(), strict=True):
+                figures = {name: round(one, 5) for name, one in zip(("error", "lost", "moved"), means, strict=True)}
+                found.append(({"kept": size, "budget": args.budget, "way": way}, figures))
+    shared = {"bench": "lagged", "document": captured.name, "task": answer.task, "prefix_len": prefix_len}
+    yield from ({**shared, "every": every, **row} for row in by_layer(found))

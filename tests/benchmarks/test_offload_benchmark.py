@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from tests.benchmarks.results import BENCHMARKS, rows_of
+from tests.benchmarks.results import BENCHMARKS, RESULTS, rows_of
 
 ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
 SMALL = ("swap", "--smoke", "--groups", "1x1", "--only", "exact", "--steps", "2", "--budget", "32")
@@ -120,39 +122,128 @@ def test_a_piece_that_is_attended_twice_is_red(tmp_path: Path) -> None:
     assert "us" not in row
 
 
-def test_churn_is_that_of_the_sets_of_pages(counting: Any) -> None:
-    steps = [[[0, 1, 2, 40]], [[0, 17, 40, 41]], [[0, 17, 40, 41]], [[16, 33, 70, 71]]]
-    positions = [torch.tensor(one, dtype=torch.int32) for one in steps]
-    # {0, 2}, {0, 1, 2}, {0, 1, 2}, {1, 2, 4} of 5 pages
-    wanted, changed = counting.churn(positions, 5)
-    assert wanted == pytest.approx(9 / 15)
-    assert changed == pytest.approx(2 / 9)
-    assert counting.replay(positions, 80, 5) == [9, 2, 0]
-    # Page 1 finds no cell twice, and takes that of page 0; then page 4 finds none.
-    assert counting.replay(positions, 80, 2) == [9, 1, 3]
+def wanted_of(steps: list[list[int]], prefix_len: int, unit: int, counting: Any) -> Tensor:
+    mask: Tensor = counting.masked(torch.tensor(steps, dtype=torch.int32)[:, None], prefix_len, unit)
+    return mask
 
 
-def test_a_layers_selection_is_that_of_its_true_queries(counting: Any, load: Any) -> None:
-    capture = load("query_capture").query_capture
-    gen = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 2, 519, 8, generator=gen)
-    queries = torch.randn(9, 2, 4, 8, generator=gen)
-    # Step 5 asks for one token.
-    keys[1, 1, 300], queries[5, 1, 2] = 9.0, 9.0
-    answer = capture.Answered("task", queries, keys[:, :, :0], keys[:, :, :0], "")
-    captured = capture.Captured("name", keys, keys, [answer], torch.ones(4))
-    rows = list(counting.rows(captured, answer, [0.25], [0.5, 1.0]))
-    shared = [(row["selected"], row["layer"], row["budget"], row["prefix_len"]) for row in rows]
-    assert shared == [("tokens", 1, 128, 512), ("blocks", 1, 128, 512)]
-    assert rows[1]["wanted"] == 0.25, "whole pages"
-    assert 0 < rows[0]["transferred"]["1.0"] < rows[0]["churn"] < 1
-    assert rows[0]["missed"] == {"0.5": pytest.approx(rows[0]["missed"]["0.5"]), "1.0": 0.0}
-    (found,) = counting.selected(captured, answer, 1, [128])
-    assert 300 in found[5][1]
-    assert {*range(16), *range(455, 519)} <= set(found[5][0].tolist())
+def test_churn_is_that_of_the_sets_of_units(counting: Any) -> None:
+    steps = [[0, 1, 2, 40], [0, 17, 40, 41], [0, 17, 40, 41], [16, 33, 70, 71]]
+    # {0, 2}, {0, 1, 2}, {0, 1, 2}, {1, 2, 4} of 5 pages; two cells are too few.
+    found = counting.churned(wanted_of(steps, 80, 16, counting), [5, 3, 2])
+    assert found["wanted"] == pytest.approx(9 / 15)
+    assert found["churn"] == pytest.approx(2 / 9, abs=1e-4)
+    assert found["moved"] == [pytest.approx(2 / 9, abs=1e-4)] * 2 + [None]
+    tokens = counting.churned(wanted_of(steps, 80, 1, counting), [80, 4])
+    assert (tokens["wanted"], tokens["churn"]) == (4 / 80, 0.5)
+    assert tokens["moved"] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("cells", [4, 6, 9])
+def test_residents_are_those_wanted_last(counting: Any, cells: int) -> None:
+    """Against a list that is sorted anew each step."""
+    gen = torch.Generator().manual_seed(cells)
+    wanted = torch.rand(40, 2, 12, generator=gen).argsort(-1) < 4
+    recency = counting.Recency(2, 12)
+    last, missed = torch.full((2, 12), -1), 0
+    for step, now in enumerate(wanted):
+        resident = recency.resident(cells)
+        for head in range(2):
+            held = sorted(last[head][resident[head]].tolist(), reverse=True)
+            assert held == sorted((one for one in last[head].tolist() if one >= 0), reverse=True)[:cells]
+        lacking = int((now & ~resident).sum())
+        assert lacking == 8 - int(recency.want(now)[:, cells].sum())
+        missed += lacking if step else 0
+        last[now] = step
+    (moved,) = counting.churned(wanted, [cells])["moved"]
+    assert moved == pytest.approx(missed / (39 * 8), abs=1e-4)
+
+
+@pytest.fixture
+def planted(load: Any) -> Any:
+    """A document of 520 tokens and two answers of 9 steps; layer 1 of step 5 of the first asks for one token."""
+    capture, gen = load("query_capture").query_capture, torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 2, 520, 8, generator=gen)
+    answers = []
+    for name in ("one", "other"):
+        queries, own = torch.randn(9, 2, 4, 8, generator=gen), torch.randn(2, 2, 12, 8, generator=gen)
+        answers.append(capture.Answered(name, queries, own, own, ""))
+    keys[1, 1, 300], answers[0].queries[5, 1, 2] = 9.0, 9.0
+    return capture.Captured("name", keys, values, answers, torch.ones(4))
+
+
+def test_a_layers_selection_is_that_of_its_true_queries(counting: Any, planted: Any) -> None:
+    positions = counting.traced(planted, planted.answers[0], 512, 7, 128)
+    assert positions.shape == (1, 2, 7, 128)
+    assert 300 in positions[0, 1, 5]
+    assert {*range(16), *range(448, 512)} <= set(positions[0, 0, 5].tolist())
+    rows = list(counting.churn_rows(planted, 512, [0.25, 100]))
+    shared = [(row["task"], row["requests"], row["budget"], row["unit"]) for row in rows]
+    single = [(budget, unit) for budget in (128, 100) for unit in counting.UNITS]
+    assert shared[:6] == [("one", 1, *one) for one in single]
+    assert shared[-1] == ("group", 2, 142, 16)
+    # Both requests of the group want it.
+    queries = torch.stack([one.queries[5:6, 1] for one in planted.answers], 1)
+    assert counting.scored(planted.keys[1, :, :512], queries)[0, 1].argmax() == 300
+    assert rows[0]["wanted"] == [0.25]
+    one, *_, tenth = rows[0]["moved"][0]
+    assert one == rows[0]["churn"][0] > 0
+    assert tenth is None
+
+
+def test_what_lags_attends_what_was_resident(counting: Any, planted: Any) -> None:
+    args = counting.sizes(512, 8, 100)
+    scores = counting.scored(planted.keys[1, :, :512], planted.answers[0].queries[:, 1, None])
+    steps = dict(counting.lagging(scores, args, 1))
+    assert list(steps) == list(range(1, 9))
+    for step, ways in steps.items():
+        before = counting.masked(counting.selected(scores[:step], args), 512)
+        exact, _ = ways["exact"]
+        assert torch.equal(ways["lagged 1"][0], exact & before[-1])
+        assert torch.equal(ways["within 1"][0], before[-1])
+        for attended, fetched in ways.values():
+            assert not (fetched & before[-1]).any()
+            assert attended.sum(1).max() <= 100
+        within, lagged = ways["within 4"][0], ways["lagged 4"][0]
+        assert not (lagged & ~within).any()
+        assert not (within & ~before.any(0)).any()
+    first, (near, brought) = counting.masked(counting.selected(scores[:2], args), 512, 4), steps[1]["near 4, 4"]
+    resident = first[0].repeat_interleave(4, 1)
+    assert torch.equal(near, steps[1]["exact"][0] & resident)
+    assert torch.equal(brought, first[1].repeat_interleave(4, 1) & ~resident)
+    rows = {row["way"]: row for row in counting.lagged_rows(planted, planted.answers[0], 512, [100], 1)}
+    errors = {way: row["error"][0] for way, row in rows.items()}
+    assert 0 < errors["exact"] < errors["within 2"] < errors["lagged 2"]
+    assert rows["exact"]["lost"] == [0.0]
+
+
+def test_the_shipped_selections_are_whole_lists() -> None:
+    shipped = np.load(RESULTS / "selected-qwen.npz")
+    positions, prefix_len = shipped["positions"].astype(int), int(shipped["prefix_len"])
+    assert positions.shape == (23, 2, 64, 512)
+    assert (np.diff(positions) > 0).all()
+    assert (positions[..., :16] == np.arange(16)).all()
+    assert (positions[..., -64:] == np.arange(prefix_len - 64, prefix_len)).all()
+
+
+def test_the_table_of_measured_rows(bench: Any, load: Any) -> None:
+    rows = load("engines").engines.read([RESULTS / "offload-cpu-churn.jsonl.xz"])
+    text = bench.table(rows)
+    of = [row for row in rows if row["bench"] == "churn" and row["requests"] == 1 and row["document"] == "prose-8192"]
+    (tokens, pages) = ([row for row in of if (row["budget"], row["unit"]) == (512, unit)] for unit in (1, 16))
+    moved = np.mean([np.array(row["wanted"]) * [one[4] for one in row["moved"]] for row in tokens]) * 8192 * 8 * 512
+    (line,) = (one for one in text.splitlines() if "prose-8192, 1 request, 512 tokens, units of 1 |" in one)
+    assert f"| {moved / 1e3:,.0f} ({moved / 51e3:.1f}) |" in line
+    assert any(one[4] is None for row in pages for one in row["moved"])
+    lagged = [row for row in rows if row["bench"] == "lagged"]
+    for row in lagged:
+        (exact,) = (
+            one for one in lagged if one["way"] == "exact" and all(one[k] == row[k] for k in ("task", "budget"))
+        )
+        assert np.mean(row["error"]) >= np.mean(exact["error"])
 
 
 def test_a_command_line_without_a_part_says_what_is_expected(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse([])
-    assert "expected swap, prefill, churn or --table" in capsys.readouterr().err
+    assert "expected swap, prefill, churn, trace or --table" in capsys.readouterr().err
