@@ -53,7 +53,7 @@ _USUAL: Row = {
     "budget": 2048,
     "suffix": [16, 64, 512],
     "requests": [1, 8],
-    "staging": 2048,
+    "staging": 8192,
     "layers": 4,
 }
 _SMOKE: Row = {
@@ -285,7 +285,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of KV (bfloat16)")
     add("--suffix", nargs="+", type=int, metavar="TOKENS", help="prefill: new tokens of a request (16 64 512)")
     add("--requests", nargs="+", type=int, metavar="N", help="prefill: behind the prefix (1 8)")
-    add("--staging", type=int, metavar="ROWS", help="prefill: of each layer (2048)")
+    add("--staging", type=int, metavar="TOKENS", help="prefill: of a piece (8192)")
     add("--layers", type=int, metavar="N", help="prefill: of a forward (4)")
     add("--model-path", default=".models/qwen2.5-coder-0.5b-instruct", help="churn: of transformers")
     add("--packages", type=Path, default=Path(".models/packages"), help="churn: folder of `make models`")

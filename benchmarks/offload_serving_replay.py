@@ -182,15 +182,16 @@ def register() -> None:
 
 def bytes_of(runtime: Any) -> dict[str, int]:
     """Device bytes of a server, by what they are for; of `indexes` what they may have at most, and have now."""
-    pool, rows, swap = runtime.view.runner.token_to_kv_pool, runtime.offload._behind, runtime.offload.swap
+    pool, offload, swap = runtime.view.runner.token_to_kv_pool, runtime.offload, runtime.offload.swap
     buffers = (*pool.k_buffer, *pool.v_buffer)
     row = sum(one[0].nbytes for one in buffers)
-    of_rows = {name: len(part) * row for name, part in (("staging", rows.staging), ("residents", rows.residents))}
+    residents = len(offload._residents) * row
     pool_bytes = (int(pool.size) + int(pool.page_size)) * row
     return {
         "pool": pool_bytes,
-        **of_rows,
-        "dense_layers": sum(one.nbytes for one in buffers) - pool_bytes - sum(of_rows.values()),
+        "staging": offload._attention.places.nbytes,
+        "residents": residents,
+        "dense_layers": sum(one.nbytes for one in buffers) - pool_bytes - residents,
         "resident_state": swap.nbytes,
         "indexes_at_most": runtime.index_bytes,
         "indexes": runtime.residency.resident_bytes(),

@@ -61,9 +61,10 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     Attributes:
         host_bytes: host memory for it, taken at the start; pinned on CUDA.
         min_tokens: shorter prefixes stay on the device.
-        staging_tokens: rows behind SGLang's KV pool, in which a piece of a prefix is attended exactly.
-        resident_tokens: rows behind those, that hold what steps select: of a layer and KV head, for all prefixes of a
-            batch. Budgets of groups shrink to it; a step whose requests alone select more attends exactly.
+        staging_tokens: of a piece of a prefix that is attended exactly: four of them, of one layer, are on the device.
+        resident_tokens: rows behind SGLang's KV pool that hold what steps select: of a layer and KV head, for all
+            prefixes of a batch. Budgets of groups shrink to it; a step whose requests alone select more attends
+            exactly.
         folder: where their KV is kept on disk, too: a server that starts anew serves them without a prefill. None:
             nowhere.
         folder_bytes: of its files, at most; what was used longest ago leaves. None: no limit.
@@ -71,7 +72,7 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     host_bytes: int
     min_tokens: int = 8192
-    staging_tokens: int = 2048
+    staging_tokens: int = 8192
     resident_tokens: int = 32768
     folder: str | None = None
     folder_bytes: int | None = None
@@ -100,7 +101,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             for all layers at once. Of `two_level` only, with `search_period` 1. A step whose groups changed names its
             own.
         offload: KV of indexed prefixes in host memory, as an object: `host_bytes`, and, where the defaults are not
-            right, `min_tokens` (8192), `staging_tokens` (2048), `resident_tokens` (32768), `folder` and `folder_bytes`
+            right, `min_tokens` (8192), `staging_tokens` (8192), `resident_tokens` (32768), `folder` and `folder_bytes`
             (null). null: off. See docs/offload.md.
         suffix_dense_tokens: of a request's suffix behind an indexed prefix the last so many, or half of them, are
             attended in full; the others are selected from, by the rules of a prefix. null: all in full. Of

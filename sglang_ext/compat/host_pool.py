@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.residents import to_pages
+from prefix_kernels.residents import from_pages, to_pages
 from sglang_ext.compat import memory
 from sglang_ext.compat.versions import older_than
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.model_view import ModelView
-from sglang_ext.offload.host import RowsBehind, rows_of, runs, stage
+from sglang_ext.offload.host import rows_of, runs
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) -> None:
-    """The tensors of the KV pool get rows for staging and residents behind those that the allocator knows."""
-    rows = sum(memory.offload_rows(pool.page_size))
+    """The tensors of the KV pool get rows for residents behind those that the allocator knows."""
+    rows = memory.offload_rows(pool.page_size)
     pool.size += rows
     try:
         original(pool, *args)
@@ -32,28 +32,28 @@ def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) 
         pool.size -= rows
 
 
-def rows_behind(pool: Any) -> RowsBehind:
+def rows_behind(pool: Any) -> range:
     """Rows of a KV pool's tensors that the allocator does not know, of all layers.
 
     Raises:
         RuntimeError: there are none.
     """
-    begin, (staging, residents) = int(pool.size) + int(pool.page_size), memory.offload_rows(pool.page_size)
-    end = begin + staging + residents
+    begin = int(pool.size) + int(pool.page_size)
+    end = begin + memory.offload_rows(pool.page_size)
     held = min(int(buffer.shape[0]) for buffer in (*pool.k_buffer, *pool.v_buffer))
     if end == begin or held < end:
         raise RuntimeError(
             f"--sparse-attn: expected KV tensors of {end} rows for offload, the last {end - begin} for it; got "
             f"{held}. Another plugin or a changed SGLang is the likely cause: remove offload"
         )
-    return RowsBehind(range(begin, begin + staging), range(begin + staging, end))
+    return range(begin, end)
 
 
 def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, *, waits_s: float) -> Offloading:
     """What keeps prefixes in host memory, behind the KV pool of a model runner. Raises RuntimeError: no room for it."""
     pool = runner.token_to_kv_pool
     rows = rows_behind(pool)
-    host = SGLangHostPool(pool, options, plan.dense_layers, rows.residents.stop)
+    host = SGLangHostPool(pool, options, plan.dense_layers, rows.stop)
     found = Offloading(options, view, host, rows, int(pool.page_size), waits_s=waits_s)
     logger.info("sparse attention: offload: %s", found.summary())
     if view.device.type == "cuda":
@@ -131,9 +131,9 @@ class SGLangHostPool:
     def restore(self, pages: Tensor) -> None:
         for layer in self._dense:
             buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
-            assert self.dense_begin is not None
             for _, page, count in runs(pages):
-                stage(self.layer(layer), [(0, page, count)], buffers, self.dense_begin + page * PAGE_TOKENS)
+                taken = self.layer(layer)[page : page + count].to(buffers[0].device, non_blocking=True)
+                from_pages(taken, *(buffer[self.dense_begin :][rows_of(page, count)] for buffer in buffers))
 
 
 def _made(device_pool: Any, nbytes: int, *, pinned: bool) -> Any:

@@ -13,6 +13,7 @@ from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.decode.buffers import KEPT_BYTES
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
+from sglang_ext.offload.attention import PLACES
 from sglang_ext.options import KV_PER_INDEX_BYTE, Build, DecodePath, Offload, SparseAttnConfig
 from sglang_ext.profiles import layer_plan_of_rank
 
@@ -68,8 +69,8 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
 
 
 def offload_bytes(settings: Settings, configurator: Any) -> int:
-    """Device bytes of offload's rows behind the KV pool, for a server without tensor parallelism: those of all layers,
-    and of layers that attend all what the host has, too.
+    """Device bytes of offload, for a server without tensor parallelism: rows behind the KV pool of all layers, pieces
+    of one layer, and of layers that attend all what the host has, too.
     """
     offload = settings.config.offload
     if offload is None or settings.config.build is Build.PREFILL:
@@ -80,20 +81,18 @@ def offload_bytes(settings: Settings, configurator: Any) -> int:
     plan = layer_plan_of_rank(settings.config.layer_plan, settings.profile, sizes)
     widths = int(model_config.head_dim) + int(getattr(model_config, "v_head_dim", None) or model_config.head_dim)
     per_layer = heads * widths * int(model_config.dtype.itemsize)
-    rows = offload.staging_tokens + offload.resident_tokens
-    return rows * layers * per_layer + len(plan.dense_layers) * offload.host_bytes // layers
+    rows = offload.resident_tokens * layers + PLACES * offload.staging_tokens
+    return rows * per_layer + len(plan.dense_layers) * offload.host_bytes // layers
 
 
 _offload: Offload | None = None
 """What asks for rows behind the KV pool in this process."""
 
 
-def offload_rows(page_size: int) -> tuple[int, int]:
-    """Rows for staging, and for residents, as whole pages of SGLang's and of ours."""
+def offload_rows(page_size: int) -> int:
+    """Rows for residents, as whole pages of SGLang's and of ours."""
     unit = math.lcm(page_size, PAGE_TOKENS)
-    tokens = (0, 0) if _offload is None else (_offload.staging_tokens, _offload.resident_tokens)
-    staging, residents = (-(-one // unit) * unit for one in tokens)
-    return staging, residents
+    return 0 if _offload is None else -(-_offload.resident_tokens // unit) * unit
 
 
 _kv_bytes = 0

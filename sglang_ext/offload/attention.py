@@ -1,11 +1,9 @@
-"""Exact attention of rows whose prefix lies in host memory, a layer at a time, through rows behind SGLang's KV pool.
+"""Exact attention of rows whose prefix lies in host memory, a layer at a time, through pieces on the device.
 
-A row at position p with a prefix of P tokens on the host attends [P, p] from its own slots, then [0, P) in pieces that
-come to staging rows (`prefill_attention` has the formulas). Rows without such a prefix attend [0, p] from their slots.
-
-Each layer's tensors have staging rows, and any layer's can hold a piece of another: they are the places of a ring. So
-the link does not rest while the model does something else than attend. On CUDA a piece is attended while the next ones
-are copied.
+A row at position p with a prefix of P tokens on the host attends [P, p] from its own slots, then [0, P) in pieces
+(`prefill_attention` has the formulas). Rows without such a prefix attend [0, p] from their slots. On CUDA a piece is
+attended while the next ones are copied, those of the next layer among them: the link does not rest while the model does
+something else than attend.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from prefix_kernels.prefill_attention import Reference, Span
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.directory import Offload
-from sglang_ext.offload.host import HostPool, Run, runs, stage
+from sglang_ext.offload.host import HostPool, Run, copy_runs, runs
 from sglang_ext.offload.ring import InOrder, Queues, Ring, TwoStreams
 
 if TYPE_CHECKING:
@@ -31,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Of a prefix, at most as many pages as a layer has staging rows for.
+    """Of a prefix, at most as many pages as a place has room for.
 
     Attributes:
         group: whose prefix it is of.
-        num_tokens: of it.
+        num_pages: of it.
         runs: its pages on the host.
     """
 
     group: int
-    num_tokens: int
+    num_pages: int
     runs: Sequence[Run]
 
 
@@ -65,23 +63,30 @@ class StagedStep:
     form: PrefillAttention | Reference | None = None
 
 
+PLACES = 4
+"""Pieces that are on the device at once: one is attended, the others come, or have come."""
+
+
 class StagedAttention:
     """Attends layers of such forwards.
 
     Args:
         pool: of host memory.
-        staging: rows of the device pool's tensors that are nobody else's; whole pages.
+        staging_tokens: of a piece, at most; rounded up to whole pages.
         kv: buffers of a layer.
         num_layers: of the pool.
         device: of the pool.
         implementation: "triton", or "torch" for the reference. None: Triton on CUDA, where its kernel takes the dtypes.
         queues: of the ring; None: those of the device.
+
+    Attributes:
+        places: [PLACES, pages of a piece, num_kv_heads, PAGE_TOKENS, k_dim + v_dim] on the device.
     """
 
     def __init__(
         self,
         pool: HostPool,
-        staging: range,
+        staging_tokens: int,
         kv: Callable[[int], PagedKV],
         num_layers: int,
         device: torch.device,
@@ -89,27 +94,28 @@ class StagedAttention:
         implementation: str | None = None,
         queues: Queues | None = None,
     ) -> None:
-        self._pool, self._staging, self._kv, self._num_layers = pool, staging, kv, num_layers
+        self._pool, self._kv, self._num_layers = pool, kv, num_layers
         self._implementation, self._device = implementation, device
         if queues is None:
-            queues = TwoStreams(device, num_layers) if device.type == "cuda" else InOrder()
-        self._ring = Ring(queues, num_layers)
-        self._places: Sequence[PagedKV] = ()
+            queues = TwoStreams(device, PLACES) if device.type == "cuda" else InOrder()
+        self._ring = Ring(queues, PLACES)
+        pages, of_host = -(-staging_tokens // PAGE_TOKENS), pool.layer(0)
+        self.places = torch.zeros((PLACES, pages, *of_host.shape[1:]), dtype=of_host.dtype, device=device)
 
     def warm(self, num_qo_heads: int, dtype: torch.dtype) -> None:
-        """Compile what forwards launch: a request that came first would wait seconds for it. Staging rows are read.
+        """Compile what forwards launch: a request that came first would wait seconds for it. Slot 0 is read.
 
         Args:
             num_qo_heads: of the model.
             dtype: of its queries.
         """
-        kv, rows = self._kv(0), self._staging
-        for queries in (1, min(128, len(rows))):
-            slots = torch.arange(rows.start, rows.start + queries, device=self._device)
+        kv = self._kv(0)
+        for queries in (1, 128):
+            slots = torch.zeros(queries, dtype=torch.int64, device=self._device)
             step = StagedStep([Span(slice(0, queries), slots)], [torch.arange(queries)], ())
             q = torch.zeros(queries, num_qo_heads, kv.head_dim, dtype=dtype, device=self._device)
             form = self._form(step, q, kv)
-            form.fold(form.own(q, kv, 1.0), 0, q, kv, range(rows.start, rows.start + PAGE_TOKENS), 1.0)
+            form.fold(form.own(q, kv, 1.0), 0, q, kv, self.places[0, :1], 1.0)
 
     def plan(self, spans: Sequence[Span], groups: Sequence[tuple[Offload, Tensor]]) -> StagedStep:
         """How a forward is attended.
@@ -118,11 +124,10 @@ class StagedAttention:
             spans: of all its requests, in batch order.
             groups: by prefix, [num_queries] int64 on the host: query rows behind it.
         """
-        pages = len(self._staging) // PAGE_TOKENS
         pieces = [
-            Piece(number, len(part) * PAGE_TOKENS, list(runs(part)))
+            Piece(number, len(part), list(runs(part)))
             for number, (offload, _) in enumerate(groups)
-            for part in torch.split(offload.pages, pages)
+            for part in torch.split(offload.pages, self.places.shape[1])
         ]
         return StagedStep(spans, [rows for _, rows in groups], pieces)
 
@@ -141,17 +146,12 @@ class StagedAttention:
         """
         first = layer * len(step.pieces)
         if layer != step.expected:
-            self._places = [self._kv(number) for number in range(self._num_layers)]
             self._ring.begin(range(first, self._num_layers * len(step.pieces)), self._copying(step))
         form = step.form = step.form or self._form(step, q, kv)
         state = form.own(q, kv, sm_scale)
 
         def attend(piece: Piece, place: int) -> None:
-            held = self._places[place]
-            keys = range(self._staging.start, self._staging.start + piece.num_tokens)
-            form.fold(
-                state, piece.group, q, PagedKV(held.k_cache, held.v_cache, kv.k_scale, kv.v_scale), keys, sm_scale
-            )
+            form.fold(state, piece.group, q, kv, self.places[place, : piece.num_pages], sm_scale)
 
         for number, piece in enumerate(step.pieces, first):
             self._ring.attend(number, partial(attend, piece))
@@ -162,8 +162,7 @@ class StagedAttention:
     def _copying(self, step: StagedStep) -> Callable[[int, int], None]:
         def copy(number: int, place: int) -> None:
             layer, at = divmod(number, len(step.pieces))
-            held = self._places[place]
-            stage(self._pool.layer(layer), step.pieces[at].runs, (held.k_cache, held.v_cache), self._staging.start)
+            copy_runs(self._pool.layer(layer), step.pieces[at].runs, self.places[place])
 
         return copy
 
@@ -175,9 +174,9 @@ class StagedAttention:
         return PrefillAttention(step.spans, step.groups, AttentionShape.of(q, kv), self._device)
 
     def _takes(self, q: Tensor, kv: PagedKV) -> bool:
-        """Whether tensor cores multiply these dtypes here."""
+        """Whether tensor cores multiply these dtypes here. Of fp8 the kernel's output was wrong on an H100."""
         try:
             check_dtypes(q.dtype, kv.k_cache.dtype, self._device)
         except ValueError:
             return False
-        return self._device.type == "cuda"
+        return self._device.type == "cuda" and kv.k_cache.dtype.itemsize > 1

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.residents import from_pages
 from sglang_ext.config import PAGE_TOKENS
-
-
-class RowsBehind(NamedTuple):
-    """Rows of the device pool's tensors behind those that SGLang's allocator knows, of all layers.
-
-    Attributes:
-        staging: a piece of a prefix is attended there; whole pages.
-        residents: cells of `decode.swap`.
-    """
-
-    staging: range
-    residents: range
-
 
 Run = tuple[int, int, int]
 """Consecutive pages among others: (place of the first one, its number, how many)."""
@@ -87,18 +73,13 @@ def rows_of(page: int, count: int) -> slice:
     return slice(page * PAGE_TOKENS, (page + count) * PAGE_TOKENS)
 
 
-def stage(host: Tensor, pages: Sequence[Run], device: tuple[Tensor, Tensor], begin: int) -> None:
-    """Copy K and V of pages to consecutive rows, on the current stream and without a wait: a copy for a run.
+def copy_runs(host: Tensor, pages: Sequence[Run], target: Tensor) -> None:
+    """Copy pages on the current stream, without a wait: a copy for each run.
 
     Args:
         host: of a layer, as `HostPool.layer`, pinned on CUDA.
         pages: of it.
-        device: K and V of any layer on the device; their bytes are copied, whatever dtype says.
-        begin: first row.
+        target: [their places or more, ...], as `host`.
     """
-    count = sum(count for _, _, count in pages)
-    taken = torch.empty((count, *host.shape[1:]), dtype=host.dtype, device=device[0].device)
     for place, page, number in pages:
-        taken[place : place + number].copy_(host[page : page + number], non_blocking=True)
-    keys, values = (one.view(host.dtype)[begin:][: count * PAGE_TOKENS] for one in device)
-    from_pages(taken, keys, values)
+        target[place : place + number].copy_(host[page : page + number], non_blocking=True)

@@ -25,7 +25,7 @@ from sglang_ext.decode.types import HostPrefix
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.attention import StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
-from sglang_ext.offload.host import HostPool, RowsBehind
+from sglang_ext.offload.host import HostPool
 from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
@@ -63,7 +63,7 @@ class Offloading:
         options: checked.
         view: of the model runner.
         pool: of host memory.
-        behind: rows of the KV pool's tensors behind the allocator's.
+        residents: rows of the KV pool's tensors, of all layers, that SGLang's allocator does not know.
         page_size: SGLang's; a prefix is a multiple of it.
         waits_s: seconds that a request waits while its prefix is read from a file, and its index loads, at most; behind
             them it is prefilled.
@@ -77,14 +77,14 @@ class Offloading:
         options: Options,
         view: ModelView,
         pool: HostPool,
-        behind: RowsBehind,
+        residents: range,
         page_size: int,
         *,
         waits_s: float = 0.0,
     ) -> None:
         self._options, self._view, self._pool = options, view, pool
-        self._behind = behind
-        self._attention = StagedAttention(pool, behind.staging, view.kv, view.num_layers, view.device)
+        self._residents = residents
+        self._attention = StagedAttention(pool, options.staging_tokens, view.kv, view.num_layers, view.device)
         if view.device.type == "cuda":
             self._attention.warm(view.num_qo_heads, view.dtype)
         self.directory = OffloadDirectory(pool)
@@ -283,7 +283,7 @@ class Offloading:
 
     def host_kv(self) -> HostKV:
         """The pool, as steps that select see it."""
-        residents = self._behind.residents
+        residents = self._residents
         return HostKV(self._pool.num_pages, self._pool.layer, residents.start, len(residents))
 
     def _fronts(self, forward_batch: Any) -> list[Offload | None]:
@@ -436,7 +436,7 @@ class Offloading:
                 "sparse attention: offload: prefixes of more than about %d tokens stay on the device, as their steps "
                 "select more tokens than %d: raise offload.resident_tokens, or lower the budget",
                 max(fits, default=0),
-                len(self._behind.residents),
+                len(self._residents),
             )
 
     # -- what others see -------------------------------------------------------------------------------------
@@ -444,11 +444,11 @@ class Offloading:
     def summary(self) -> str:
         """One line for people, at the start."""
         tokens = self._pool.num_pages * PAGE_TOKENS
-        (staging, residents), least = self._behind, self._options.min_tokens
+        residents, least = self._residents, self._options.min_tokens
         return (
             f"{self._pool.nbytes:,} bytes of host memory for {tokens:,} tokens of prefixes of {least:,} or more; "
-            f"{len(staging):,} and {len(residents):,} rows of the KV tensors behind SGLang's, from {staging.start:,} "
-            "on, for staging and residents"
+            f"{len(residents):,} rows of the KV tensors behind SGLang's, from {residents.start:,} on, for residents; "
+            f"{self._attention.places.nbytes:,} bytes for pieces of a prefix that is attended exactly"
         )
 
     def figures(self) -> dict[str, Any]:

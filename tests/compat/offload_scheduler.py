@@ -17,7 +17,6 @@ import torch
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.versions import older_than
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.offload.host import RowsBehind
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
@@ -51,8 +50,8 @@ class PlainPool:
         assert not set(pages.tolist()) & set(self._free)
         self._free += pages.tolist()
 
-    def layer(self, layer: int) -> Any:
-        raise NotImplementedError
+    def layer(self, layer: int) -> torch.Tensor:
+        return torch.zeros(self.num_pages, 1, PAGE_TOKENS, 16)
 
     def backup(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         assert len(slots) == len(pages) * PAGE_TOKENS
@@ -77,8 +76,7 @@ class Loop:
         )  # fmt: skip
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
         pool = PlainPool(host_pages, page_size)
-        behind = RowsBehind(range(16), range(16, 16))
-        self.offloading = Offloading(options, view, pool, behind, page_size)  # type: ignore[arg-type]
+        self.offloading = Offloading(options, view, pool, range(0), page_size)  # type: ignore[arg-type]
         self.attachments: dict[Any, Attachment] = {}
         hooks = OffloadedTree(self.tree, self.offloading, self.attachments.get)
         hooks.install()

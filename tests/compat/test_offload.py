@@ -1,4 +1,4 @@
-"""What offload does not go with, and its host pool and staging rows, of SGLang's own classes."""
+"""What offload does not go with, and its host pool and resident rows, of SGLang's own classes."""
 
 from __future__ import annotations
 
@@ -79,10 +79,11 @@ def test_rows_behind_the_pool_are_promised_before_it_is_sized(tmp_path: Path) ->
     settings = {"index_gpu_bytes": 1, "layer_plan": plan}
     offloaded = {**settings, "offload": {"host_bytes": GIB, "staging_tokens": 1000, "resident_tokens": 2000}}
     without = memory.after_profile_available_bytes(20 * GIB, configurator(tmp_path, json.dumps(settings)))
-    assert memory.offload_rows(64) == (0, 0)
+    assert memory.offload_rows(64) == 0
     given = configurator(tmp_path, json.dumps(offloaded), model_config=model)
-    assert without - memory.after_profile_available_bytes(20 * GIB, given) == 3000 * 131_072 + GIB // 16
-    assert [memory.offload_rows(page) for page in (1, 16, 64)] == [(1008, 2000), (1008, 2000), (1024, 2048)]
+    taken = without - memory.after_profile_available_bytes(20 * GIB, given)
+    assert taken == (2000 + 4 * 1000 / 32) * 131_072 + GIB // 16
+    assert [memory.offload_rows(page) for page in (1, 16, 64)] == [2000, 2000, 2048]
 
 
 def pools() -> dict[str, Any]:
@@ -90,16 +91,16 @@ def pools() -> dict[str, Any]:
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+    from prefix_kernels.residents import to_pages
     from sglang_ext.compat import host_pool
-    from sglang_ext.offload.host import runs, stage
 
     create = MHATokenToKVPool._create_buffers
-    memory._offload = Offload(host_bytes=1, staging_tokens=48, resident_tokens=32)
+    memory._offload = Offload(host_bytes=1, resident_tokens=80)
     MHATokenToKVPool._create_buffers = lambda pool: host_pool.around_create_buffers(create, pool)  # type: ignore
     MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: None  # type: ignore
     shape = {"dtype": torch.float32, "head_num": 2, "head_dim": 8, "layer_num": 3, "device": "cpu"}
     pool = MHATokenToKVPool(size=256, page_size=16, enable_memory_saver=False, **shape)
-    staging, residents = host_pool.rows_behind(pool)
+    residents = host_pool.rows_behind(pool)
     options = Offload(host_bytes=20 * 16 * 2 * 3 * 2 * 8 * 4)
     host = host_pool.SGLangHostPool(pool, options, (1,), residents.stop)
     whole = host.num_pages
@@ -112,11 +113,8 @@ def pools() -> dict[str, Any]:
     host.backup(slots, taken)
     alike = []
     for layer in range(3):
-        device = pool.k_buffer[layer], pool.v_buffer[layer]
-        stage(host.layer(layer), list(runs(taken[[2, 1, 3]])), device, staging.start)
-        wanted = slots.view(4, 16)[[2, 1, 3]].flatten()
-        for buffer in (pool.k_buffer[layer], pool.v_buffer[layer]):
-            alike.append(torch.equal(buffer[staging.start : staging.stop], buffer[wanted]))
+        wanted = to_pages(pool.k_buffer[layer][slots], pool.v_buffer[layer][slots])
+        alike.append(torch.equal(host.layer(layer)[taken], wanted))
     rows = (residents.stop + taken[:, None] * 16 + torch.arange(16)).flatten()
     for buffer in (pool.k_buffer[1], pool.v_buffer[1]):
         alike.append(torch.equal(buffer[rows], buffer[slots]))
@@ -125,7 +123,7 @@ def pools() -> dict[str, Any]:
     alike += [torch.equal(buffer[rows], buffer[slots]) for buffer in (pool.k_buffer[1], pool.v_buffer[1])]
     too_many, again = host.alloc(whole), host.alloc(3)
     host.free(again)
-    memory._offload = Offload(host_bytes=1, staging_tokens=64, resident_tokens=32)
+    memory._offload = Offload(host_bytes=1, resident_tokens=96)
     try:
         host_pool.rows_behind(pool)
         short = ""
@@ -137,7 +135,7 @@ def pools() -> dict[str, Any]:
     except RuntimeError as error:
         large = str(error)
     return {
-        "size": pool.size, "rows": [len(one) for one in pool.k_buffer], "staging": staging, "alike": alike,
+        "size": pool.size, "rows": [len(one) for one in pool.k_buffer], "residents": residents, "alike": alike,
         "short": short,
         "large": large, "pages": (whole, host.free_pages), "too_many": too_many is None,
         "again": again.tolist() == first.tolist() == [0, 1, 2],
@@ -146,13 +144,13 @@ def pools() -> dict[str, Any]:
 
 @GROUP
 @pytest.mark.skipif(installed() not in offload.TREES, reason="offload is refused on this release")
-def test_pages_go_to_host_memory_and_back_to_staging_rows() -> None:
+def test_pages_go_to_host_memory_and_back_to_layers_that_attend_all() -> None:
     found = in_sglang("tests.compat.test_offload:pools")
     assert found["size"] == 256
     pages, free = found["pages"]
     assert found["rows"] == [352, 352 + 16 * pages, 352]
-    assert found["staging"] == range(272, 320)
-    assert found["alike"] == [True] * 10
+    assert found["residents"] == range(272, 352)
+    assert found["alike"] == [True] * 7
     assert pages in (20, 21)
     assert free == pages - 4
     assert found["too_many"]

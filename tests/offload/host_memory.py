@@ -10,7 +10,6 @@ from torch import Tensor
 from prefix_kernels.residents import to_pages
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.offload.host import RowsBehind
 
 
 class PlainPools:
@@ -18,23 +17,18 @@ class PlainPools:
 
     Args:
         slots: of the device pool.
-        staging: rows behind them.
         num_pages: of host memory; pinned where the device is CUDA's.
         of: device and dtype.
     """
 
-    def __init__(
-        self, slots: int, staging: int, num_pages: int, layers: int = 2, heads: int = 2, dim: int = 8, **of: Any
-    ) -> None:
+    def __init__(self, slots: int, num_pages: int, layers: int = 2, heads: int = 2, dim: int = 8, **of: Any) -> None:
         self.num_pages, self.dense_begin = num_pages, None
-        self.device = [torch.randn(2, slots + staging, heads, dim, **of) for _ in range(layers)]
+        self.device = [torch.randn(2, slots, heads, dim, **of) for _ in range(layers)]
         shape, pinned = (num_pages, heads, PAGE_TOKENS, 2 * dim), self.device[0].is_cuda
         dtype = self.device[0].dtype
         self.host = [torch.full(shape, float("nan"), dtype=dtype, pin_memory=pinned) for _ in range(layers)]
         for layer in self.device:
             layer[:, :PAGE_TOKENS] = float("nan")
-            layer[:, slots:] = float("nan")
-        self.behind = RowsBehind(range(slots, slots + staging), range(slots + staging, slots + staging))
         self.nbytes = sum(layer.nbytes for layer in self.host)
         self._free = torch.randperm(num_pages).tolist()
 

@@ -26,7 +26,7 @@ class Kept:
     """Prefixes with content in a pool, and a folder for them."""
 
     def __init__(self, folder: Path, most_bytes: int | None = None, heads: int = 2, dim: int = 8) -> None:
-        self.pools = PlainPools(16 + TOKENS, 16, 24, heads=heads, dim=dim)
+        self.pools = PlainPools(16 + TOKENS, 24, heads=heads, dim=dim)
         self.directory = OffloadDirectory(self.pools)
         options = Offload(host_bytes=1, folder=str(folder / "kv"), folder_bytes=most_bytes)
         view = SimpleNamespace(num_layers=LAYERS, num_kv_heads=heads, head_dim=dim, v_head_dim=dim)

@@ -1,4 +1,4 @@
-"""Offload without SGLang: exact attention through staging rows, who leaves host memory, and what a forward may be."""
+"""Offload without SGLang: exact attention through pieces, who leaves host memory, and what a forward may be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Served:
         waits_s: float = 60.0,
     ) -> None:
         torch.manual_seed(3)
-        self.pools = PlainPools(SLOTS, staging, num_pages)
+        self.pools = PlainPools(SLOTS, num_pages)
         self.table = torch.zeros(8, 1024, dtype=torch.int32)
         self.view: Any = SimpleNamespace(
             num_layers=2, num_kv_heads=2, head_dim=DIM, v_head_dim=DIM, kv_dtype=torch.float32,
@@ -48,7 +48,7 @@ class Served:
         )  # fmt: skip
         sizes = {"min_tokens": min_tokens, "staging_tokens": staging}
         self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
-        self.offloading = Offloading(self.options, self.view, self.pools, self.pools.behind, PAGE, waits_s=waits_s)
+        self.offloading = Offloading(self.options, self.view, self.pools, range(SLOTS, SLOTS), PAGE, waits_s=waits_s)
         self._next = PAGE
 
     def slots(self, row: int, begin: int, end: int) -> None:
@@ -102,7 +102,7 @@ def dense(q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, scale: float) -> to
 @pytest.mark.parametrize("staging", [16, 32, 512])
 def test_a_batch_attends_as_if_all_slots_were_on_the_device(staging: int) -> None:
     """Two rows behind one prefix, one behind another, one without; in an extend step of several blocks of queries, and
-    in a decode step. The padding page, free host rows and rows that are not staged hold NaN.
+    in a decode step. The padding page, free host rows and places that are not filled hold NaN.
     """
     served = Served(staging=staging)
     whole = []
@@ -333,7 +333,7 @@ def test_a_copy_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -
 
 def test_who_leaves_host_memory() -> None:
     """The least recently used without a user; what is dropped while in use leaves with its last user."""
-    directory = OffloadDirectory(PlainPools(32, 16, 6))
+    directory = OffloadDirectory(PlainPools(32, 6))
     first, second, third = (directory.begin(digest, 32) for digest in "abc")
     for one in (first, second, third):
         directory.copied(one, 32)  # type: ignore[arg-type]

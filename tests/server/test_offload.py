@@ -245,7 +245,9 @@ def test_prompts_that_are_longer_than_the_pool(
         calls = [lambda p=prompts[n]: server.generate(p, 100) for n in places]  # type: ignore[misc]
         assert [answer.ids for answer in server.together(calls)] == [expected[n] for n in places]
     state = offload(server)
-    assert state["events"]["loaded"] == state["events"]["evicted"] + 1 == state["translated"] - 2
+    assert state["events"]["loaded"] == state["events"]["evicted"] + 1
+    assert state["events"]["loaded"] in (3, 4), "who of the last two comes first is not said"
+    assert state["translated"] == 6
     with pytest.raises(OSError, match=r"HTTP 400.* exceeds the maximum allowed length"):
         server.generate(texts.ask(texts.unindexed, 0))
     server.flush()

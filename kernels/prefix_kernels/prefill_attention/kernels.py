@@ -1,4 +1,4 @@
-"""Triton kernel of a prefill's attention: tiles of query rows over lists of slots, causal, or over consecutive slots.
+"""Triton kernel of a prefill's attention: tiles of query rows over lists of slots, causal, or over pages of the host.
 
 Portable from sm_80 on. Inside, exponents are to base 2 (one instruction); the state's logarithms are natural.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from prefix_kernels.residents.state import PAGE_TOKENS
+
+PAGE = tl.constexpr(PAGE_TOKENS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 TILE_FIELDS = tl.constexpr(5)
@@ -17,7 +20,7 @@ entries that the first of them sees, entries that the last one sees."""
 
 @triton.jit
 def _attend_keys(
-    q, k_base, v_base, list_ptr, first_slot, start, limit, end, k_stride_slot, v_stride_slot, qk_scale,
+    q, k_base, v_base, list_ptr, start, limit, end, k_stride_slot, v_stride_slot, page_stride, qk_scale,
     acc, total, peak,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, LISTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -28,10 +31,13 @@ def _attend_keys(
     place = tl.minimum(column, end - 1) if MASKED else column
     if LISTED:
         slot = tl.load(list_ptr + place).to(tl.int64)
+        k_at = slot * k_stride_slot
+        v_at = slot * v_stride_slot
     else:
-        slot = first_slot + place
+        k_at = (place // PAGE).to(tl.int64) * page_stride + place % PAGE * k_stride_slot
+        v_at = k_at
     d = tl.arange(0, BLOCK_D)
-    k_ptrs = k_base + slot[None, :] * k_stride_slot + d[:, None]
+    k_ptrs = k_base + k_at[None, :] + d[:, None]
     k = tl.load(k_ptrs) if HEAD_DIM == BLOCK_D else tl.load(k_ptrs, mask=d[:, None] < HEAD_DIM, other=0.0)
     scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * qk_scale
     if MASKED:
@@ -41,26 +47,26 @@ def _attend_keys(
     shrink = tl.exp2(peak - higher)
     total = total * shrink + tl.sum(weight, axis=1)
     e = tl.arange(0, BLOCK_V)
-    v_ptrs = v_base + slot[:, None] * v_stride_slot + e[None, :]
+    v_ptrs = v_base + v_at[:, None] + e[None, :]
     v = tl.load(v_ptrs) if V_DIM == BLOCK_V else tl.load(v_ptrs, mask=e[None, :] < V_DIM, other=0.0)
     acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, higher
 
 
-@triton.jit(do_not_specialize=["key_begin", "num_keys"])
+@triton.jit(do_not_specialize=["num_keys"])
 def attend_tiles_kernel(
     q_ptr,  # [num_rows, num_qo_heads, HEAD_DIM]
-    k_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]
-    v_ptr,  # [num_slots, num_kv_heads, V_DIM]
+    k_ptr,  # [num_slots, num_kv_heads, HEAD_DIM]; without LISTED [num_pages, num_kv_heads, PAGE, HEAD_DIM]
+    v_ptr,  # the same, V_DIM
     slots_ptr,  # int32 or int64 [arena], with LISTED
     rows_ptr,  # int32, rows of q
     tiles_ptr,  # int32 [num_tiles, TILE_FIELDS]
     out_ptr,  # fp32 [num_rows, num_qo_heads, V_DIM], written; without LISTED read, too
     lse_ptr,  # fp32 [num_rows, num_qo_heads], the same
-    key_begin, num_keys,  # consecutive slots, without LISTED
+    num_keys,  # of all pages, without LISTED
     sm_scale,  # fp32, times the scale of K
     v_scale,  # fp32, scale of V
-    q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head,
+    q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, page_stride,
     GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
@@ -100,18 +106,17 @@ def attend_tiles_kernel(
         peak = tl.load(lse_ptr + at, mask=live, other=0.0) * LOG2E
     k_base = k_ptr + head * k_stride_head
     v_base = v_ptr + head * v_stride_head
-    first_slot = key_begin.to(tl.int64)
     qk_scale = sm_scale * LOG2E
     full = seen // BLOCK_N * BLOCK_N
     for start in tl.range(0, full, BLOCK_N, num_stages=STAGES):
         acc, total, peak = _attend_keys(
-            q, k_base, v_base, list_ptr, first_slot, start, m, end, k_stride_slot, v_stride_slot, qk_scale,
+            q, k_base, v_base, list_ptr, start, m, end, k_stride_slot, v_stride_slot, page_stride, qk_scale,
             acc, total, peak, HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, False, LISTED, PRECISION,
         )  # fmt: skip
     limit = tl.minimum(seen + m // GQA, end)
     for start in tl.range(full, end, BLOCK_N, num_stages=1):
         acc, total, peak = _attend_keys(
-            q, k_base, v_base, list_ptr, first_slot, start, limit, end, k_stride_slot, v_stride_slot, qk_scale,
+            q, k_base, v_base, list_ptr, start, limit, end, k_stride_slot, v_stride_slot, page_stride, qk_scale,
             acc, total, peak, HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, True, LISTED, PRECISION,
         )  # fmt: skip
     # Read again only now: the compiler would keep rows and places in registers through the loops.

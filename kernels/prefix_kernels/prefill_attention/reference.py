@@ -16,6 +16,7 @@ All logarithms are natural, all sums fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -87,20 +88,22 @@ class Reference:
             state.out[rows], state.lse[rows] = part
         return state
 
-    def fold(self, state: State, group: int, q: Tensor, kv: PagedKV, keys: range, sm_scale: float) -> None:
-        """Attention of a group's rows over consecutive slots, too.
+    def fold(self, state: State, group: int, q: Tensor, kv: PagedKV, pages: Tensor, sm_scale: float) -> None:
+        """Attention of a group's rows over pages of the host, too.
 
         Args:
             state: of `own`, changed.
             group: its number.
             q: as in `own`.
-            kv: buffers that hold the keys, with the scales of the layer.
-            keys: slots, at least one.
+            kv: of the layer.
+            pages: [num_pages, num_kv_heads, PAGE_TOKENS, head_dim + v_head_dim], as `residents.to_pages` has them.
             sm_scale: attention scale.
         """
         rows = self._groups[group]
-        slots = torch.arange(keys.start, keys.stop, device=q.device)
-        part = attend(q[rows], *_floats(kv, slots), sm_scale)
+        tokens = pages.transpose(1, 2).flatten(0, 1)
+        width, everything = kv.head_dim, torch.arange(len(tokens), device=q.device)
+        piece = replace(kv, k_cache=tokens[..., :width], v_cache=tokens[..., width:])
+        part = attend(q[rows], *_floats(piece, everything), sm_scale)
         state.out[rows], state.lse[rows] = merged(State(state.out[rows], state.lse[rows]), part)
 
 

@@ -86,38 +86,39 @@ class PrefillAttention:
         state = State(out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
         out[self._num_rows :].zero_()
         state.lse[self._num_rows :].fill_(-torch.inf)
-        self._run(self._own, state, q, kv, range(0), sm_scale, listed=True)
+        self._run(self._own, state, q, kv, sm_scale, None)
         return state
 
-    def fold(self, state: State, group: int, q: Tensor, kv: PagedKV, keys: range, sm_scale: float) -> None:
+    def fold(self, state: State, group: int, q: Tensor, kv: PagedKV, pages: Tensor, sm_scale: float) -> None:
         """See `Reference.fold`. One launch."""
-        self._run(self._groups[group], state, q, kv, keys, sm_scale, listed=False)
+        self._run(self._groups[group], state, q, kv, sm_scale, pages)
 
-    def _run(
-        self, one: _Launch, state: State, q: Tensor, kv: PagedKV, keys: range, sm_scale: float, *, listed: bool
-    ) -> None:
+    def _run(self, one: _Launch, state: State, q: Tensor, kv: PagedKV, sm_scale: float, pages: Tensor | None) -> None:
         shape, config = self._shape, one.config
-        if q.stride(2) != 1 or kv.k_cache.stride(2) != 1 or kv.v_cache.stride(2) != 1:
+        keys, values, of_token = kv.k_cache, kv.v_cache, 0
+        if pages is not None:
+            keys, values, of_token = pages, pages[..., shape.head_dim :], 2
+        if q.stride(2) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
             raise ValueError(f"expected q, k_cache and v_cache with adjacent channels, got strides {q.stride()} of q")
         arguments: dict[str, Any] = {
             "q_ptr": q,
-            "k_ptr": kv.k_cache,
-            "v_ptr": kv.v_cache,
+            "k_ptr": keys,
+            "v_ptr": values,
             "slots_ptr": self._slots,
             "rows_ptr": one.rows,
             "tiles_ptr": one.tiles,
             "out_ptr": state.out,
             "lse_ptr": state.lse,
-            "key_begin": keys.start,
-            "num_keys": len(keys),
+            "num_keys": 0 if pages is None else pages.shape[0] * pages.shape[2],
             "sm_scale": float(sm_scale * kv.k_scale),
             "v_scale": float(kv.v_scale),
             "q_stride_row": q.stride(0),
             "q_stride_head": q.stride(1),
-            "k_stride_slot": kv.k_cache.stride(0),
-            "k_stride_head": kv.k_cache.stride(1),
-            "v_stride_slot": kv.v_cache.stride(0),
-            "v_stride_head": kv.v_cache.stride(1),
+            "k_stride_slot": keys.stride(of_token),
+            "k_stride_head": keys.stride(1),
+            "v_stride_slot": values.stride(of_token),
+            "v_stride_head": values.stride(1),
+            "page_stride": 0 if pages is None else pages.stride(0),
             "GQA": shape.gqa,
             "HEAD_DIM": shape.head_dim,
             "BLOCK_D": block_of(shape.head_dim, _LEAST_BLOCK),
@@ -127,7 +128,7 @@ class PrefillAttention:
             "BLOCK_N": config.block_n,
             "STAGES": config.num_stages,
             "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-            "LISTED": listed,
+            "LISTED": pages is None,
         }
         grid = len(one.tiles), shape.num_kv_heads
         launch(attend_tiles_kernel, grid, arguments, num_warps=config.num_warps, num_stages=config.num_stages)

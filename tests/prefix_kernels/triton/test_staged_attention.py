@@ -11,7 +11,7 @@ import torch
 from prefix_kernels.prefill_attention import Reference, Span
 from prefix_kernels.prefill_attention.kernels import attend_tiles_kernel
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.offload.attention import StagedAttention, StagedStep
+from sglang_ext.offload.attention import PLACES, StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload
 from sglang_ext.offload.ring import TwoStreams
 from tests.offload.host_memory import PlainPools
@@ -44,7 +44,7 @@ class Forward:
         own = sum(row.own for row in rows)
         pages, tokens = sum(prefixes), sum(prefixes) * PAGE_TOKENS
         slots = PAGE_TOKENS + tokens + own
-        self.pools = PlainPools(slots, STAGING, 2 * pages, LAYERS, KV_HEADS, DIM, device=device, dtype=dtype)
+        self.pools = PlainPools(slots, 2 * pages, LAYERS, KV_HEADS, DIM, device=device, dtype=dtype)
         order = (torch.randperm(slots - PAGE_TOKENS) + PAGE_TOKENS).to(device)
         self.groups, self.whole, begin = list[tuple[Offload, torch.Tensor]](), [], 0
         for number, count in enumerate(prefixes):
@@ -77,8 +77,7 @@ class Forward:
             layer[:, order[:tokens]] = torch.nan
 
     def attention(self, device: torch.device, **how: object) -> StagedAttention:
-        staging = self.pools.behind.staging
-        return StagedAttention(self.pools, staging, self.pools.kv, LAYERS, device, **how)  # type: ignore[arg-type]
+        return StagedAttention(self.pools, STAGING, self.pools.kv, LAYERS, device, **how)  # type: ignore[arg-type]
 
     def step(self, attention: StagedAttention) -> StagedStep:
         return attention.plan(self.spans, [group for group in self.groups if len(group[1])])
@@ -148,17 +147,21 @@ class Poisoned(TwoStreams):
     """Before a copy the place is NaN for a while, and work on a place begins late.
 
     Args:
-        forward: whose staging rows they are.
         waits: for the work on a place, before it is written over.
+
+    Attributes:
+        places: of the attention.
     """
 
-    def __init__(self, forward: Forward, device: torch.device, *, waits: bool) -> None:
-        super().__init__(device, LAYERS)
-        self._forward, self._waits = forward, waits
+    places: torch.Tensor
+
+    def __init__(self, device: torch.device, *, waits: bool) -> None:
+        super().__init__(device, PLACES)
+        self._waits = waits
 
     def copy(self, place: int, work: Callable[[], None]) -> None:
         def slowly() -> None:
-            self._forward.pools.device[place][:, self._forward.pools.behind.staging.start :] = torch.nan
+            self.places[place] = torch.nan
             torch.cuda._sleep(200_000)
             work()
 
@@ -178,7 +181,9 @@ class Poisoned(TwoStreams):
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 def test_no_place_is_written_over_before_it_was_attended(waits: bool, device: torch.device) -> None:
     forward = Forward([40], [Row(0, 30, 30)], torch.float16, device)
-    attention = forward.attention(device, queues=Poisoned(forward, device, waits=waits))
+    queues = Poisoned(device, waits=waits)
+    attention = forward.attention(device, queues=queues)
+    queues.places = attention.places
     if waits:
         return forward.check(attention, torch.float16)
     with pytest.raises(AssertionError):
