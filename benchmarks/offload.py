@@ -10,9 +10,9 @@
     python benchmarks/offload.py swap --smoke --out tiny.jsonl        # a CPU is enough
 
 `swap` is of one layer, 8 KV heads of 128, bf16, CUDA graph replays, medians; `exact` is what attention waits for,
-`reuse` the copy alone, of a layer that reuses a selection, `lagged` the run without the copy, with its lists copied
-anew before it. `floor_us` are the same bytes at 51 GB/s. Each configuration is first compared with the host's bytes,
-and its counters with set arithmetic; a red one is written and printed as failed, without a time.
+`reuse` the copy alone, of a layer that reuses a selection. `floor_us` are the same bytes at 51 GB/s. Each configuration
+is first compared with the host's bytes, and its counters with set arithmetic; a red one is written and printed as
+failed, without a time.
 
 `prefill` is of `--layers` layers, eager: exact attention of `--suffix` new tokens of each of `--requests` behind one
 prefix in pinned memory, beside its bytes at 51 GB/s. Its gate is attention in fp32 over a copy of the prefix.
@@ -43,7 +43,7 @@ from kernel_rows import Row, Run, origin, provenance
 
 from prefix_kernels.budget import budget_for_group
 
-PARTS = ("exact", "reuse", "lagged")
+PARTS = ("exact", "reuse")
 _USUAL: Row = {
     "contexts": [131072],
     "groups": [(1, 1), (8, 1), (1, 8)],

@@ -17,7 +17,7 @@ from kernel_problem import Gate
 from torch import Tensor
 
 from prefix_kernels import PagedKV
-from prefix_kernels.residents import PAGE_TOKENS, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import PAGE_TOKENS, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import SelectedLists, new_lists
 
@@ -89,7 +89,7 @@ class Swap:
     Args:
         sizes: see there.
         part: "exact": the run of a layer that selects, all that its attention waits for; "reuse": the copy alone, of a
-            layer that reuses its selection; "lagged": the run without the copy, and its lists anew before it.
+            layer that reuses its selection.
         host: the prefixes.
         device: of the residents.
         seed: of the lists.
@@ -97,17 +97,15 @@ class Swap:
 
     def __init__(self, sizes: SwapSizes, part: str, host: Host, device: torch.device, seed: int) -> None:
         self.sizes, self._host, self._device, self._part = sizes, host, device, part
-        mode = Mode.LAGGED if part == "lagged" else Mode.EXACT
         cells = sizes.cells
         pages = len(host.tables)
-        self._shape = ResidentShape(1, sizes.heads, cells, pages, PAGE_TOKENS, mode)
+        self._shape = ResidentShape(1, sizes.heads, cells, pages, PAGE_TOKENS)
         pool = torch.empty(PAGE_TOKENS + cells, sizes.heads, sizes.dim, dtype=sizes.dtype, device=device)
         self.pool = PagedKV(pool, torch.empty_like(pool))
         packed = pack_lists([SelectionGroup(sizes.context, sizes.budget)] * sizes.groups, sizes.heads)
         self._groups = [ResidentGroup(n, group, n * sizes.context // PAGE_TOKENS) for n, group in enumerate(packed)]
         self._entries = self._groups[-1].group.lists_end(sizes.heads)
         self._lists = _lists(sizes, self._groups, self._entries, device, seed)
-        self._now = self._new_lists()
         self.residents = Residents(
             self._shape, sizes.groups, self._entries, device, implementation="triton", num_copying=sizes.copying
         )
@@ -115,20 +113,13 @@ class Swap:
         self.config = {"copying": sizes.copying, "cells": cells, "part": part}
         self.eager_too = False
 
-    def _new_lists(self) -> SelectedLists:
-        return new_lists(self._entries, (self.sizes.groups, self.sizes.heads), self._device, with_slots=True)
-
     def run(self) -> None:
         """All steps."""
         for lists in self._lists:
             if self._part == "reuse":
                 self.residents.fetch(0, self._host.kv, self.pool)
-                continue
-            if self._part == "lagged":
-                self._now.positions.copy_(lists.positions)
-                self._now.counts.copy_(lists.counts)
-                lists = self._now
-            self.residents.run(0, self._host.tables, lists, self._host.kv, self.pool)
+            else:
+                self.residents.run(0, self._host.tables, lists, self._host.kv, self.pool)
 
     def poison(self) -> None:
         """Residents hold nothing, and what they hold is NaN; then each step has been once."""
@@ -152,8 +143,7 @@ class Swap:
         self.residents.state.check_integrity()
         found = [now - before for now, before in zip(self.residents.counters[0].tolist(), self._before, strict=True)]
         each = sizes.steps * sizes.groups * sizes.heads
-        lost = sizes.fresh if self._part == "lagged" else 0
-        expected = [0] * 3 if self._part == "reuse" else [each * sizes.budget, each * sizes.fresh, each * lost]
+        expected = [0, 0] if self._part == "reuse" else [each * sizes.budget, each * sizes.fresh]
         figures = {
             "wrong_counts": float(sum(one != other for one, other in zip(found, expected, strict=True))),
             "wrong_rows": float(self._check_bytes()),
@@ -162,10 +152,8 @@ class Swap:
 
     def _check_bytes(self) -> int:
         """Listed rows of the last step that differ from the host's; of a copy alone those of what was copied."""
-        state, host, wrong = self.residents.state, self._host.kv, 0
-        if self._part != "exact":
-            if self._part == "lagged":
-                self.residents.fetch(0, host, self.pool)
+        state, wrong = self.residents.state, 0
+        if self._part == "reuse":
             for head in range(self.sizes.heads):
                 count = int(state.num_fetched[0, head])
                 rows, cells = (one[0, head, :count].long() for one in (state.fetched_rows, state.fetched_cells))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from prefix_kernels.residents import PAGE_TOKENS, Mode, to_pages
+from prefix_kernels.residents import PAGE_TOKENS, to_pages
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import PagedKV, Selection
 from sglang_ext.decode.swap import HostKV
@@ -26,7 +26,6 @@ class HostedServer(Server):
     Args:
         device: see the base.
         num_cells: of residents.
-        mode: see `Mode`.
         implementation: of residents.
         changes: see the base.
     """
@@ -35,13 +34,11 @@ class HostedServer(Server):
         self,
         device: torch.device,
         num_cells: int,
-        mode: Mode = Mode.EXACT,
         implementation: str = "reference",
         **changes: Any,
     ) -> None:
         self.kv_of_host: list[torch.Tensor] = []
-        sizes = HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells
-        host = HostKV(*sizes, mode=mode, implementation=implementation)
+        host = HostKV(HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells, implementation)
         super().__init__(device, host=host, **changes)
         pinned = device.type == "cuda"
         # Behind the cells, layers that attend all have such prefixes in rows of their own.

@@ -415,13 +415,10 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             select(kernels.size, q, sm_scale, arena, layer, lists)
             if self.copies is not None:
                 self.copies.copy(layer, q)
-        swap = self.swap if selects else None
-        if swap is not None:
-            swap.before(layer, lists, kv)
+        if self.swap is not None and selects:
+            self.swap.before(layer, lists, kv)
         slots = lists.slots
         kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=head_map, head_slots=slots)
-        if swap is not None:
-            swap.behind(layer)
         if self._ahead is not None and mode is LayerMode.ANCHOR:
             self._look_ahead(kernels.size, q, layer, sm_scale)
         return out

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from prefix_kernels.launching import send
-from prefix_kernels.residents import PAGE_TOKENS, Counter, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import PAGE_TOKENS, Counter, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import PagedKV, SelectedLists
 from sglang_ext.decode.types import HostPrefix
@@ -27,7 +26,6 @@ class HostKV:
             its value, pinned where a GPU reads it; at the same addresses as long as the server lives.
         resident_begin: row of every layer's pool on the device from which on `num_cells` rows are nobody else's.
         num_cells: tokens of a layer and KV head, for all prefixes.
-        mode: when a token that is missing is attended.
         implementation: of `Residents`.
     """
 
@@ -35,16 +33,11 @@ class HostKV:
     layer: Callable[[int], Tensor]
     resident_begin: int
     num_cells: int
-    mode: Mode = Mode.EXACT
     implementation: str | None = None
 
 
 class SwapIn:
     """Makes slots of what layers select of such prefixes, and fetches the tokens that are missing.
-
-    Lagged tokens are fetched on a stream of their own, beside attention and feed-forward of this step, which does not
-    read the cells that they take: it does not want what lay there. The step's last layer that selects or reuses a
-    selection waits for them.
 
     Args:
         host: see there.
@@ -66,12 +59,11 @@ class SwapIn:
     ) -> None:
         anchors = layer_plan.anchor_layers
         sizes = (max(1, len(anchors)), num_kv_heads, host.num_cells, host.num_pages)
-        shape = ResidentShape(*sizes, host.resident_begin, host.mode)
+        shape = ResidentShape(*sizes, host.resident_begin)
         self._host, self._device = host, device
         self.residents = Residents(shape, max_groups, list_entries, device, implementation=host.implementation)
         # Prefixes of a step have no page in common.
         self._tables = torch.zeros(host.num_pages, dtype=torch.int32, device=device)
-        self._lagged = host.mode is Mode.LAGGED
         self._set_of: list[int | None] = []
         self._head_maps: list[Tensor | None] = []
         for layer, role in enumerate(layer_plan.layers):
@@ -80,9 +72,6 @@ class SwapIn:
             mapped = None if role.anchor_layer is None else role.head_map
             self._head_maps.append(None if mapped is None else torch.tensor(mapped, dtype=torch.int32, device=device))
         self._anchors = frozenset(anchors)
-        self._last = max((layer for layer, of in enumerate(self._set_of) if of is not None), default=None)
-        aside = self._lagged and device.type == "cuda"
-        self._beside = torch.cuda.Stream(device) if aside else None  # type: ignore[no-untyped-call]
 
     def budgets(self, lengths: Sequence[int], wanted: Sequence[int], least: Sequence[int]) -> list[int] | None:
         """Tokens that a step selects of each prefix in host memory; None: it cannot select from all of them.
@@ -95,7 +84,7 @@ class SwapIn:
         if sum(lengths) > len(self._tables) * PAGE_TOKENS:
             return None
         cells, more, kept = self._host.num_cells, sum(wanted) - sum(least), sum(least)
-        if self._lagged or sum(wanted) <= cells:
+        if sum(wanted) <= cells:
             return list(wanted)
         if kept > cells:
             return None
@@ -129,27 +118,11 @@ class SwapIn:
         number = self._set_of[layer]
         if number is None:
             return
-        host, selects = self._host.layer(layer), layer in self._anchors
-        if selects:
+        host = self._host.layer(layer)
+        if layer in self._anchors:
             self.residents.run(number, self._tables, lists, host, kv)
-        if self._lagged or not selects:
-            with self._aside():
-                self.residents.fetch(number, host, kv, self._head_maps[layer])
-
-    def behind(self, layer: int) -> None:
-        """Behind a layer's attention: the last one waits for what was fetched beside the step."""
-        if layer == self._last and self._beside is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._beside)
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On the stream beside the step, behind what was launched so far."""
-        if self._beside is None:
-            yield
-            return
-        self._beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._beside):
-            yield
+        else:
+            self.residents.fetch(number, host, kv, self._head_maps[layer])
 
     def forget(self, pages: Tensor) -> None:
         """Host pages are given to another prefix: before a step that selects from that one.

@@ -86,7 +86,7 @@ def test_small_rows_are_green_and_their_table_has_the_links_floor(tmp_path: Path
 @pytest.mark.full
 def test_every_part_is_green(tmp_path: Path) -> None:
     command("swap", "--smoke", "--out", tmp_path / "rows.jsonl")
-    assert [row["case"] for row in rows_of(tmp_path / "rows.jsonl")] == ["exact 25%", "reuse 25%", "lagged 25%"] * 2
+    assert [row["case"] for row in rows_of(tmp_path / "rows.jsonl")] == ["exact 25%", "reuse 25%"] * 2
 
 
 @pytest.mark.full

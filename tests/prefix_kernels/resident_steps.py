@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels import PagedKV
-from prefix_kernels.residents import PAGE_TOKENS, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import PAGE_TOKENS, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride
 from prefix_kernels.types import SelectedLists, new_lists
 
@@ -70,17 +70,16 @@ class Steps:
     Args:
         prefixes: whose pages are wanted.
         num_cells: of a KV head.
-        mode: see `Mode`.
         implementation: of `Residents`.
         device: of all but the host's pool.
     """
 
     def __init__(
-        self, prefixes: Prefixes, num_cells: int, mode: Mode, implementation: str, device: torch.device | None = None
+        self, prefixes: Prefixes, num_cells: int, implementation: str, device: torch.device | None = None
     ) -> None:
         self.device = device or torch.device("cpu")
         self.prefixes, self.heads = prefixes, prefixes.host.shape[1]
-        self.shape = ResidentShape(2, self.heads, num_cells, prefixes.num_host_pages, BEFORE, mode)
+        self.shape = ResidentShape(2, self.heads, num_cells, prefixes.num_host_pages, BEFORE)
         self.tables = prefixes.tables.to(self.device)
         self.max_groups = len(prefixes.pages) + 1
         strides = [list_stride(PAGE_TOKENS * n) for n in prefixes.pages]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels import PagedKV
-from prefix_kernels.residents import PAGE_TOKENS, Counter, Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import PAGE_TOKENS, Counter, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.residents.reference import OLDEST
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import new_lists
@@ -28,8 +28,8 @@ class Model:
     def tokens(self) -> dict[Any, int]:
         return {token: cell for cell, (token, _) in enumerate(self.cells) if token is not None}
 
-    def want(self, wanted: list[Any]) -> tuple[int, int]:
-        """A step; how many tokens came, and how many found no cell."""
+    def want(self, wanted: list[Any]) -> int:
+        """A step; how many tokens came."""
         self.step += 1
         there = self.tokens()
         for token in wanted:
@@ -39,9 +39,9 @@ class Model:
         others = [cell for cell, (token, _) in enumerate(self.cells) if token not in wanted]
         others.sort(key=lambda cell: (self.cells[cell][0] is not None, self.cells[cell][1], cell))
         taken = sorted(others[: len(missing)])
-        for cell, token in zip(taken, missing, strict=False):
+        for cell, token in zip(taken, missing, strict=True):
             self.cells[cell] = (token, self.step)
-        return len(taken), len(missing) - len(taken)
+        return len(taken)
 
 
 @st.composite
@@ -60,35 +60,23 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, int, list[Wanted]]:
     return pages, heads, draw(st.integers(1, 60)), steps
 
 
-@pytest.mark.parametrize("mode", list(Mode))
 @settings(max_examples=examples(300, 60))
 @given(case=cases())
-def test_steps_against_a_model(mode: Mode, case: tuple[list[int], int, int, list[Wanted]]) -> None:
+def test_steps_against_a_model(case: tuple[list[int], int, int, list[Wanted]]) -> None:
     pages, heads, num_cells, steps = case
-    if mode is Mode.EXACT:
-        num_cells = max(num_cells, *(sum(max(1, *map(len, lists)) for lists in one.values()) for one in steps), 1)
+    num_cells = max(num_cells, *(sum(max(1, *map(len, lists)) for lists in one.values()) for one in steps))
     prefixes = Prefixes.of(pages, heads, torch.float32)
-    of, models = Steps(prefixes, num_cells, mode, "reference"), [Model(num_cells) for _ in range(heads)]
+    of, models = Steps(prefixes, num_cells, "reference"), [Model(num_cells) for _ in range(heads)]
     for wanted in steps:
-        before = [set(model.tokens()) for model in models]
         totals = of.residents.counters[0].clone()
         lists = of.run(wanted)
-        if mode is Mode.LAGGED:
-            # Before anything is copied.
-            of.check(lists, wanted)
-            of.residents.fetch(0, prefixes.host, of.pools[0])
         of.check(lists, wanted)
-        counted = [0, 0, 0]
+        counted = [0, 0]
         for head, model in enumerate(models):
             named = [(prefix, position) for prefix, by_head in wanted.items() for position in by_head[head]]
-            came, lost = model.want(named)
-            assert mode is Mode.LAGGED or lost == 0
-            missed = len(set(named) - before[head]) if mode is Mode.LAGGED else 0
-            counted = [one + more for one, more in zip(counted, (len(named), came, missed), strict=True)]
-            there = before[head] if mode is Mode.LAGGED else set(named)
-            for place, (prefix, by_head) in enumerate(wanted.items()):
-                kept = [one for one in by_head[head] if (prefix, one) in there]
-                assert of.listed(lists, place, head)[0].tolist() == kept
+            counted = [counted[0] + len(named), counted[1] + model.want(named)]
+            for place, by_head in enumerate(wanted.values()):
+                assert of.listed(lists, place, head)[0].tolist() == by_head[head]
             held = {
                 int(prefixes.rows(prefix, torch.tensor(position))): cell
                 for (prefix, position), cell in model.tokens().items()
@@ -101,7 +89,7 @@ def test_steps_against_a_model(mode: Mode, case: tuple[list[int], int, int, list
 
 def test_a_list_that_fits_is_kept_whole_and_what_stays_is_not_copied_again() -> None:
     prefixes = Prefixes.of([6], 1, torch.float32)
-    of = Steps(prefixes, 4, Mode.EXACT, "reference")
+    of = Steps(prefixes, 4, "reference")
     first: Wanted = {0: [[0, 15, 16, 80]]}
     of.check(lists := of.run(first), first)
     assert of.listed(lists, 0, 0)[1].tolist() == [BEFORE, BEFORE + 1, BEFORE + 2, BEFORE + 3]
@@ -113,13 +101,13 @@ def test_a_list_that_fits_is_kept_whole_and_what_stays_is_not_copied_again() -> 
     rows, _ = prefixes.kv(prefixes.rows(0, positions), 0)
     factors = torch.tensor([2.0, 1.0, 2.0])
     assert torch.equal(of.pools[0].k_cache[slots.long(), 0], rows * factors[:, None])
-    assert of.residents.counters[0].tolist() == [7, 5, 0]
+    assert of.residents.counters[0].tolist() == [7, 5]
 
 
 def test_ages_tie_beyond_what_is_told_apart_and_steps_wrap() -> None:
     prefixes = Prefixes.of([6], 1, torch.float32)
     for start in (1, 2**31 - 3):
-        of = Steps(prefixes, 3, Mode.EXACT, "reference")
+        of = Steps(prefixes, 3, "reference")
         of.residents.state.steps.fill_(start)
         row = prefixes.rows(0, torch.arange(96)).tolist()
         of.run({0: [[16]]})  # cell 0
@@ -140,7 +128,7 @@ def test_ages_tie_beyond_what_is_told_apart_and_steps_wrap() -> None:
 
 def test_tokens_of_pages_are_forgotten_in_all_sets() -> None:
     prefixes = Prefixes.of([3, 2], 2, torch.float32)
-    of = Steps(prefixes, 5, Mode.EXACT, "reference")
+    of = Steps(prefixes, 5, "reference")
     wanted: Wanted = {0: [[0, 20], [40]], 1: [[3, 17], [31]]}
     for number in (0, 1):
         of.run(wanted, number)
@@ -152,32 +140,31 @@ def test_tokens_of_pages_are_forgotten_in_all_sets() -> None:
     prefixes.host[prefixes.tables[:3].long()] += 1
     before = of.residents.counters
     of.check(of.run(wanted), wanted)
-    assert (of.residents.counters - before).tolist() == [[6, 3, 0], [0, 0, 0]]
+    assert (of.residents.counters - before).tolist() == [[6, 3], [0, 0]]
 
 
 def test_integrity_names_what_disagrees() -> None:
-    of = Steps(Prefixes.of([3], 1, torch.float32), 2, Mode.EXACT, "reference")
+    of = Steps(Prefixes.of([3], 1, torch.float32), 2, "reference")
     of.run({0: [[0, 20]]})
     of.residents.state.row_of_cell[0, 0, 1] = of.residents.state.row_of_cell[0, 0, 0]
     with pytest.raises(ValueError, match="got 1 cells of other tokens, 2 cells that are held and 2 resident tokens"):
         of.residents.state.check_integrity()
 
 
-def residents(num_cells: int = 4, mode: Mode = Mode.EXACT) -> Residents:
-    return Residents(ResidentShape(1, 1, num_cells, 8, BEFORE, mode), 2, 64, torch.device("cpu"))
+def residents(num_cells: int = 4) -> Residents:
+    return Residents(ResidentShape(1, 1, num_cells, 8, BEFORE), 2, 64, torch.device("cpu"))
 
 
 def group(begin: int, budget: int = 2, table_begin: int = 0, number: int = 0) -> ResidentGroup:
     return ResidentGroup(number, SelectionGroup(48, budget, list_begin=begin, head_stride=budget), table_begin)
 
 
-def test_too_few_cells_are_an_error_where_answers_are_exact() -> None:
+def test_too_few_cells_are_an_error() -> None:
     two = [group(0), group(8, 4, table_begin=3, number=1)]
     of = residents()
     with pytest.raises(ValueError, match="as many cells as a step can want, 6 for 2 groups, got 4; keep fewer tokens"):
         of.plan(two)
     residents(6).plan(two)
-    residents(1, Mode.LAGGED).plan(two)
 
 
 def test_bad_plans_are_named() -> None:
@@ -227,4 +214,4 @@ def test_bad_tensors_are_named() -> None:
 
 
 def test_counters_are_named_in_the_order_of_their_columns() -> None:
-    assert [one.name for one in Counter] == ["WANTED", "TRANSFERRED", "MISSED"]
+    assert [one.name for one in Counter] == ["WANTED", "TRANSFERRED"]

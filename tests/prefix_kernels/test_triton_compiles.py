@@ -27,7 +27,7 @@ from prefix_kernels.launching import Launch, launch, recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.prefill_attention import PrefillAttention, Span
-from prefix_kernels.residents import Mode, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import ResidentGroup, Residents, ResidentShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import CandidateForm, new_lists
@@ -130,17 +130,15 @@ def compared_lists() -> None:
     common_slots(*slot_lists(), 3, torch.zeros(8, dtype=torch.int32), implementation="triton")
 
 
-def swapped_in(
-    mode: Mode, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, groups: int = 64, kv_heads: int = KV_HEADS
-) -> None:
+def swapped_in(dtype: torch.dtype = torch.bfloat16, dim: int = DIM, groups: int = 64, kv_heads: int = KV_HEADS) -> None:
     """A step of the layer that selects, then the copy of one that reuses its selection."""
-    shape, device = ResidentShape(2, kv_heads, 4096, 8, 64, mode), torch.device("cpu")
+    shape, device = ResidentShape(2, kv_heads, 4096, 8, 64), torch.device("cpu")
     residents = Residents(shape, groups, 64, device, implementation="triton")
     residents.plan([ResidentGroup(0, SelectionGroup(48, 8, head_stride=8))])
-    cache = torch.zeros(64 + 16 * 4096, kv_heads, dim, dtype=dtype)
+    cache, host = torch.zeros(64 + 4096, kv_heads, dim, dtype=dtype), torch.zeros(8, kv_heads, 16, 2 * dim, dtype=dtype)
     lists, kv = new_lists(64, (8, kv_heads), device, with_slots=True), PagedKV(cache, cache)
-    residents.run(0, torch.zeros(64, dtype=torch.int32), lists, kv, kv)
-    residents.fetch(0, kv, kv, torch.zeros(kv_heads, dtype=torch.int32))
+    residents.run(0, torch.zeros(64, dtype=torch.int32), lists, host, kv)
+    residents.fetch(0, host, kv, torch.zeros(kv_heads, dtype=torch.int32))
 
 
 def prefilled(rows: int, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
@@ -211,10 +209,9 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill_attention in fp32": lambda: prefilled(64, torch.float32),
     "prefill_attention with heads of 64": lambda: prefilled(64, torch.float16, dim=64),
     "prefill_attention with heads of 256": lambda: prefilled(64, dim=256),
-    "residents": lambda: swapped_in(Mode.EXACT),
-    "residents one step behind": lambda: swapped_in(Mode.LAGGED),
-    "residents of one group and KV head": lambda: swapped_in(Mode.EXACT, torch.float16, 64, 1, 1),
-    "residents with heads of 96 in fp32": lambda: swapped_in(Mode.EXACT, torch.float32, 96),
+    "residents": swapped_in,
+    "residents of one group and KV head": lambda: swapped_in(torch.float16, 64, 1, 1),
+    "residents with heads of 96 in fp32": lambda: swapped_in(torch.float32, 96),
 }
 NARROW, WIDE, WIDEST = AnchorConfig(8, 64), AnchorConfig(32, 64), AnchorConfig(128, 64, 8, 3, 1, True)
 SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)

@@ -228,7 +228,6 @@ def test_a_server_that_starts_anew_needs_no_prefill(
     state = offload(server)
     assert (state["events"].get("copied", 0), state["translated"]) == (0, len(prompts))
     assert 0 < state["residents"]["transferred"] < state["residents"]["wanted"]
-    assert state["residents"]["missed"] == 0
 
 
 @pytest.mark.boot("offload-files")

@@ -8,7 +8,6 @@ from prefix_kernels.residents.runner import Residents
 from prefix_kernels.residents.state import (
     PAGE_TOKENS,
     Counter,
-    Mode,
     ResidentGroup,
     ResidentShape,
     from_pages,

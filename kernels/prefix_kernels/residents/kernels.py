@@ -23,37 +23,17 @@ all groups (in every row of the table)."""
 
 @triton.jit
 def _list_of(groups_ptr, counts_ptr, group, head, num_heads):
-    """Of a group and KV head: (where its list begins, tokens, where its table begins, its place among the counts)."""
+    """Of a group and KV head: (where its list begins, tokens, where its table begins)."""
     fields = groups_ptr + group * GROUP_FIELDS
-    count_at = counts_ptr + tl.load(fields) * num_heads + head
     begin = tl.load(fields + 2) + head * tl.load(fields + 3)
-    count = tl.minimum(tl.load(count_at, cache_modifier=".cg"), tl.load(fields + 4).to(tl.int32))
-    return begin, count, tl.load(fields + 1), count_at
+    listed = tl.load(counts_ptr + tl.load(fields) * num_heads + head, cache_modifier=".cg")
+    return begin, tl.minimum(listed, tl.load(fields + 4).to(tl.int32)), tl.load(fields + 1)
 
 
 @triton.jit
 def _row_of(position, pages, there):
     """Rows of the host's pool of positions."""
     return tl.load(pages + position // PAGE, mask=there, other=0) * PAGE + position % PAGE
-
-
-@triton.jit
-def _keep_resident(positions, slots, count, pages, cell_of_row, resident_begin, TILE: tl.constexpr):
-    """Tokens that a list keeps, those that are resident, as positions and slots in its own place."""
-    kept = 0
-    for begin in range(0, count, TILE):
-        at = begin + tl.arange(0, TILE)
-        there = at < count
-        position = tl.load(positions + at, mask=there, other=0, cache_modifier=".cg")
-        cell = tl.load(cell_of_row + _row_of(position, pages, there), mask=there, other=-1, cache_modifier=".cg")
-        resident = cell >= 0
-        place = kept + tl.cumsum(resident.to(tl.int32), axis=0) - 1
-        # All of the tile has been read before any of it is written over.
-        tl.debug_barrier()
-        tl.store(positions + place, position, mask=resident)
-        tl.store(slots + place, resident_begin + cell, mask=resident)
-        kept += tl.sum(resident.to(tl.int32), axis=0)
-    return kept
 
 
 @triton.jit
@@ -71,16 +51,15 @@ def _ages(row_of_cell, stamps, cell, num_cells, step):
 def _assign(
     groups_ptr, group_counts_ptr, missing_ptr, slots_ptr, cell_of_row, row_of_cell, stamps, fetched_rows,
     fetched_cells, num_fetched, counters, head, num_heads, num_groups, num_cells, resident_begin, step,
-    LAGGED: tl.constexpr, TILE: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_G: tl.constexpr,
+    TILE: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Cells of what all groups miss for a KV head; without LAGGED, their slots."""
+    """Cells, and slots, of what all groups miss for a KV head. There are as many cells as a step can want."""
     group = tl.arange(0, BLOCK_G)
     counted = group_counts_ptr + (group * num_heads + head) * 3
     wanted = tl.load(counted, mask=group < num_groups, other=0, cache_modifier=".cg")
     missing = tl.load(counted + 1, mask=group < num_groups, other=0, cache_modifier=".cg")
     ends = tl.cumsum(missing, axis=0)
     total = tl.sum(missing, axis=0)
-    given = 0
     if total > 0:
         tl.store(counted + 2, ends)
         of_age = tl.zeros([AGES], tl.int32)
@@ -88,17 +67,14 @@ def _assign(
             age, _ = _ages(row_of_cell, stamps, begin + tl.arange(0, CELL_TILE), num_cells, step)
             of_age += tl.histogram(age, AGES)
         age_bin = tl.arange(0, AGES)
-        of_age = tl.where(age_bin == 0, 0, of_age)
-        evictable = tl.sum(of_age, axis=0)
-        at_least = evictable - tl.cumsum(of_age, axis=0) + of_age
-        # The greatest age such that enough cells have it or a greater one.
-        threshold = tl.max(tl.where((at_least >= total) & (age_bin > 0), age_bin, 1), axis=0)
-        given = tl.minimum(total, evictable)
-        ties_wanted = given - tl.sum(tl.where(age_bin > threshold, of_age, 0), axis=0)
+        at_least = tl.sum(of_age, axis=0) - tl.cumsum(of_age, axis=0) + of_age
+        # The greatest age such that enough cells have it or a greater one: above 0, which wanted cells have.
+        threshold = tl.max(tl.where(at_least >= total, age_bin, 1), axis=0)
+        ties_wanted = total - tl.sum(tl.where(age_bin > threshold, of_age, 0), axis=0)
         taken_before = 0
         ties_before = 0
         begin = 0
-        while (taken_before < given) & (begin < num_cells):
+        while (taken_before < total) & (begin < num_cells):
             cell = begin + tl.arange(0, CELL_TILE)
             age, row = _ages(row_of_cell, stamps, cell, num_cells, step)
             tie = (age == threshold).to(tl.int32)
@@ -110,9 +86,9 @@ def _assign(
             ties_before += tl.sum(tie, axis=0)
             begin += CELL_TILE
         tl.debug_barrier()
-        for begin in range(0, given, TILE):
+        for begin in range(0, total, TILE):
             rank = begin + tl.arange(0, TILE)
-            there = rank < given
+            there = rank < total
             # Which group's, and which of its missing tokens: a search among the groups' ends.
             of = tl.zeros([TILE], tl.int32)
             before = tl.zeros([TILE], tl.int32)
@@ -124,42 +100,37 @@ def _assign(
                 step_of //= 2
             fields = groups_ptr + of * GROUP_FIELDS
             list_begin = tl.load(fields + 2, mask=there, other=0) + head * tl.load(fields + 3, mask=there, other=0)
-            missed = missing_ptr + list_begin + rank - before
-            row = tl.load(missed, mask=there, other=0, cache_modifier=".cg")
+            entry = tl.load(missing_ptr + list_begin + rank - before, mask=there, other=0, cache_modifier=".cg")
+            slot = slots_ptr + list_begin + entry
+            row = tl.load(slot, mask=there, other=0, cache_modifier=".cg")
             cell = tl.load(fetched_cells + rank, mask=there, other=0)
-            if not LAGGED:
-                slot = slots_ptr + list_begin + row
-                row = tl.load(slot, mask=there, other=0, cache_modifier=".cg")
-                tl.store(slot, resident_begin + cell, mask=there)
+            tl.store(slot, resident_begin + cell, mask=there)
             tl.store(cell_of_row + row, cell, mask=there)
             tl.store(row_of_cell + cell, row, mask=there)
             tl.store(stamps + cell, step, mask=there)
             tl.store(fetched_rows + rank, row, mask=there)
-    tl.store(num_fetched, given)
+    tl.store(num_fetched, total)
     tl.store(counters, tl.load(counters) + tl.sum(wanted, axis=0))
-    tl.store(counters + 1, tl.load(counters + 1) + given)
-    if LAGGED:
-        tl.store(counters + 2, tl.load(counters + 2) + total)
+    tl.store(counters + 1, tl.load(counters + 1) + total)
 
 
 @triton.jit
 def look_up_kernel(
     groups_ptr,  # int64 [max_groups, GROUP_FIELDS]
     host_pages_ptr,  # int32 [arena], the groups' tables
-    positions_ptr,  # int32 arena of lists; written with LAGGED
+    positions_ptr,  # int32 arena of lists
     slots_ptr,  # int32, an arena like it, written
-    counts_ptr,  # int32 [rows, num_kv_heads]; written with LAGGED
+    counts_ptr,  # int32 [rows, num_kv_heads]
     cell_of_row_ptr,  # int32 [num_kv_heads, num_rows], as all that follows of the set
     row_of_cell_ptr, stamps_ptr,  # int32 [num_kv_heads, num_cells]
     fetched_rows_ptr, fetched_cells_ptr,  # int32 [num_kv_heads, num_cells], written
     num_fetched_ptr, steps_ptr,  # int32 [num_kv_heads]
-    counters_ptr,  # int64 [num_kv_heads, 3]
-    missing_ptr,  # int32, an arena like the lists': with LAGGED missing rows, else their entries of the list
+    counters_ptr,  # int64 [num_kv_heads, 2]
+    missing_ptr,  # int32, an arena like the lists': which entries of a list are missing
     group_counts_ptr,  # int32 [BLOCK_G, num_kv_heads, 3]: wanted and missing tokens, and these of all groups up to it
     arrived_ptr,  # int32 [num_kv_heads], 0 before and behind
     num_rows, num_cells, resident_begin,
-    LAGGED: tl.constexpr, TILE: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_G: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    TILE: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_G: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (group, KV head): what the group's list wants and misses. The last one of a KV head assigns cells.
 
@@ -173,11 +144,11 @@ def look_up_kernel(
     num_groups = tl.load(groups_ptr + GROUP_FIELDS - 1).to(tl.int32)
     num_programs = tl.maximum(num_groups, 1)
     if group < num_programs:
-        list_begin, count, table_begin, count_at = _list_of(groups_ptr, counts_ptr, group, head, num_heads)
+        list_begin, count, table_begin = _list_of(groups_ptr, counts_ptr, group, head, num_heads)
         positions = positions_ptr + list_begin
         slots = slots_ptr + list_begin
         pages = host_pages_ptr + table_begin
-        missing_tokens = missing_ptr + list_begin
+        missing_entries = missing_ptr + list_begin
         cell_of_row = cell_of_row_ptr + head * num_rows
         stamps = stamps_ptr + head * num_cells
         step = tl.load(steps_ptr + head, cache_modifier=".cg")
@@ -190,20 +161,13 @@ def look_up_kernel(
             resident = there & (cell >= 0)
             tl.store(stamps + cell, step, mask=resident)
             missed = there & (cell < 0)
-            entry = row if LAGGED else at
-            tl.store(missing_tokens + missing + tl.cumsum(missed.to(tl.int32), axis=0) - 1, entry, mask=missed)
+            tl.store(missing_entries + missing + tl.cumsum(missed.to(tl.int32), axis=0) - 1, at, mask=missed)
             missing += tl.sum(missed.to(tl.int32), axis=0)
-            if not LAGGED:
-                tl.store(slots + at, tl.where(resident, resident_begin + cell, row), mask=there)
+            tl.store(slots + at, tl.where(resident, resident_begin + cell, row), mask=there)
         counted = group_counts_ptr + (group * num_heads + head) * 3
         tl.store(counted, count)
         tl.store(counted + 1, missing)
         tl.debug_barrier()
-        if LAGGED:
-            kept = _keep_resident(positions, slots, count, pages, cell_of_row, resident_begin, TILE)
-            if num_groups > 0:
-                tl.store(count_at, kept)
-            tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
             tl.debug_barrier()
             tl.store(arrived_ptr + head, 0)
@@ -212,8 +176,8 @@ def look_up_kernel(
             _assign(
                 groups_ptr, group_counts_ptr, missing_ptr, slots_ptr, cell_of_row, row_of_cell_ptr + at_cells, stamps,
                 fetched_rows_ptr + at_cells, fetched_cells_ptr + at_cells, num_fetched_ptr + head,
-                counters_ptr + head * 3, head, num_heads, num_programs, num_cells, resident_begin, step,
-                LAGGED, TILE, CELL_TILE, BLOCK_G,
+                counters_ptr + head * 2, head, num_heads, num_programs, num_cells, resident_begin, step,
+                TILE, CELL_TILE, BLOCK_G,
             )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prefix_kernels.residents.state import PAGE_TOKENS, Counter, Mode, ResidentGroup, ResidentShape, ResidentState
+from prefix_kernels.residents.state import PAGE_TOKENS, Counter, ResidentGroup, ResidentShape, ResidentState
 from prefix_kernels.types import PagedKV, SelectedLists
 
 FREE, OLDEST = 255, 254
@@ -29,9 +29,7 @@ def look_up(
     1. Cells of M_t & C_t are stamped with this step: none of them is taken.
     2. T_t = M_t - C_t in the order of groups and positions take the cells that were not wanted for the longest time,
        free ones first; those cells in ascending order. Ages above `OLDEST` steps tie, ties go to the lowest cell.
-       With `Mode.LAGGED`, tokens for which none is left stay away.
-    3. Resident tokens become slots: resident_begin + cell. Others leave their list. Resident are those after 2
-       (`Mode.EXACT`, and so all), or those before it, C_t (`Mode.LAGGED`).
+    3. Tokens become slots: resident_begin + cell.
 
     AsyncTLS has blocks in place of tokens, and C_{t+1} = M_t; cells beyond |M_t| keep older tokens here.
 
@@ -39,19 +37,18 @@ def look_up(
         shape: of the state.
         state: written.
         number: of the set.
-        groups: of the step; no two of them have a host page in common.
+        groups: of the step; no two of them have a host page in common, and together their lists are no longer than
+            there are cells.
         host_pages: [arena] int32, the groups' tables: page of the host's pool of each page of the prefix.
-        lists: of the selection, each position once; slots are written, positions and counts where tokens leave.
+        lists: of the selection, each position once; slots are written.
     """
-    heads = range(shape.num_kv_heads)
-    before = state.cell_of_row[number].clone()
-    for head in heads:
+    assert lists.slots is not None
+    for head in range(shape.num_kv_heads):
         wanted = [_rows(one, head, host_pages, lists) for one in groups]
-        _assign(state, number, head, torch.cat([*wanted, host_pages[:0].long()]), shape.mode)
-    resident = before if shape.mode is Mode.LAGGED else state.cell_of_row[number]
-    for one in groups:
-        for head in heads:
-            _rewrite(shape, one, head, resident[head, _rows(one, head, host_pages, lists)], lists)
+        _assign(state, number, head, torch.cat([*wanted, host_pages[:0].long()]))
+        for one, rows in zip(groups, wanted, strict=True):
+            cells = state.cell_of_row[number, head, rows]
+            _listed(one, head, lists.slots, lists.counts)[:] = shape.resident_begin + cells
 
 
 def fetch(
@@ -105,7 +102,7 @@ def _listed(one: ResidentGroup, head: int, arena: Tensor, counts: Tensor) -> Ten
     return arena[begin : begin + min(int(counts[one.number, head]), one.group.count)]
 
 
-def _assign(state: ResidentState, number: int, head: int, wanted: Tensor, mode: Mode) -> None:
+def _assign(state: ResidentState, number: int, head: int, wanted: Tensor) -> None:
     """Cells of the wanted tokens, each named once."""
     cell_of_row, row_of_cell = state.cell_of_row[number, head], state.row_of_cell[number, head]
     step, stamps = state.steps[number, head], state.stamps[number, head]
@@ -113,31 +110,16 @@ def _assign(state: ResidentState, number: int, head: int, wanted: Tensor, mode: 
     stamps[cells[cells >= 0]] = step
     missing = wanted[cells < 0]
     age = ages(state, number, head)
-    oldest = age.sort(descending=True, stable=True).indices[: len(missing)]
-    taken = oldest[age[oldest] > 0].sort().values
-    given = missing[: len(taken)]
+    taken = age.sort(descending=True, stable=True).indices[: len(missing)].sort().values
     left = row_of_cell[taken].long()
     cell_of_row[left[left >= 0]] = -1
-    cell_of_row[given] = taken.int()
-    row_of_cell[taken] = given.int()
+    cell_of_row[missing] = taken.int()
+    row_of_cell[taken] = missing.int()
     stamps[taken] = step
     state.num_fetched[number, head] = len(taken)
-    state.fetched_rows[number, head, : len(taken)] = given.int()
+    state.fetched_rows[number, head, : len(taken)] = missing.int()
     state.fetched_cells[number, head, : len(taken)] = taken.int()
     counters = state.counters[number, head]
     counters[Counter.WANTED] += len(wanted)
     counters[Counter.TRANSFERRED] += len(taken)
-    counters[Counter.MISSED] += len(missing) if mode is Mode.LAGGED else len(missing) - len(taken)
     state.steps[number, head] += 1
-
-
-def _rewrite(shape: ResidentShape, one: ResidentGroup, head: int, cells: Tensor, lists: SelectedLists) -> None:
-    """Slots of a list's tokens, whose cells are given; a token without a cell leaves the list."""
-    assert lists.slots is not None
-    positions = _listed(one, head, lists.positions, lists.counts)
-    slots = _listed(one, head, lists.slots, lists.counts)
-    there = cells >= 0
-    kept, count = positions[there], int(there.sum())
-    slots[:count] = shape.resident_begin + cells[there]
-    positions[:count] = kept
-    lists.counts[one.number, head] = count

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import block_of, launch, launch_behind, send
+from prefix_kernels.launching import block_of, launch_behind, send
 from prefix_kernels.residents import reference
-from prefix_kernels.residents.state import PAGE_TOKENS, Mode, ResidentGroup, ResidentShape, ResidentState
+from prefix_kernels.residents.state import PAGE_TOKENS, ResidentGroup, ResidentShape, ResidentState
 from prefix_kernels.types import PagedKV, SelectedLists, check_int32
 
 _FIELDS = 6
@@ -30,10 +30,9 @@ class Residents:
     """Cells of the GPU's pool that hold tokens of prefixes in host memory, each of one KV head.
 
     `reference.look_up` and `reference.fetch` say what is computed, `ResidentState` what is kept. Source: AsyncTLS, 4.2.
-    For each set (a layer that selects) `run` follows the selection. With `Mode.EXACT` a layer's attention may follow
-    `run`, or `fetch` of a layer that reuses the selection. With `Mode.LAGGED` attention may follow `run` at once, and
-    `fetch` of each layer, on any stream behind it, is to end before the next `run` of the set. A layer that leaves out
-    a fetch holds other tokens than its cells are said to: fetch for all layers of a set after each of its runs.
+    For each set (a layer that selects) `run` follows the selection; a layer's attention follows `run`, or `fetch` of a
+    layer that reuses the selection. A layer that leaves out a fetch holds other tokens than its cells are said to:
+    fetch for all layers of a set after each of its runs.
 
     Args:
         shape: sizes of the state.
@@ -93,8 +92,8 @@ class Residents:
                 of other groups. No two of them have a host page in common.
 
         Raises:
-            ValueError: more groups or lists than there is room for; two groups of one table; or, with `Mode.EXACT`,
-                fewer cells than a step can want. The plan before stays.
+            ValueError: more groups or lists than there is room for; two groups of one table; or fewer cells than a
+                step can want. The plan before stays.
         """
         heads = self.shape.num_kv_heads
         lists_end = max((one.group.lists_end(heads) for one in groups), default=0)
@@ -110,10 +109,10 @@ class Residents:
                 "a prefix"
             )
         needed = sum(one.group.count for one in groups)
-        if self.shape.mode is Mode.EXACT and needed > self.shape.num_cells:
+        if needed > self.shape.num_cells:
             raise ValueError(
                 f"expected as many cells as a step can want, {needed} for {len(groups)} groups, got "
-                f"{self.shape.num_cells}; keep fewer tokens, make more cells, or take Mode.LAGGED"
+                f"{self.shape.num_cells}; keep fewer tokens, or make more cells"
             )
         self._groups = tuple(groups)
         self._tables_end = max((end for _, end in tables), default=0)
@@ -128,15 +127,13 @@ class Residents:
         self._lists_end = lists_end
 
     def run(self, number: int, host_pages: Tensor, lists: SelectedLists, host: Tensor, pool: PagedKV) -> None:
-        """Make slots of the lists of a set: with `Mode.EXACT` in two launches, behind which the tokens are there; with
-        `Mode.LAGGED` in one, which copies nothing.
+        """Make slots of the lists of a set, and copy the tokens that are not there; in two launches.
 
         Args:
             number: of the set.
             host_pages: [arena] int32 on the pool's device, the groups' tables: page of the host's pool of each page of
                 a prefix, in order; below `num_host_pages`, which is not checked.
-            lists: as the selection wrote them; slots of the planned groups are written. With `Mode.LAGGED`, tokens
-                that are not resident leave the lists of positions, too.
+            lists: as the selection wrote them; slots of the planned groups are written.
             host: KV of the selecting layer in host memory [num_host_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim],
                 of each token its key and behind it its value, so that a page of a KV head is one piece of memory; in
                 the pool's dtype, pinned, read only.
@@ -147,11 +144,9 @@ class Residents:
         """
         self._check(number, host, pool)
         self._check_lists(host_pages, lists)
-        exact = self.shape.mode is Mode.EXACT
         if not self._triton:
             reference.look_up(self.shape, self.state, number, self._groups, host_pages, lists)
-            if exact:
-                reference.fetch(self.shape, self.state, number, host, pool)
+            reference.fetch(self.shape, self.state, number, host, pool)
             return
         from prefix_kernels.residents.kernels import look_up_kernel
 
@@ -174,15 +169,13 @@ class Residents:
             "num_rows": self.shape.host_rows,
             "num_cells": self.shape.num_cells,
             "resident_begin": self.shape.resident_begin,
-            "LAGGED": not exact,
             "TILE": _LOOK_UP_TILE,
             "CELL_TILE": min(_CELL_TILE, block_of(self.shape.num_cells, _LEAST_BLOCK)),
             "BLOCK_G": block_of(self.max_groups, _LEAST_BLOCK),
         }
         grid = (self.max_groups, self.shape.num_kv_heads)
         launch_behind(look_up_kernel, grid, arguments, num_warps=_LOOK_UP_WARPS)
-        if exact:
-            self._fetch(number, host, pool, None)
+        self._fetch(number, host, pool, None)
 
     def fetch(self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None = None) -> None:
         """Copy what the last run of a set decided, for one layer, in one launch.
@@ -206,7 +199,7 @@ class Residents:
 
     @property
     def counters(self) -> Tensor:
-        """[num_sets, 3] int64 on the device, see `Counter`: sums over KV heads since the beginning; new memory."""
+        """[num_sets, 2] int64 on the device, see `Counter`: sums over KV heads since the beginning; new memory."""
         return self.state.counters.sum(dim=1)
 
     @property
@@ -240,11 +233,7 @@ class Residents:
             words = _words(cache)
             arguments |= {f"pool_{name.lower()}_ptr": words, f"POOL_{name}_STRIDE": words.stride(0)}
             arguments |= {f"{name}_WORDS": words.shape[2], f"BLOCK_{name}": block_of(words.shape[2])}
-        if self.shape.mode is Mode.EXACT:
-            launch_behind(fetch_kernel, (self._num_copying,), arguments, num_warps=_FETCH_WARPS)
-        else:
-            # It may follow what another stream has launched.
-            launch(fetch_kernel, (self._num_copying,), arguments | {"OVERLAPPED": False}, num_warps=_FETCH_WARPS)
+        launch_behind(fetch_kernel, (self._num_copying,), arguments, num_warps=_FETCH_WARPS)
 
     def _check(self, number: int, host: Tensor, pool: PagedKV) -> None:
         shape = self.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -34,24 +34,13 @@ def from_pages(pages: Tensor, keys: Tensor, values: Tensor) -> None:
         rows.view(-1, PAGE_TOKENS, *rows.shape[1:]).copy_(part.transpose(1, 2))
 
 
-class Mode(Enum):
-    """When a wanted token that is not resident is attended."""
-
-    EXACT = "exact"
-    """In this step: it is copied before attention."""
-    LAGGED = "lagged"
-    """In the next step: it leaves this step's list, and is copied beside or behind attention."""
-
-
 class Counter(IntEnum):
     """Columns of `ResidentState.counters`; each counts a token once for each KV head."""
 
     WANTED = 0
     """|M_t|: tokens of the lists."""
     TRANSFERRED = 1
-    """|T_t|: wanted tokens that got a cell, and are copied."""
-    MISSED = 2
-    """Wanted tokens that left their list."""
+    """|T_t|: wanted tokens that were not resident, and are copied."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,6 @@ class ResidentShape:
         num_cells: of a set and KV head, shared by all prefixes.
         num_host_pages: pages of the host's pool.
         resident_begin: row of the GPU's pool at which cell 0 begins.
-        mode: see `Mode`.
 
     Raises:
         ValueError: a size below 1 or rows beyond int32.
@@ -75,7 +63,6 @@ class ResidentShape:
     num_cells: int
     num_host_pages: int
     resident_begin: int
-    mode: Mode = Mode.EXACT
 
     def __post_init__(self) -> None:
         sizes = (self.num_sets, self.num_kv_heads, self.num_cells, self.num_host_pages)
@@ -139,7 +126,7 @@ class ResidentState:
         steps: [num_sets, num_kv_heads] int32, the number of the next run, from 1; it may wrap.
         num_fetched: [num_sets, num_kv_heads] int32: tokens that the last run of the set gave a cell.
         fetched_rows, fetched_cells: [num_sets, num_kv_heads, num_cells] int32, which rows of the host, and where to.
-        counters: [num_sets, num_kv_heads, 3] int64, see `Counter`; they only grow.
+        counters: [num_sets, num_kv_heads, 2] int64, see `Counter`; they only grow.
     """
 
     cell_of_row: Tensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prefix_kernels import PagedKV
-from prefix_kernels.residents import PAGE_TOKENS, Mode
+from prefix_kernels.residents import PAGE_TOKENS
 from prefix_kernels.residents import runner as residents_runner
 from tests.prefix_kernels.resident_steps import Prefixes, Steps, Wanted
 from tests.prefix_kernels.triton.conftest import INTERPRETED
@@ -70,15 +70,13 @@ CASES = [
     pytest.param(([5], 1, 20, (8, 8), torch.float32, 4), id="one prefix"),
     pytest.param(([9, 4, 6], 3, 40, (16, 4), torch.float16, 5), id="few cells"),
     pytest.param(([40, 31], 2, 200, (12, 12), torch.float16, 30), id="several tiles"),
-    pytest.param(([9, 4], 2, 1, (2, 6), torch.float16, 3), id="one cell"),
+    pytest.param(([9, 4], 2, 1, (2, 6), torch.float16, 3), id="as many cells as a step wants"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mode", list(Mode))
 def test_steps_as_the_reference(
     case: tuple[list[int], int, int, tuple[int, int], torch.dtype, int],
-    mode: Mode,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -88,12 +86,12 @@ def test_steps_as_the_reference(
     monkeypatch.setattr(residents_runner, "_FETCH_TOKENS", 4)
     prefixes = Prefixes.of(pages, heads, dtype, dims)
     steps = steps_of(prefixes, 8, num_cells, most)
-    num_cells = max(num_cells, most_wanted(steps)) if mode is Mode.EXACT else num_cells
-    of = Steps(pinned(prefixes), num_cells, mode, "triton", device)
+    num_cells = max(num_cells, most_wanted(steps))
+    of = Steps(pinned(prefixes), num_cells, "triton", device)
     of.residents = type(of.residents)(
         of.shape, of.max_groups, of.entries, device, implementation="triton", num_copying=3
     )
-    wanted_of = Steps(prefixes, num_cells, mode, "reference")
+    wanted_of = Steps(prefixes, num_cells, "reference")
     for number, wanted in enumerate(steps):
         lists, should = of.run(wanted, number % 2), wanted_of.run(wanted, number % 2)
         assert_same(of, wanted_of)
@@ -102,10 +100,6 @@ def test_steps_as_the_reference(
                 mine, theirs = of.listed(lists, place, head), wanted_of.listed(should, place, head)
                 assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
         of.check(lists, wanted, number % 2)
-        if mode is Mode.LAGGED:
-            for one in (of, wanted_of):
-                one.residents.fetch(number % 2, one.prefixes.host, one.pools[number % 2])
-            assert_same(of, wanted_of)
         if number == 5:
             for one in (of, wanted_of):
                 one.residents.state.forget(one.tables[: pages[0]].long())
@@ -118,7 +112,7 @@ def test_layers_that_reuse_a_selection_fetch_by_their_heads(device: torch.device
     other.host.mul_(3)
     steps = steps_of(prefixes, 4, 0, 2)
     of, head_map = (
-        Steps(pinned(prefixes), most_wanted(steps), Mode.EXACT, "triton", device),
+        Steps(pinned(prefixes), most_wanted(steps), "triton", device),
         torch.tensor([2, 0, 0], device=device),
     )
     pool = PagedKV(torch.full_like(of.pools[0].k_cache, torch.nan), torch.full_like(of.pools[0].v_cache, torch.nan))
@@ -134,7 +128,7 @@ def test_layers_that_reuse_a_selection_fetch_by_their_heads(device: torch.device
 
 
 def test_without_groups_nothing_is_copied(device: torch.device) -> None:
-    of = Steps(pinned(Prefixes.of([6], 1, torch.float32)), 6, Mode.EXACT, "triton", device)
+    of = Steps(pinned(Prefixes.of([6], 1, torch.float32)), 6, "triton", device)
     of.run({0: [[0, 40]]})
     of.residents.state.forget(of.tables.long())
     of.pools[0].k_cache.fill_(torch.nan)
@@ -149,7 +143,7 @@ def test_replays_follow_the_lists_and_the_plan(device: torch.device) -> None:
     prefixes = pinned(Prefixes.of([40, 31], 2, torch.float16, (64, 64)))
     steps = steps_of(prefixes, 6, 1, 12)
     cells = most_wanted(steps)
-    of, wanted_of = (Steps(prefixes, cells, Mode.EXACT, one, device) for one in ("triton", "reference"))
+    of, wanted_of = (Steps(prefixes, cells, one, device) for one in ("triton", "reference"))
     fixed = of.begin(steps[0])
     for _ in range(2):
         of.residents.run(0, of.tables, fixed, prefixes.host, of.pools[0])
