@@ -102,18 +102,21 @@ class StagedAttention:
         pages, of_host = -(-staging_tokens // PAGE_TOKENS), pool.layer(0)
         self.places = torch.zeros((PLACES, pages, *of_host.shape[1:]), dtype=of_host.dtype, device=device)
 
-    def warm(self, num_qo_heads: int, dtype: torch.dtype) -> None:
-        """Compile what forwards launch: a request that came first would wait seconds for it. Slot 0 is read.
+    def warm(self, num_qo_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Compile what forwards launch: a request that came first would wait seconds for it.
 
         Args:
             num_qo_heads: of the model.
+            head_dim: of a query and a key.
             dtype: of its queries.
         """
-        kv = self._kv(0)
+        # The layers' own scales are not known at the start.
+        slot = self.places[0, 0, :, 0][None]
+        kv = PagedKV(slot[..., :head_dim].contiguous(), slot[..., head_dim:].contiguous())
         for queries in (1, 128):
             slots = torch.zeros(queries, dtype=torch.int64, device=self._device)
             step = StagedStep([Span(slice(0, queries), slots)], [torch.arange(queries)], ())
-            q = torch.zeros(queries, num_qo_heads, kv.head_dim, dtype=dtype, device=self._device)
+            q = torch.zeros(queries, num_qo_heads, head_dim, dtype=dtype, device=self._device)
             form = self._form(step, q, kv)
             form.fold(form.own(q, kv, 1.0), 0, q, kv, self.places[0, :1], 1.0)
 

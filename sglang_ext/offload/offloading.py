@@ -86,7 +86,7 @@ class Offloading:
         self._residents = residents
         self._attention = StagedAttention(pool, options.staging_tokens, view.kv, view.num_layers, view.device)
         if view.device.type == "cuda":
-            self._attention.warm(view.num_qo_heads, view.dtype)
+            self._attention.warm(view.num_qo_heads, view.head_dim, view.dtype)
         self.directory = OffloadDirectory(pool)
         self.page_size = page_size
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()

@@ -118,7 +118,7 @@ def test_after_a_start_no_forward_compiles_anything(device: torch.device) -> Non
     """Nor does what a start reads, NaN among it, stay anywhere."""
     forward = Forward([9, 6], EXTEND, torch.float16, device)
     attention = forward.attention(device, implementation="triton")
-    attention.warm(HEADS, torch.float16)
+    attention.warm(HEADS, DIM, torch.float16)
     compiled = versions()
     assert INTERPRETED or compiled
     forward.check(attention, torch.float16)
