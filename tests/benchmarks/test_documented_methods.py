@@ -1,4 +1,4 @@
-"""docs/selection.md and kernels.md: what methods lost and cost, and a sample's sums, are the committed rows."""
+"""docs/selection.md, kernels.md and offload.md: what methods cost, and a sample's sums, are the committed rows."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ import lzma
 from statistics import fmean, geometric_mean
 
 from tests.benchmarks.results import RESULTS, document, documented_table, prose, rows_of
-
-RECIPES = {
-    "`token_index`, INT4, 75% of the channels": ("token_index", ["accuracy-h200-token_index"]),
-    "`two_level` (CSAttention names, tokens rank)": ("two_level", ["accuracy-h200-default"]),
-    "`ab_sparse`, min/max blocks of 16": ("ab_sparse", ["accuracy-h200-ab_sparse", "methods-h200-ab_sparse"]),
-}
-
-
-def test_the_documented_losses_are_those_of_the_worst_cells() -> None:
-    table = documented_table("selection", "| recipe | kept | worst loss of answers [95%] |")
-    for recipe, kept, loss, cell in table:
-        method, files = RECIPES[recipe]
-        rows = [row for file in files for row in rows_of(RESULTS / f"{file}.jsonl")]
-        own = [row for row in rows if row["config"]["method"] == method and f"{row['keep_ratio']:.0%}" == kept]
-        worst = min(own, key=lambda row: (row["difference"], row["low"]))
-        move, low, high = (f"{100 * worst[name]:+.1f}" for name in ("difference", "low", "high"))
-        assert (loss, cell) == (f"{move} [{low}, {high}]", f"{worst['task']}, {worst['num_tokens']:,}"), (recipe, kept)
-    assert len(table) == 4
 
 
 def test_the_documented_errors_of_a_samples_sums() -> None:
@@ -113,3 +95,36 @@ def test_the_documented_search_of_launch_parameters() -> None:
     text = " ".join(document("kernels").split())
     assert f"take {wide:.3f} of the time of what a search there finds, with heads of 64 {narrow:.3f}" in text
     assert f"from {min(found):.2f} to {max(found):.2f}" in text
+
+
+def test_the_documented_figures_behind_host_memory() -> None:
+    rows = rows_of(RESULTS / "offload-serving-h100.jsonl")
+    found = {(row["measure"], row["engine"], row["answer"], row["sizes"]["residents"]): row for row in rows}
+    text, few, many = document("offload"), 22528, 73728
+    for answer in (128, 512):
+        ours, stock = (found["throughput", engine, answer, few] for engine in ("ours", "stock"))
+        assert (ours["failed"], ours["dense_rows"], stock["failed"]) == (0, 0, 0)
+        assert f"| {ours['tokens_per_s']:.0f} | {stock['tokens_per_s']:.0f}" in text
+    held = sum(size for name, size in ours["bytes"].items() if name != "indexes_at_most")
+    assert f"in {held / 1e9:.1f} GB of device memory" in text
+    assert f"HiCache, {stock['pool_bytes'] / 1e9:.1f} GB" in text
+    one, six, more = (
+        found["distinct", name, None, size] for name, size in (("hbm", few), ("ours", few), ("ours", many))
+    )
+    figures = [f"{row['tokens_per_s']:.0f}" for row in (six, more, one)]
+    assert "| {}; with 73,728 resident tokens {} | {}: one".format(*figures) in text
+    steps = [f"{found['step', engine, None, few]['ms']:.1f}" for engine in ("host", "hbm")]
+    assert "| {} | {}: selected in device memory".format(*steps) in text
+    first = [found["first_token", engine, None, few]["seconds"] for engine in ("host", "disk", "prefill")]
+    assert f"| {first[0]:.2f}; from a file {first[1]:.0f} | {first[2]:.0f} |" in text
+    swaps = [row for row in rows_of(RESULTS / "offload-h100.jsonl") if row["bench"] == "swap" and row["groups"] == 6]
+    assert all(row["green"] for row in swaps)
+    moved = {
+        near: [row["bytes"] / 512 / row["us"] for row in swaps if row["near"] == near and row["churn"] >= 0.2]
+        for near in (1, 4)
+    }
+    few_us, many_us = min(moved[1]), max(moved[1])
+    told = (
+        f"{few_us:.0f} to {many_us:.0f} tokens of a KV head, 512 bytes each, come in a microsecond, {moved[4][0]:.0f}"
+    )
+    assert told in prose("offload")
