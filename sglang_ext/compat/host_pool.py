@@ -21,6 +21,9 @@ from sglang_ext.options import Offload
 
 logger = logging.getLogger(__name__)
 
+_RESTORED = 512
+"""Pages that `restore` copies at once, at most."""
+
 
 def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) -> None:
     """The tensors of the KV pool get rows for residents behind those that the allocator knows."""
@@ -85,8 +88,11 @@ class SGLangHostPool:
         self.num_pages = int(self._host.size) // PAGE_TOKENS
         heads, width = device_pool.k_buffer[0].shape[1:]
         sizes = len(device_pool.k_buffer), self.num_pages, heads, PAGE_TOKENS, 2 * width
+        if device_pool.v_buffer[0].shape[1:] != (heads, width):
+            raise RuntimeError("--sparse-attn: expected values as wide as keys with offload: remove it")
         # SGLang has all keys first. Nothing but what is here reads this pool.
         self._layers: Tensor = self._host.kv_buffer.view(-1).view(sizes)
+        self._dtype: torch.dtype = device_pool.dtype  # fp8 is kept as bytes
         self._free = torch.arange(self.num_pages)
         self.nbytes = int(self._host.size) * int(self._host.size_per_token)
         self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
@@ -113,7 +119,7 @@ class SGLangHostPool:
         self._free = torch.cat([self._free, pages]).sort().values
 
     def layer(self, layer: int) -> Tensor:
-        return self._layers[layer]
+        return self._layers[layer].view(self._dtype)
 
     def backup(self, slots: Tensor, pages: Tensor) -> None:
         for layer, host in enumerate(self._layers):
@@ -129,9 +135,10 @@ class SGLangHostPool:
     def restore(self, pages: Tensor) -> None:
         for layer in self._dense:
             buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
-            for _, page, count in runs(pages):
-                taken = self.layer(layer)[page : page + count].to(buffers[0].device, non_blocking=True)
-                from_pages(taken, *(buffer[self.dense_begin :][rows_of(page, count)] for buffer in buffers))
+            for part in torch.split(pages, _RESTORED):
+                for _, page, count in runs(part):
+                    taken = self._layers[layer][page : page + count].to(buffers[0].device, non_blocking=True)
+                    from_pages(taken, *(buffer[self.dense_begin :][rows_of(page, count)] for buffer in buffers))
 
 
 def _made(device_pool: Any, nbytes: int, *, pinned: bool) -> Any:

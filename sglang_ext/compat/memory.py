@@ -82,7 +82,8 @@ def offload_bytes(settings: Settings, configurator: Any) -> int:
     widths = int(model_config.head_dim) + int(getattr(model_config, "v_head_dim", None) or model_config.head_dim)
     per_layer = heads * widths * int(model_config.dtype.itemsize)
     rows = offload.resident_tokens * layers + PLACES * offload.staging_tokens
-    return rows * per_layer + len(plan.dense_layers) * offload.host_bytes // layers
+    cells = offload.host_bytes // per_layer * 4 * heads  # of `ResidentState.cell_of_row`, of all layers
+    return cells + rows * per_layer + len(plan.dense_layers) * offload.host_bytes // layers
 
 
 _offload: Offload | None = None

@@ -227,7 +227,7 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
         batch = original(scheduler, *args, **kwargs)
         return batch
     finally:
-        if batch is None and scheduler.running_batch.is_empty():
+        if getattr(batch, "batch_to_run", batch) is None and scheduler.running_batch.is_empty():
             time.sleep(_IDLE_S)  # else this loop keeps the interpreter from the threads that read
         left = scheduler.waiting_queue
         stays, known = held | {id(req) for req in left}, {id(req) for req in waiting}

@@ -327,7 +327,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if dense and any(host is not None and host.dense_slots is None for host in hosts):
             return None
         lengths = [prefix.length for prefix, _ in hosted]
-        budgets = self.swap.budgets(lengths, [self._budget(*one) for one in hosted], [*map(self.budget, lengths)])
+        alone = [(prefix._replace(rows=prefix.rows[:1]), index) for prefix, index in hosted]
+        budgets = self.swap.budgets(lengths, *([self._budget(*one) for one in groups] for groups in (hosted, alone)))
         return None if budgets is None else {one: n for (one, _), n in zip(hosted, budgets, strict=True)}
 
     def _entries_of(self, prefix: PrefixGroup, index: Index) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection
 from enum import Enum
@@ -35,6 +36,7 @@ class Offload:
         pages: [prefix_len / PAGE_TOKENS] int64 on the host, pages of the pool; owned until it leaves.
         state: see `OffloadState`.
         copied: tokens that are copied.
+        copied_at: when the last ones were, seconds of `time.monotonic`.
         users: rows of `req_to_token` that have it in front.
         key: namespace of its suffixes in SGLang's prefix cache. Not to be guessed: a request that named it would be
             given KV of other positions.
@@ -49,7 +51,7 @@ class Offload:
         self.digest, self.prefix_len, self.pages = digest, prefix_len, pages
         self.state = OffloadState.COPYING
         self.copied = self.users = 0
-        self.waited_for = 0.0
+        self.waited_for = self.copied_at = 0.0
         self.key = f"offloaded-{digest[:12]}-{secrets.token_hex(16)}"
         self.dropped = False
 
@@ -113,7 +115,7 @@ class OffloadDirectory:
 
     def copied(self, offload: Offload, tokens: int) -> None:
         """So many more tokens are copied; with the last ones it may serve."""
-        offload.copied += tokens
+        offload.copied, offload.copied_at = offload.copied + tokens, time.monotonic()
         if offload.copied == offload.prefix_len:
             offload.state = OffloadState.HOST
             self.events["copied"] += 1
@@ -134,6 +136,10 @@ class OffloadDirectory:
         self._pool.free(offload.pages)
         offload.pages = offload.pages[:0]
         self.events["failed"] += 1
+
+    def leave(self, offload: Offload) -> None:
+        """It serves no new request: as if it had not been known."""
+        self._leave(offload)
 
     def pin(self, offload: Offload) -> None:
         """A row has it in front."""

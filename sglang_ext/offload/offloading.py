@@ -39,6 +39,8 @@ _LOOKED = 4096
 """Prefixes without a file that are remembered, at most."""
 _WAIT_S = 60.0
 """For so long a request waits for a file, at most; then it is prefilled."""
+_COPIES_S = 1.0
+"""For so long after a piece was copied out, the next one is expected."""
 _RETRY_S = 60.0
 """For so long a file that could not be read is as if it were not there."""
 COPY_BYTES = 256 << 20
@@ -132,6 +134,9 @@ class Offloading:
             if attachment.prompt_len <= tokens:
                 continue  # its last token is prefilled in any case
             found = self.directory.get(digest)
+            if found is not None and found.state is OffloadState.COPYING and self._filed(digest):
+                self.directory.leave(found)  # the request that had it copied out may have ended
+                found = None
             if found is None and self._unfit(tokens) is None and self._filed(digest):
                 begun = self.directory.begin(digest, tokens, OffloadState.LOADING, wanted)
                 found = None if isinstance(begun, str) else begun
@@ -166,6 +171,12 @@ class Offloading:
     def _take_moves(self) -> None:
         for move in self._mover.ended() if self._files is not None else ():
             offload = move.offload
+            if move.loads and move.error is None and not offload.dropped:
+                try:
+                    self._pool.restore(offload.pages)
+                    offload.host = self._host_of(offload)
+                except Exception as error:  # the server lives on
+                    move.error = error
             if move.error is not None:
                 what = "read from" if move.loads else "written to"
                 logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
@@ -177,8 +188,6 @@ class Offloading:
             elif move.loads and offload.dropped:
                 pass
             elif move.loads:
-                self._pool.restore(offload.pages)
-                offload.host = self._host_of(offload)
                 self.directory.moved("loaded", offload)
             else:
                 self._looked.pop(offload.digest, None)
@@ -207,7 +216,7 @@ class Offloading:
         return found
 
     def front(self, attachment: Attachment | None, limit: int) -> tuple[int, bool]:
-        """What a waiting request has in front, or will have once its file is read.
+        """What a waiting request has in front, or will have once its file is read, or it is copied out.
 
         Args:
             attachment: what is known of it.
@@ -220,9 +229,10 @@ class Offloading:
             return 0, False
         digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
         found = self.directory.get(digest)
-        if found is None:
+        if found is None or found.state is OffloadState.COPYING:
             fits = tokens <= self._pool.num_pages * PAGE_TOKENS and self._unfit(tokens) is None
             coming = self.has_files and fits and self._filed(digest)
+            coming |= found is not None and time.monotonic() - found.copied_at < _COPIES_S
         else:
             coming = found.state in (OffloadState.LOADING, OffloadState.HOST)
         if not coming or tokens > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import logging
 import threading
@@ -370,7 +371,7 @@ class Readiness:
             return
         try:
             index.loaded.result(min(left, threading.TIMEOUT_MAX))
-        except TimeoutError:
+        except (TimeoutError, concurrent.futures.TimeoutError):  # two classes before Python 3.11
             pass
         except Exception as error:  # the request decodes dense; a fallback is counted for it
             logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)

@@ -82,7 +82,7 @@ def test_rows_behind_the_pool_are_promised_before_it_is_sized(tmp_path: Path) ->
     assert memory.offload_rows(64) == 0
     given = configurator(tmp_path, json.dumps(offloaded), model_config=model)
     taken = without - memory.after_profile_available_bytes(20 * GIB, given)
-    assert taken == (2000 + 4 * 1000 / 32) * 131_072 + GIB // 16
+    assert taken == (2000 + 4 * 1000 / 32) * 131_072 + GIB // 16 + GIB // 128
     assert [memory.offload_rows(page) for page in (1, 16, 64)] == [2000, 2000, 2048]
 
 
@@ -121,6 +121,14 @@ def pools() -> dict[str, Any]:
         buffer[rows] = 0
     host.restore(taken)
     alike += [torch.equal(buffer[rows], buffer[slots]) for buffer in (pool.k_buffer[1], pool.v_buffer[1])]
+    eight = MHATokenToKVPool(size=64, page_size=16, enable_memory_saver=False, **shape | {"dtype": torch.float8_e4m3fn})
+    for buffer in (*eight.k_buffer, *eight.v_buffer):
+        buffer.copy_(torch.randint(0, 100, buffer.shape))
+    bytes_of_eight = host_pool.SGLangHostPool(eight, options, (), 0)
+    bytes_of_eight.backup(torch.arange(16, 48), bytes_of_eight.alloc(2))
+    wanted = to_pages(eight.k_buffer[2][16:48], eight.v_buffer[2][16:48]).view(torch.float8_e4m3fn)
+    found = bytes_of_eight.layer(2)[:2]
+    alike.append(found.dtype == wanted.dtype and torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)))
     too_many, again = host.alloc(whole), host.alloc(3)
     host.free(again)
     memory._offload = Offload(host_bytes=1, resident_tokens=96)
@@ -150,7 +158,7 @@ def test_pages_go_to_host_memory_and_back_to_layers_that_attend_all() -> None:
     pages, free = found["pages"]
     assert found["rows"] == [352, 352 + 16 * pages, 352]
     assert found["residents"] == range(272, 352)
-    assert found["alike"] == [True] * 7
+    assert found["alike"] == [True] * 8
     assert pages in (20, 21)
     assert free == pages - 4
     assert found["too_many"]

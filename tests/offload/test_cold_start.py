@@ -10,7 +10,7 @@ import pytest
 from sglang_ext.config import config_from_dict
 from sglang_ext.offload.kv_files import KVFiles, of_pages
 from tests.offload.slow_file import slow
-from tests.offload.test_offloading import PREFIX, Request, Served, attachment
+from tests.offload.test_offloading import DIM, PREFIX, Request, Served, attachment
 
 
 def stored(folder: Path, policy: str, **config: float) -> tuple[Served, Path]:
@@ -88,3 +88,24 @@ def test_what_is_forgotten_while_it_is_read_leaves_nothing(tmp_path: Path, forev
     assert state["free_pages"] == (12 if forever else 12 - PREFIX // 16)
     assert state["events"] == ({} if forever else {"loaded": 1})
     assert (served.offloading.wanted(*queue[0], PREFIX) is None) == forever  # type: ignore[arg-type]
+
+
+def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+    served, file = stored(tmp_path, "wait_complete")
+    one, content = attachment(), file.read_bytes()
+    file.unlink()
+    served.slots(0, 0, PREFIX)
+    served.decode(0, one)
+    served.offloading.slot_freed(0)
+    assert served.offloading.front(one, PREFIX) == (PREFIX, False), "the next piece is on its way, as far as is known"
+    assert served.offloading.before_batch(waiting()) == []  # type: ignore[arg-type]
+    monkeypatch.setattr("sglang_ext.offload.offloading._COPIES_S", 0.0)
+    assert served.offloading.front(one, PREFIX) == (0, False)
+    file.write_bytes(content)
+    served.offloading._looked.clear()  # as a second later
+    assert served.offloading.front(one, PREFIX) == (PREFIX, False)
+    assert served.offloading.before_batch(waiting())  # type: ignore[arg-type]
+    loaded(served)
+    assert served.offloading.front(one, PREFIX) == (PREFIX, True)
+    assert served.offloading.snapshot()["problem"] is None
