@@ -79,8 +79,9 @@ def test_what_is_remembered_is_bounded() -> None:
 
 def _index(state: State, reason: str = "") -> Any:
     return SimpleNamespace(
-        state=state, reason=reason, detail=reason, loaded=None, prefix_len=64, entry=SimpleNamespace(digest=A)
-    )
+        state=state, reason=reason, detail=reason, loaded=None, begun=0.0, prefix_len=64,
+        entry=SimpleNamespace(digest=A),
+    )  # fmt: skip
 
 
 class _Unreadable:
