@@ -114,7 +114,6 @@ class Prefill:
         self._attention = StagedAttention(
             host,  # type: ignore[arg-type]
             sizes.staging,
-            self._kv,
             sizes.layers,
             device,
             implementation=implementation,

@@ -528,7 +528,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if name not in args.sizes:
             parser.error(f"expected SIZE=NUMBER, SIZE one of {', '.join(args.sizes)}, got {change!r}")
         args.sizes[name] = [int(one) for one in value.split(",")] if name == "answers" else int(value)
-    args.trace = None if args.trace == "none" or not Path(args.trace).exists() else str(Path(args.trace).resolve())
+    if args.trace != "none" and not Path(args.trace).is_file():
+        parser.error(f"expected --trace as a file, or none for drawn selections, got {args.trace!r}")
+    args.trace = None if args.trace == "none" else str(Path(args.trace).resolve())
     args.work = args.work.resolve()
     if args.table is None:
         import torch

@@ -89,7 +89,10 @@ class SGLangHostPool:
         heads, width = device_pool.k_buffer[0].shape[1:]
         sizes = len(device_pool.k_buffer), self.num_pages, heads, PAGE_TOKENS, 2 * width
         if device_pool.v_buffer[0].shape[1:] != (heads, width):
-            raise RuntimeError("--sparse-attn: expected values as wide as keys with offload: remove it")
+            raise RuntimeError(
+                f"--sparse-attn: expected values as wide as keys, {width}, with offload; got "
+                f"{device_pool.v_buffer[0].shape[2]}. Remove offload from --sparse-attn-config"
+            )
         # SGLang has all keys first. Nothing but what is here reads this pool.
         self._layers: Tensor = self._host.kv_buffer.view(-1).view(sizes)
         self._dtype: torch.dtype = device_pool.dtype  # fp8 is kept as bytes

@@ -236,7 +236,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         suffixes = self._fitting(self._groups.suffixes(groups, batch.suffix), groups)
         all_groups: list[tuple[PrefixGroup, Index]] = [*groups, *suffixes]
         prefixes = tuple(rows for rows, _ in all_groups)
-        budgets = tuple(hosted.get(one[0]) or self._budget(*one) for one in all_groups)
+        budgets = tuple((hosted and hosted.get(one[0])) or self._budget(*one) for one in all_groups)
         reads = [GroupRead(len(one.rows), one.length, n) for one, n in zip(prefixes, budgets, strict=True)]
         kernels = self._kernels(size)
         selects = _Selects(self.op.tile(kernels.size), prefixes, budgets)

@@ -8,6 +8,7 @@ something else than attend.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,8 @@ from sglang_ext.offload.ring import InOrder, Queues, Ring, TwoStreams
 
 if TYPE_CHECKING:
     from prefix_kernels.prefill_attention import PrefillAttention
+
+logger = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -73,7 +76,6 @@ class StagedAttention:
     Args:
         pool: of host memory.
         staging_tokens: of a piece, at most; rounded up to whole pages.
-        kv: buffers of a layer.
         num_layers: of the pool.
         device: of the pool.
         implementation: "triton", or "torch" for the reference. None: Triton on CUDA, where its kernel takes the dtypes.
@@ -87,14 +89,13 @@ class StagedAttention:
         self,
         pool: HostPool,
         staging_tokens: int,
-        kv: Callable[[int], PagedKV],
         num_layers: int,
         device: torch.device,
         *,
         implementation: str | None = None,
         queues: Queues | None = None,
     ) -> None:
-        self._pool, self._kv, self._num_layers = pool, kv, num_layers
+        self._pool, self._num_layers = pool, num_layers
         self._implementation, self._device = implementation, device
         if queues is None:
             queues = TwoStreams(device, PLACES) if device.type == "cuda" else InOrder()
@@ -113,6 +114,12 @@ class StagedAttention:
         # The layers' own scales are not known at the start.
         slot = self.places[0, 0, :, 0][None]
         kv = PagedKV(slot[..., :head_dim].contiguous(), slot[..., head_dim:].contiguous())
+        if not self._takes(dtype, kv.k_cache.dtype):
+            logger.warning(
+                "sparse attention: offload: expected queries and KV of 16 or 32 bits, got %s and %s: a prefill behind "
+                "host memory attends in torch, slowly. Leave out --kv-cache-dtype, or offload",
+                dtype, kv.k_cache.dtype,
+            )  # fmt: skip
         for queries in (1, 128):
             slots = torch.zeros(queries, dtype=torch.int64, device=self._device)
             step = StagedStep([Span(slice(0, queries), slots)], [torch.arange(queries)], ())
@@ -170,16 +177,18 @@ class StagedAttention:
         return copy
 
     def _form(self, step: StagedStep, q: Tensor, kv: PagedKV) -> PrefillAttention | Reference:
-        if self._implementation == "torch" or (self._implementation is None and not self._takes(q, kv)):
+        if self._implementation == "torch" or (
+            self._implementation is None and not self._takes(q.dtype, kv.k_cache.dtype)
+        ):
             return Reference(step.spans, step.groups, self._device)
         from prefix_kernels.prefill_attention import PrefillAttention
 
         return PrefillAttention(step.spans, step.groups, AttentionShape.of(q, kv), self._device)
 
-    def _takes(self, q: Tensor, kv: PagedKV) -> bool:
+    def _takes(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
         """Whether tensor cores multiply these dtypes here. Of fp8 the kernel's output was wrong on an H100."""
         try:
-            check_dtypes(q.dtype, kv.k_cache.dtype, self._device)
+            check_dtypes(dtype, kv_dtype, self._device)
         except ValueError:
             return False
-        return self._device.type == "cuda" and kv.k_cache.dtype.itemsize > 1
+        return self._device.type == "cuda" and kv_dtype.itemsize > 1

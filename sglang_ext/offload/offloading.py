@@ -86,7 +86,7 @@ class Offloading:
     ) -> None:
         self._options, self._view, self._pool = options, view, pool
         self._residents = residents
-        self._attention = StagedAttention(pool, options.staging_tokens, view.kv, view.num_layers, view.device)
+        self._attention = StagedAttention(pool, options.staging_tokens, view.num_layers, view.device)
         if view.device.type == "cuda":
             self._attention.warm(view.num_qo_heads, view.head_dim, view.dtype)
         self.directory = OffloadDirectory(pool)

@@ -116,7 +116,7 @@ def test_the_documented_figures_behind_host_memory() -> None:
     steps = [f"{found['step', engine, None, few]['ms']:.1f}" for engine in ("host", "hbm")]
     assert "| {} | {}: selected in device memory".format(*steps) in text
     first = [found["first_token", engine, None, few]["seconds"] for engine in ("host", "disk", "prefill")]
-    assert f"| {first[0]:.2f}; from a file {first[1]:.0f} | {first[2]:.0f} |" in text
+    assert f"| {first[0]:.2f}; from a file in tmpfs {first[1]:.0f} | {first[2]:.0f} |" in text
     swaps = [row for row in rows_of(RESULTS / "offload-h100.jsonl") if row["bench"] == "swap" and row["groups"] == 6]
     assert all(row["green"] for row in swaps)
     moved = {
@@ -128,3 +128,13 @@ def test_the_documented_figures_behind_host_memory() -> None:
         f"{few_us:.0f} to {many_us:.0f} tokens of a KV head, 512 bytes each, come in a microsecond, {moved[4][0]:.0f}"
     )
     assert told in prose("offload")
+    errors: dict[tuple[str, int, str], float] = {}
+    with lzma.open(RESULTS / "offload-cpu-churn.jsonl.xz", "rt") as file:
+        for row in filter(lambda one: one["bench"] == "lagged", map(json.loads, file)):
+            errors[row["document"], row["budget"], row["way"]] = fmean(row["error"])
+    late = [
+        100 * (error / errors[document, budget, "exact"] - 1)
+        for (document, budget, way), error in errors.items()
+        if way.startswith("lagged")
+    ]
+    assert f"adds {min(late):.0f} to {max(late):.0f}% to attention's error" in prose("offload")

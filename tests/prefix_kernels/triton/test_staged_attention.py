@@ -77,7 +77,7 @@ class Forward:
             layer[:, order[:tokens]] = torch.nan
 
     def attention(self, device: torch.device, **how: object) -> StagedAttention:
-        return StagedAttention(self.pools, STAGING, self.pools.kv, LAYERS, device, **how)  # type: ignore[arg-type]
+        return StagedAttention(self.pools, STAGING, LAYERS, device, **how)  # type: ignore[arg-type]
 
     def step(self, attention: StagedAttention) -> StagedStep:
         return attention.plan(self.spans, [group for group in self.groups if len(group[1])])
