@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from sglang_ext.options import Offload
 
 logger = logging.getLogger(__name__)
 
+_ALIGNED = 4096
+"""Address of page 0, in bytes: files are read straight into pages, past the page cache."""
 _RESTORED = 512
 """Pages that `restore` copies at once, at most."""
 
@@ -78,31 +81,35 @@ class SGLangHostPool:
     def __init__(self, device_pool: Any, options: Offload, dense_layers: Sequence[int], dense_begin: int) -> None:
         self._device = device_pool
         pinned = device_pool.k_buffer[0].device.type == "cuda"
+        heads, width = device_pool.k_buffer[0].shape[1:]
+        # All layers of a page; one page more than is asked for, as the first address is SGLang's.
+        across = len(device_pool.k_buffer) * PAGE_TOKENS * heads * 2 * width * device_pool.k_buffer[0].itemsize
         try:
-            self._host = _made(device_pool, options.host_bytes, pinned=pinned)
+            self._host = _made(device_pool, options.host_bytes + across, pinned=pinned)
         except (ValueError, RuntimeError, MemoryError) as error:
             raise RuntimeError(
                 f"--sparse-attn: expected {options.host_bytes} bytes of host memory for offload, and some GB beside; "
                 f"got: {error}. Lower offload.host_bytes"
             ) from error
-        self.num_pages = int(self._host.size) // PAGE_TOKENS
-        heads, width = device_pool.k_buffer[0].shape[1:]
+        # SGLang has all keys first. Nothing but what is here reads this pool.
+        memory = self._host.kv_buffer.view(-1)
+        skipped = -memory.data_ptr() % _ALIGNED // memory.itemsize
+        self.num_pages = (memory.nbytes - skipped * memory.itemsize) // across
         sizes = len(device_pool.k_buffer), self.num_pages, heads, PAGE_TOKENS, 2 * width
         if device_pool.v_buffer[0].shape[1:] != (heads, width):
             raise RuntimeError(
                 f"--sparse-attn: expected values as wide as keys, {width}, with offload; got "
                 f"{device_pool.v_buffer[0].shape[2]}. Remove offload from --sparse-attn-config"
             )
-        # SGLang has all keys first. Nothing but what is here reads this pool.
-        self._layers: Tensor = self._host.kv_buffer.view(-1).view(sizes)
+        self._layers: Tensor = memory[skipped:][: math.prod(sizes)].view(sizes)
         self._dtype: torch.dtype = device_pool.dtype  # fp8 is kept as bytes
         self._free = torch.arange(self.num_pages)
-        self.nbytes = int(self._host.size) * int(self._host.size_per_token)
+        self.nbytes = self._layers.nbytes
         self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
         for buffers in (device_pool.k_buffer, device_pool.v_buffer):
             for layer in dense_layers:
                 before = buffers[layer]
-                buffers[layer] = before.new_zeros(dense_begin + int(self._host.size), *before.shape[1:])
+                buffers[layer] = before.new_zeros(dense_begin + self.num_pages * PAGE_TOKENS, *before.shape[1:])
                 buffers[layer][: len(before)] = before
         if dense_layers:
             device_pool._init_data_ptrs_and_strides()

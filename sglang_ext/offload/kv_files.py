@@ -1,8 +1,10 @@
 """KV of prefixes on disk: one file a prefix, written whole, read whole, each by a thread beside the scheduler.
 
 A file: 4 KiB of JSON, padded with spaces and a newline, then the prefix's pages of each layer as `HostPool.layer` has
-them. It is cut into pieces, each of pages of one layer, which several threads read: a piece that lies in the page cache
-from there, any other one past it. The header's checksum is that of the pieces' checksums.
+them. It is cut into pieces, each of pages of one layer, which several threads read straight into the pool: a piece that
+lies in the page cache, or whose pages are no whole blocks, from there, any other one past it. Pieces are large, as the
+scheduler's thread, which never rests, gives the interpreter to others for one call only, after 5 ms. The header's
+checksum is that of the pieces' checksums.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import product
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, PROT_READ, mmap
+from mmap import PAGESIZE, PROT_READ, mmap
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,25 +37,27 @@ from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.files import partial_file
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.directory import Offload
-from sglang_ext.offload.host import HostPool, rows_of
+from sglang_ext.offload.host import HostPool, rows_of, runs
 from sglang_ext.options import Offload as Options
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 _BLOCK = 4096
-"""Bytes of the header; where a read past the page cache begins and ends is a multiple."""
+"""Bytes of the header; of a read past the page cache, its place in the file and in memory are multiples."""
 _ABANDONED_S = 3600.0
 """Since anything was written to it, until a partial file is nobody's."""
-_PIECE = 8 << 20
+_PIECE = 64 << 20
 """Bytes of a piece, at most; of the format."""
-_READERS = 8
-"""Threads that read a file, each with a buffer of a piece."""
+_READERS = 16
+"""Threads that read a file."""
+_RUNS = 1024
+"""Places in memory that one call of the system fills, at most."""
 
 
 def kv_file_name(digest: str) -> str:
     """Of a prefix's file, by the digest of its index."""
-    return f"{digest}.kv"
+    return f"{digest}.{FORMAT}.kv"
 
 
 class KVFileError(Exception):
@@ -77,8 +81,8 @@ class Piece(NamedTuple):
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Content = Callable[[Piece], Bytes]
-"""Of a prefix, by piece: [num_pages, bytes of a page] uint8, contiguous."""
+Memory = Callable[[Piece], Sequence[Bytes]]
+"""Where a piece of a prefix lies: runs of its pages, in their order, each [bytes] uint8."""
 
 
 class KVFiles:
@@ -114,55 +118,50 @@ class KVFiles:
         """Bytes of a prefix's file."""
         return _BLOCK + prefix_len // PAGE_TOKENS * self._layers * self._page_bytes
 
-    def write(self, digest: str, prefix_len: int, content: Content) -> None:
+    def write(self, digest: str, prefix_len: int, memory: Memory) -> None:
         """Write a prefix, if its file is not there. Raises OSError; then nothing is left."""
         path, size = self.path(digest), self.size(prefix_len)
         if path.exists():
             return
         self._make_room(size)
         sums = []
-        with partial_file(path) as partial, partial.open("wb") as file:
-            file.seek(_BLOCK)
+        with partial_file(path) as partial, partial.open("wb", buffering=0) as file:
             for piece in self._pieces(prefix_len):
-                rows = content(piece)
-                sums.append(_checksum(rows))
-                file.write(rows.data)
-            file.seek(0)
-            file.write(self._header(digest, prefix_len, sums))
+                pages = memory(piece)
+                sums.append(_checksum(pages))
+                _whole(os.pwritev, file.fileno(), pages, piece.begin)
+            header = np.frombuffer(self._header(digest, prefix_len, sums), np.uint8)
+            _whole(os.pwritev, file.fileno(), [header], 0)
         logger.info("sparse attention: offload: %s written, %d bytes", path, size)
 
-    def read(self, digest: str, prefix_len: int, take: Callable[[Piece, Bytes], None]) -> None:
+    def read(self, digest: str, prefix_len: int, memory: Memory) -> None:
         """Read a prefix's bytes; all threads have ended when it returns or raises.
 
         Args:
             digest: of its index.
             prefix_len: tokens.
-            take: copies a piece's pages, [num_pages, bytes of a page] uint8, away before it returns; called by several
-                threads at once, and before the checksum is known.
+            memory: to be filled, before the checksum is known; called by several threads at once.
 
         Raises:
             KVFileError: the file is damaged, of another prefix, or of another pool.
             OSError: it cannot be read.
         """
         path, pieces, begun = self.path(digest), list(self._pieces(prefix_len)), time.perf_counter()
-        sums, readers = [b""] * len(pieces), min(_READERS, len(pieces))
+        sums = list[bytes]()
         with closing(_File(path)) as file:
             if file.size != self.size(prefix_len):
                 raise KVFileError(f"expected {self.size(prefix_len)} bytes in {path}, got {file.size}")
-            header = file.read(_buffer(_BLOCK), 0, _BLOCK).tobytes()
-            facts = self._header(digest, prefix_len, []).partition(b'"xxh3"')[0]
-            if header.startswith(facts):
+            file.read([found := np.empty(_BLOCK, np.uint8)], 0)
+            header = found.tobytes()
 
-                def work(first: int) -> None:
-                    buffer = _buffer(max(piece.size for piece in pieces) + 2 * _BLOCK)
-                    for number in range(first, len(pieces), readers):
-                        piece = pieces[number]
-                        rows = file.read(buffer, piece.begin, piece.size)
-                        sums[number] = _checksum(rows)
-                        take(piece, rows.reshape(-1, self._page_bytes))
+            def filled(piece: Piece) -> bytes:
+                pages = memory(piece)
+                file.read(pages, piece.begin)
+                return _checksum(pages)
 
-                with ThreadPool(readers) as threads:  # of daemons: a process that ends does not wait for them
-                    threads.map(work, range(readers), chunksize=1)
+            if header.startswith(self._header(digest, prefix_len, []).partition(b'"xxh3"')[0]):
+                with ThreadPool(min(_READERS, len(pieces))) as threads:  # of daemons: an end does not wait for them
+                    sums = threads.map(filled, pieces, chunksize=1)
         if header != self._header(digest, prefix_len, sums):
             raise KVFileError(
                 f"expected in {path} the KV of index {digest}, {prefix_len} tokens, in this server's "
@@ -215,7 +214,8 @@ class _File:
             # The path may be another file's by now.
             past = os.open(f"/proc/self/fd/{self._cached}", os.O_RDONLY | os.O_DIRECT)
             try:
-                os.preadv(past, [_buffer(_BLOCK)], 0)
+                with closing(mmap(-1, _BLOCK)) as block:
+                    os.preadv(past, [block], 0)
                 self._past = past
             except OSError:
                 os.close(past)
@@ -224,26 +224,29 @@ class _File:
         for one in {self._cached, self._past}:
             os.close(one)
 
-    def read(self, buffer: mmap, begin: int, size: int) -> Bytes:
-        """[size] uint8, of the buffer's memory. Raises KVFileError: the file has become shorter."""
-        first, end = begin // _BLOCK, -(-(begin + size) // _BLOCK)
-        file = self._cached if self._in_cache[first:end].all() else self._past
-        memory, begin, got = memoryview(buffer)[: (end - first) * _BLOCK], begin - first * _BLOCK, 0
-        while got < begin + size:
-            done = got // _BLOCK * _BLOCK
-            count = os.preadv(file, [memory[done:]], first * _BLOCK + done)
-            if done + count <= got:
-                raise KVFileError(f"expected {self.size} bytes in a file of KV, got fewer while it was read")
-            got = done + count
-        return np.frombuffer(memory, np.uint8)[begin : begin + size]
+    def read(self, memory: Sequence[Bytes], begin: int) -> None:
+        """Fill it with what begins there. Raises KVFileError: the file has become shorter."""
+        end = begin + sum(len(part) for part in memory)
+        blocks = not any(n % _BLOCK for part in memory for n in (part.ctypes.data, len(part))) and not begin % _BLOCK
+        cached = self._in_cache[begin // _BLOCK : -(-end // _BLOCK)].all()
+        try:
+            _whole(os.preadv, self._past if blocks and not cached else self._cached, memory, begin)
+        except EOFError as error:
+            raise KVFileError(f"expected {self.size} bytes in a file of KV, got fewer while it was read") from error
 
 
-def _buffer(size: int) -> mmap:
-    """Memory that a disk may write to. In small pages a read of it is cut into many: half as fast on some disks."""
-    buffer = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    with suppress(OSError):
-        buffer.madvise(MADV_HUGEPAGE)
-    return buffer
+def _whole(move: Callable[..., int], file: int, memory: Sequence[Bytes], begin: int) -> None:
+    """All of it by `os.preadv` or `os.pwritev`, which may move less. Raises EOFError: nothing more."""
+    left = list(memory)
+    while left:
+        count = move(file, left[:_RUNS], begin)
+        if not count:
+            raise EOFError
+        begin += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
 def _in_page_cache(file: int, size: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -256,31 +259,25 @@ def _in_page_cache(file: int, size: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return (found & 1).astype(bool)
 
 
-def of_pages(pool: HostPool, pages: Tensor) -> Content:
-    """What a prefix's pages in the pool hold."""
-    numbers = pages.numpy()
-    return lambda piece: _rows(pool.layer(piece.layer))[numbers[piece.pages]]
+def of_pages(pool: HostPool, pages: Tensor) -> Memory:
+    """A prefix's pages in the pool."""
+
+    def memory(piece: Piece) -> list[Bytes]:
+        rows = _rows(pool.layer(piece.layer))
+        return [rows[page : page + count].reshape(-1) for _, page, count in runs(pages[piece.pages])]
+
+    return memory
 
 
-def into_pages(pool: HostPool, pages: Tensor) -> Callable[[Piece, Bytes], None]:
-    """Puts pieces to a prefix's pages in the pool."""
-    numbers = pages.numpy()
+def of_slots(kv: Callable[[int], PagedKV], slots: Tensor) -> Memory:
+    """What a prefix's slots on the device hold, copied."""
 
-    def take(piece: Piece, rows: Bytes) -> None:
-        _rows(pool.layer(piece.layer))[numbers[piece.pages]] = rows
-
-    return take
-
-
-def of_slots(kv: Callable[[int], PagedKV], slots: Tensor) -> Content:
-    """What a prefix's slots on the device hold."""
-
-    def content(piece: Piece) -> Bytes:
+    def memory(piece: Piece) -> list[Bytes]:
         found = kv(piece.layer)
         part = slots[rows_of(piece.pages.start, piece.pages.stop - piece.pages.start)]
-        return _rows(to_pages(taken(found.k_cache, part), taken(found.v_cache, part)).cpu())
+        return [_rows(to_pages(taken(found.k_cache, part), taken(found.v_cache, part)).cpu()).reshape(-1)]
 
-    return content
+    return memory
 
 
 def _rows(pages: Tensor) -> Bytes:
@@ -289,9 +286,10 @@ def _rows(pages: Tensor) -> Bytes:
     return memory
 
 
-def _checksum(rows: Bytes) -> bytes:
+def _checksum(memory: Sequence[Bytes]) -> bytes:
     total = xxhash.xxh3_128()
-    total.update(rows.data)
+    for part in memory:
+        total.update(part.data)
     return total.digest()
 
 
@@ -344,7 +342,7 @@ class Mover:
             try:
                 move.ready()
                 if move.loads:
-                    self._files.read(offload.digest, offload.prefix_len, into_pages(self._pool, offload.pages))
+                    self._files.read(offload.digest, offload.prefix_len, of_pages(self._pool, offload.pages))
                 else:
                     self._files.write(offload.digest, offload.prefix_len, of_pages(self._pool, offload.pages))
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class PlainPools:
         self.device = [torch.randn(2, slots, heads, dim, **of) for _ in range(layers)]
         shape, pinned = (num_pages, heads, PAGE_TOKENS, 2 * dim), self.device[0].is_cuda
         dtype = self.device[0].dtype
-        self.host = [torch.full(shape, float("nan"), dtype=dtype, pin_memory=pinned) for _ in range(layers)]
+        self.host = [_aligned(shape, dtype, pinned).fill_(float("nan")) for _ in range(layers)]
         for layer in self.device:
             layer[:, :PAGE_TOKENS] = float("nan")
         self.nbytes = sum(layer.nbytes for layer in self.host)
@@ -58,3 +59,11 @@ class PlainPools:
 
     def restore(self, pages: Tensor) -> None:
         """No layer has them in rows of its own."""
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Memory that begins at a block of a disk, as SGLang's does behind `SGLangHostPool`."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = torch.empty(nbytes + 4096, dtype=torch.uint8, pin_memory=pinned)
+    begin = -memory.data_ptr() % 4096
+    return memory[begin : begin + nbytes].view(dtype).view(shape)

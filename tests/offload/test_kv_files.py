@@ -15,7 +15,7 @@ import torch
 from prefix_kernels.residents import from_pages, to_pages
 from sglang_ext.offload import kv_files
 from sglang_ext.offload.directory import OffloadDirectory
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, into_pages, of_pages, of_slots
+from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, of_pages, of_slots
 from sglang_ext.options import Offload
 from tests.offload.host_memory import PlainPools
 
@@ -47,7 +47,7 @@ class Kept:
         """The same, out of its file, into other pages."""
         offload = self.directory.begin(f"read {digest}", TOKENS)
         assert not isinstance(offload, str)
-        self.files.read(digest, TOKENS, into_pages(self.pools, offload.pages))
+        self.files.read(digest, TOKENS, of_pages(self.pools, offload.pages))
         found = torch.empty(LAYERS, 2, TOKENS, *self.pools.device[0].shape[2:])
         for layer, part in zip(self.pools.host, found, strict=True):
             from_pages(layer[offload.pages], *part)
@@ -57,7 +57,7 @@ class Kept:
 def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     assert torch.equal(kept.filled("a"), kept.read("a"))
-    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["a.kv"]
+    assert list((tmp_path / "kv").iterdir()) == [kept.files.path("a")]
     slots = torch.randperm(TOKENS) + 16
     kept.files.write("b", TOKENS, of_slots(kept.pools.kv, slots))
     wanted = torch.stack([layer[:, slots] for layer in kept.pools.device])
@@ -87,6 +87,23 @@ def test_pieces_of_any_size_are_read_from_the_page_cache_and_past_it(
         kept.read("a")
 
 
+@pytest.mark.parametrize("memory", ["whole blocks", "one token off"])
+def test_whole_blocks_are_read_past_the_page_cache(tmp_path: Path, memory: str) -> None:
+    kept = Kept(tmp_path, dim=16)
+    if memory != "whole blocks":
+        kept.pools.host = [torch.empty(one.numel() + 16).to(one)[16:].view(one.shape) for one in kept.pools.host]
+    content, path = kept.filled("a"), kept.files.path("a")
+    assert kept.files.size(TOKENS) == 4096 * (1 + LAYERS * TOKENS // 16), "a page is a block"
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if kv_files._in_page_cache(file.fileno(), path.stat().st_size).any():
+            pytest.skip("this file system is memory")
+        assert torch.equal(content, kept.read("a"))
+        found = kv_files._in_page_cache(file.fileno(), path.stat().st_size)
+    assert found[-1] == (memory != "whole blocks")
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_file_that_becomes_shorter_while_it_is_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
@@ -95,8 +112,13 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_noticed(
     monkeypatch.setattr(kv_files, "_in_page_cache", lambda _, size: np.full(-(-size // 4096), cached))
     kept = Kept(tmp_path, heads=3, dim=5)
     kept.filled("a")
+
+    def cut(piece: kv_files.Piece) -> list[kv_files.Bytes]:
+        os.truncate(kept.files.path("a"), 9000)
+        return [np.empty(piece.size, np.uint8)]
+
     with pytest.raises(KVFileError, match="got fewer while it was read"):
-        kept.files.read("a", TOKENS, lambda *_: os.truncate(kept.files.path("a"), 9000))
+        kept.files.read("a", TOKENS, cut)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
@@ -142,10 +164,10 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
         os.utime(kept.files.path(digest), (number, number))
     kept.read("a")
     kept.filled("c")
-    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["a.kv", "c.kv"]
+    assert {*(tmp_path / "kv").iterdir()} == {kept.files.path("a"), kept.files.path("c")}
     with pytest.raises(OSError, match=f"expected folder_bytes of at least {size}"):
         Kept(tmp_path, most_bytes=size - 1).filled("d")
-    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["a.kv", "c.kv"], "none left for nothing"
+    assert {*(tmp_path / "kv").iterdir()} == {kept.files.path("a"), kept.files.path("c")}, "none left for nothing"
     for name, age in ((".d.kv.partial-1-a", 7200), (".e.kv.partial-2-b", 60)):
         (tmp_path / "kv" / name).touch()
         os.utime(tmp_path / "kv" / name, (time.time() - age,) * 2)

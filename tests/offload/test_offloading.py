@@ -16,7 +16,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.offload import offloading
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
 from sglang_ext.offload.host import runs
-from sglang_ext.offload.kv_files import KVFiles, of_pages
+from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from sglang_ext.prefix.requests import Attachment
@@ -253,7 +253,7 @@ def test_a_request_whose_index_does_not_serve_stays_on_the_device(why: str) -> N
 def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prefixes are wanted where there is room for one: the one that was read first serves."""
     served = Served(num_pages=8, folder=str(tmp_path / "kv"))
-    (tmp_path / "kv" / "broken.kv").mkdir()
+    (tmp_path / "kv" / kv_file_name("broken")).mkdir()
     waiting = [(Request(), attachment("broken"))]
     waiting[0][1].prompt_len = PREFIX + 1
     assert served.offloading.before_batch(waiting) == [waiting[0][0]]

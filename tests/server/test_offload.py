@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.offload.kv_files import kv_file_name
 from tests.server.harness import PRODUCTION, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
 from tests.server.test_schedules import SMALL_POOL
@@ -195,7 +196,7 @@ def test_a_server_that_starts_anew_needs_no_prefill(
     assert answer.ids == dense[0]
     served(server, prompts, SECOND)
     server.flush()
-    file = tmp_path / "kv" / f"{built.line('second')['digest']}.kv"
+    file = tmp_path / "kv" / kv_file_name(built.line("second")["digest"])
     file.unlink()
     assert server.generate(prompts[0], TOKENS).cached_tokens == 0
     assert _until(server, "saved") == 1
@@ -250,7 +251,7 @@ def test_prompts_that_are_longer_than_the_pool(
     with pytest.raises(OSError, match=r"HTTP 400.* exceeds the maximum allowed length"):
         server.generate(texts.ask(texts.unindexed, 0))
     server.flush()
-    file = tmp_path / "kv" / f"{built.line('first')['digest']}.kv"
+    file = tmp_path / "kv" / kv_file_name(built.line("first")["digest"])
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
         server.generate(prompts[0])

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sglang_ext.offload.kv_files import kv_file_name
 from tests.offload.slow_file import slow
 from tests.server.harness import EXACT_CONFIG, MODEL, STOP_SECONDS, Answer, Pool, Server, flags_of
 from tests.server.jobs import Prebuilt
@@ -68,7 +69,7 @@ def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Pat
     """One server's life, until it is told to end while it reads a file."""
     folder = Path(shutil.copytree(built.kv, tmp_path / "kv"))
     server = serve(store, config_of(folder), fresh=True, **FLAGS)
-    first, second = (folder / f"{built.line(name)['digest']}.kv" for name in ("first", "second"))
+    first, second = (folder / kv_file_name(built.line(name)["digest"]) for name in ("first", "second"))
     one = Asked(server, texts.ask(texts.second, 0), SECOND, second)
     one.right(hosted=True)
     loads = 1
@@ -184,7 +185,7 @@ def _group(server: Server) -> list[int]:
 def test_two_servers_share_a_folder(serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path) -> None:
     """Both write one prefix; one makes room with a file that the other reads. Then one's weights are replaced."""
     folder, prompt = tmp_path / "kv", texts.ask(texts.second, 0)
-    files = {name: folder / f"{built.line(name)['digest']}.kv" for name in ("first", "second")}
+    files = {name: folder / kv_file_name(built.line(name)["digest"]) for name in ("first", "second")}
     least = config_of(folder, folder_bytes=4096 + FIRST * BYTES_OF_TOKEN)
     server = serve(store, config_of(folder), fresh=True, **FLAGS)
     changes = {f"--{name.replace('_', '-')}": value for name, value in FLAGS.items() if name != "environment"}
@@ -241,7 +242,7 @@ def test_prebuild_writes_the_file_of_an_index_that_exists(
 ) -> None:
     serve.close()
     (tmp_path / "kv").mkdir()
-    names = [f"{built.line(name)['digest']}.kv" for name in ("first", "second")]
+    names = [kv_file_name(built.line(name)["digest"]) for name in ("first", "second")]
     shutil.copy(built.kv / names[0], tmp_path / "kv")
     prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("first", "second")]
     config = {**EXACT_CONFIG, "offload": {"host_bytes": 16, "folder": str(tmp_path / "kv")}}
