@@ -1,8 +1,9 @@
 """What `offload.py swap` measures: residents of one layer, whose steps replace a given share of the tokens.
 
-KV of the prefixes lies in pinned host memory, in host pages of a random order. Each KV head of each group wants as many
-tokens as its budget says, and the residents have a multiple of that many cells. From one step to the next a share of
-these tokens, the churn, gives way to others, in turns so long that all of the turn before have left their cells.
+KV of the prefixes lies in pinned host memory, one behind the other, as serving has it. Each KV head of each group wants
+as many tokens as its budget says, and the residents have a multiple of that many cells. From one step to the next a
+share of these tokens, the churn, gives way to others, in turns so long that all of the turn before have left their
+cells.
 
 The gate looks at a replay that follows another: the residents count what sets say, and each slot of the last step's
 lists holds the very bytes that the host has for its position.
@@ -80,7 +81,7 @@ class Host:
         self.kv = torch.empty(shape, dtype=sizes.dtype, pin_memory=device.type == "cuda")
         for part in self.kv.split(1 << 12):
             part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
-        self.tables = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int().to(device)
+        self.tables = torch.arange(pages, dtype=torch.int32, device=device)
 
 
 class Swap:

@@ -80,6 +80,11 @@ def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, An
     launch(kernel, grid, {**arguments, "OVERLAPPED": overlapped}, **options)
 
 
+def arguments_of(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the kernel has."""
+    return {name: arguments[name] for name in kernel.arg_names if name in arguments}
+
+
 @functools.cache
 def _can_overlap() -> bool:
     """Whether kernels can be overlapped here; also where they are only compiled, for any target."""

@@ -16,6 +16,7 @@ from prefix_kernels.anchor_selection.kernels import list_kernel, score_kernel
 from prefix_kernels.grouped_attention.config import has_specialized
 from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.launching import (
+    arguments_of,
     block_of,
     check_power_of_2,
     launch,
@@ -548,8 +549,3 @@ def _check_inputs(inputs: ScoreInputs) -> None:
             f"{inputs.sm_scale}, {inputs.q.dtype} and raw={inputs.raw is not None}; use a configuration that is not "
             "specialized"
         )
-
-
-def arguments_of(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those that the kernel has."""
-    return {name: arguments[name] for name in kernel.arg_names if name in arguments}

@@ -13,11 +13,19 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection import Form
 from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, ScoredTokens, arguments_of, make_items, stretches_of
+from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, ScoredTokens, make_items, stretches_of
 from prefix_kernels.csa_scores import BLOCK_POSITIONS
 from prefix_kernels.csa_selection.kernels import STEP_POSITIONS, pick_kernel, score_kernel
 from prefix_kernels.kernels import COARSE, NUM_BINS
-from prefix_kernels.launching import block_of, check_power_of_2, launch, programs_at_once, send, shared_registers
+from prefix_kernels.launching import (
+    arguments_of,
+    block_of,
+    check_power_of_2,
+    launch,
+    programs_at_once,
+    send,
+    shared_registers,
+)
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_lists

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import block_of, launch_behind, send
+from prefix_kernels.launching import arguments_of, block_of, launch_behind, send
 from prefix_kernels.residents import reference
 from prefix_kernels.residents.state import PAGE_TOKENS, ResidentGroup, ResidentShape, ResidentState
 from prefix_kernels.types import PagedKV, SelectedLists, check_int32
 
-_FIELDS = 6
+_FIELDS = 7
 """int64 fields of a group, see `kernels.GROUP_FIELDS`."""
-_LOOK_UP_WARPS, _LOOK_UP_TILE, _CELL_TILE = 16, 2048, 8192
+_LOOK_UP_WARPS, _LOOK_UP_TILE, _CELL_TILE = 8, 1024, 2048
+_LOOKING = 128
+"""Programs of a launch that looks up, counts or places; each has parts of lists, and a stretch of cells."""
 _FETCH_WARPS, _FETCH_TOKENS = 4, 16
 _LEAST_BLOCK = 2
 """Triton 3.6 does not compile a search in one entry."""
@@ -79,8 +81,10 @@ class Residents:
 
         self._table = integers(max_groups, _FIELDS, dtype=torch.int64)
         self._missing = integers(list_entries)
-        self._group_counts = integers(block_of(max_groups, _LEAST_BLOCK), shape.num_kv_heads, 3)
-        self._arrived = integers(shape.num_kv_heads)
+        self._stretches = max(1, _LOOKING // shape.num_kv_heads)
+        self._part_counts = integers(block_of(max(max_groups, self._stretches), _LEAST_BLOCK), shape.num_kv_heads, 2)
+        self._ages = integers(shape.num_kv_heads, self._stretches, reference.FREE + 1)
+        self._entries = integers(shape.num_kv_heads, shape.num_cells)
         self._groups: tuple[ResidentGroup, ...] = ()
         self.plan(())
 
@@ -117,17 +121,16 @@ class Residents:
         self._groups = tuple(groups)
         self._tables_end = max((end for _, end in tables), default=0)
         self._counts_end = max((one.number + 1 for one in groups), default=0)
+        of_all = len(groups), max(1, self._stretches // max(1, len(groups)))
         rows = [
-            (one.number, one.table_begin, one.group.list_begin, one.group.head_stride, one.group.count, len(groups))
+            (one.number, one.table_begin, one.group.list_begin, one.group.head_stride, one.group.count, *of_all)
             for one in groups
         ]
-        table = torch.zeros(self._table.shape, dtype=torch.int64)
-        table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS)
-        send(table, self._table)
+        send(torch.tensor(rows or [(0, 0, 0, 0, 0, *of_all)], dtype=torch.int64), self._table)
         self._lists_end = lists_end
 
     def run(self, number: int, host_pages: Tensor, lists: SelectedLists, host: Tensor, pool: PagedKV) -> None:
-        """Make slots of the lists of a set, and copy the tokens that are not there; in two launches.
+        """Make slots of the lists of a set, and copy the tokens that are not there; in four launches.
 
         Args:
             number: of the set.
@@ -148,9 +151,9 @@ class Residents:
             reference.look_up(self.shape, self.state, number, self._groups, host_pages, lists)
             reference.fetch(self.shape, self.state, number, host, pool)
             return
-        from prefix_kernels.residents.kernels import look_up_kernel
+        from prefix_kernels.residents.kernels import count_kernel, look_up_kernel, place_kernel
 
-        state = self.state
+        state, heads, stretches = self.state, self.shape.num_kv_heads, self._stretches
         arguments = {
             "groups_ptr": self._table,
             "host_pages_ptr": host_pages,
@@ -161,21 +164,25 @@ class Residents:
             "row_of_cell_ptr": state.row_of_cell[number],
             "stamps_ptr": state.stamps[number],
             **self._fetched(number),
+            "fetched_entries_ptr": self._entries,
             "steps_ptr": state.steps[number],
             "counters_ptr": state.counters[number],
             "missing_ptr": self._missing,
-            "group_counts_ptr": self._group_counts,
-            "arrived_ptr": self._arrived,
-            "num_rows": self.shape.host_rows,
-            "num_cells": self.shape.num_cells,
-            "resident_begin": self.shape.resident_begin,
+            "part_counts_ptr": self._part_counts,
+            "ages_ptr": self._ages,
+            **self._sizes,
             "TILE": _LOOK_UP_TILE,
-            "CELL_TILE": min(_CELL_TILE, block_of(self.shape.num_cells, _LEAST_BLOCK)),
-            "BLOCK_G": block_of(self.max_groups, _LEAST_BLOCK),
+            "CELL_TILE": min(_CELL_TILE, block_of(-(-self.shape.num_cells // stretches), _LEAST_BLOCK)),
+            "BLOCK_P": self._part_counts.shape[0],
+            "BLOCK_S": block_of(stretches, _LEAST_BLOCK),
         }
-        grid = (self.max_groups, self.shape.num_kv_heads)
-        launch_behind(look_up_kernel, grid, arguments, num_warps=_LOOK_UP_WARPS)
-        self._fetch(number, host, pool, None)
+        for kernel, grid in (
+            (look_up_kernel, (heads * stretches,)),
+            (count_kernel, (heads, stretches)),
+            (place_kernel, (heads, stretches)),
+        ):
+            launch_behind(kernel, grid, arguments_of(kernel, arguments), num_warps=_LOOK_UP_WARPS)
+        self._fetch(number, host, pool, None, lists.slots)
 
     def fetch(self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None = None) -> None:
         """Copy what the last run of a set decided, for one layer, in one launch.
@@ -193,7 +200,7 @@ class Residents:
         if head_map is not None:
             check_int32("head_map", head_map, (self.shape.num_kv_heads,))
         if self._triton:
-            self._fetch(number, host, pool, head_map)
+            self._fetch(number, host, pool, head_map, None)
         else:
             reference.fetch(self.shape, self.state, number, host, pool, head_map)
 
@@ -205,7 +212,7 @@ class Residents:
     @property
     def nbytes(self) -> int:
         """Device memory, the cells apart."""
-        own = (self._table, self._missing, self._group_counts, self._arrived)
+        own = (self._table, self._missing, self._part_counts, self._ages, self._entries)
         return self.state.nbytes + sum(tensor.nbytes for tensor in own)
 
     def _fetched(self, number: int) -> dict[str, Tensor]:
@@ -215,19 +222,32 @@ class Residents:
             "num_fetched_ptr": self.state.num_fetched[number],
         }
 
-    def _fetch(self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None) -> None:
+    @property
+    def _sizes(self) -> dict[str, int]:
+        shape = self.shape
+        sizes = {"num_heads": shape.num_kv_heads, "num_rows": shape.host_rows, "num_cells": shape.num_cells}
+        return sizes | {"resident_begin": shape.resident_begin}
+
+    def _fetch(
+        self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None, assigned: Tensor | None
+    ) -> None:
+        """Launch; `assigned`: slots of lists, which are written, with the state of cells."""
         from prefix_kernels.residents.kernels import fetch_kernel
 
-        heads = self.shape.num_kv_heads
+        state = self.state
         arguments: dict[str, Any] = self._fetched(number) | {
             "host_ptr": _words(host),
-            "head_map_ptr": self._arrived if head_map is None else head_map,
-            "num_heads": heads,
-            "num_cells": self.shape.num_cells,
-            "resident_begin": self.shape.resident_begin,
+            "head_map_ptr": self._entries if head_map is None else head_map,
+            "slots_ptr": self._entries if assigned is None else assigned,
+            "cell_of_row_ptr": state.cell_of_row[number],
+            "row_of_cell_ptr": state.row_of_cell[number],
+            "steps_ptr": state.steps[number],
+            "fetched_entries_ptr": self._entries,
+            **self._sizes,
             "HAS_MAP": head_map is not None,
+            "ASSIGN": assigned is not None,
             "TOKENS": _FETCH_TOKENS,
-            "BLOCK_H": block_of(heads, _LEAST_BLOCK),
+            "BLOCK_H": block_of(self.shape.num_kv_heads, _LEAST_BLOCK),
         }
         for name, cache in (("K", pool.k_cache), ("V", pool.v_cache)):
             words = _words(cache)

@@ -18,11 +18,10 @@ from prefix_kernels.anchor_selection.runner import (
     LIST_WARPS,
     TOKENS_OF_A_THREAD,
     ScoredTokens,
-    arguments_of,
     make_items,
 )
 from prefix_kernels.kernels import COARSE, NUM_BINS
-from prefix_kernels.launching import launch, programs_at_once, send
+from prefix_kernels.launching import arguments_of, launch, programs_at_once, send
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, place_scores
 from prefix_kernels.types import CandidateForm, SelectedLists, check_lists
 from prefix_kernels.union_selection.kernels import depth_kernel, merge_kernel
