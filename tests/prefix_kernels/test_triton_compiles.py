@@ -369,9 +369,14 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
 
 
 def test_pages_are_copied_by_16_bytes_behind_the_launch_that_gives_them_cells() -> None:
-    look_up, *copies = launches("residents")
-    assert "griddepcontrol.launch_dependents" in compiled(look_up, 90).asm["ptx"]
-    for one in copies:
+    *others, assigned, reused = launches("residents")
+    assert len(others) == 3
+    for one in others:
+        before, wait, _ = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
+        assert one.options["launch_pdl"]
+        assert wait
+        assert not re.search(_GLOBAL, before)
+    for one in (assigned, reused):
         before, wait, behind = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
         assert one.options["launch_pdl"]
         assert wait

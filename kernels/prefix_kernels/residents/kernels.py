@@ -117,7 +117,7 @@ def count_kernel(
     wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
-    _, _, missing = _counted(part_counts_ptr, _num_parts(groups_ptr), head, num_heads, BLOCK_P)
+    _parts, _wanted, missing = _counted(part_counts_ptr, _num_parts(groups_ptr), head, num_heads, BLOCK_P)
     if tl.sum(missing, axis=0) > 0:
         size = tl.cdiv(num_cells, tl.num_programs(1))
         end = tl.minimum((stretch + 1) * size, num_cells)
@@ -125,7 +125,7 @@ def count_kernel(
         of_age = tl.zeros([AGES], tl.int32)
         for begin in range(stretch * size, end, CELL_TILE):
             cell = begin + tl.arange(0, CELL_TILE)
-            age, _ = _ages(row_of_cell_ptr + head * num_cells, stamps_ptr + head * num_cells, cell, end, step)
+            age, _row = _ages(row_of_cell_ptr + head * num_cells, stamps_ptr + head * num_cells, cell, end, step)
             of_age += tl.histogram(age, AGES)
         tl.store(ages_ptr + (head * tl.num_programs(1) + stretch) * AGES + tl.arange(0, AGES), of_age)
 
@@ -187,7 +187,7 @@ def place_kernel(
             taken_before += tl.sum(taken.to(tl.int32), axis=0)
             ties_before += tl.sum(tie, axis=0)
         for own in range(stretch, num_parts, stretches):
-            _, list_begin, first, _ = _part_of(groups_ptr, own, head)
+            _fields, list_begin, first, _size = _part_of(groups_ptr, own, head)
             rank_begin = at_cells + tl.sum(tl.where(part < own, missing, 0), axis=0)
             count = tl.sum(tl.where(part == own, missing, 0), axis=0)
             for begin in range(0, count, TILE):
