@@ -3,6 +3,7 @@
 
     python benchmarks/kernel_bench.py attention --out rows.jsonl            # a GPU with FlashInfer; minutes
     python benchmarks/kernel_bench.py selection --out rows.jsonl
+    python benchmarks/kernel_bench.py operators --out rows.jsonl            # both, beside FlashInfer's dense decode
     python benchmarks/kernel_bench.py --table rows.jsonl
     python benchmarks/kernel_bench.py attention --smoke --out tiny.jsonl    # a CPU is enough
 
@@ -11,6 +12,11 @@ in random order, CUDA graph replays with a cold L2 cache, medians. Per context a
 decode and cascade, exact and sparse grouped attention (5% of the prefix, times the square root of the group), the
 suffix pass with its merge apart; `--groups 8x4` adds distinct prefixes; `plain` is the suffix pass from position 0
 against FlashInfer on distinct sequences.
+
+Operators are a layer's selection and sparse attention, suffix and merge included, of the methods that decode graphs
+hold, in graphs of 31 layers: requests that share nothing, and 8 behind one prefix. `floor_us` are the bytes of index
+and listed KV at 3.0 TB/s. `two_level_ahead` has all launches of `select_ahead`, `two_level_behind` all but those that
+name the next step's candidates.
 
 Each configuration's output, filled with NaN before, is first compared with an oracle; a red one is written and printed
 as failed, without a time, and the exit status is 1. A row is one JSON line with its provenance. Green rows that the
@@ -43,9 +49,10 @@ import kernel_rivals
 import kernel_tables
 import torch
 from kernel_cases import ATTENTION, Case
+from kernel_operators import FLOOR_RATE, OPERATORS, Cell
 from kernel_problem import Gate, Problem, Sizes, make_problem
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
-from kernel_selection import SELECTION
+from kernel_selection import SELECTION, NoRoomError
 from kernel_timing import CpuTimer, GpuTimer
 
 from prefix_kernels.grouped_attention import AttentionShape
@@ -63,8 +70,19 @@ _USUAL: Row = {
     "shape": (32, 8, 128),
     "dtype": "bfloat16",
     "rivals": list(RIVALS),
+    "layers": 1,
 }
 #: What --smoke measures where the command line says nothing else: all of the path, in seconds.
+#: What is usual of operators, where it differs.
+_OPERATORS: Row = {
+    "contexts": [131072, 98304, 65536, 32768],
+    "batches": [8],
+    "groups": [(1, 1), (4, 1), (8, 1)],
+    "layers": 31,
+    "only": ["token_index", "two_level", "two_level_ahead", "two_level_behind"],
+    "rivals": ["flashinfer"],
+    "budgets": [2048, 1024],
+}
 _SMOKE: Row = {
     "contexts": [192],
     "batches": [1, 3],
@@ -75,6 +93,8 @@ _SMOKE: Row = {
     "shape": (4, 2, 32),
     "dtype": "float32",
     "rivals": [],
+    "layers": 1,
+    "budgets": [100],
 }
 
 
@@ -102,13 +122,17 @@ def attention(args: argparse.Namespace, run: Run) -> None:
 def problems(args: argparse.Namespace) -> Iterable[tuple[Sizes, list[str]]]:
     """Sizes and the cases measured at them, in the order of the arguments."""
     for context in args.contexts:
-        shared = [(batch, 1) for batch in args.batches] + [(groups * rows, groups) for groups, rows in args.groups]
-        for batch, groups in shared:
+        for batch, groups in batches(args):
             yield Sizes(context, batch, groups, args.suffix, args.page), chosen(args, [*args.rivals, *GROUPED])
     for context in args.plain_contexts:
         for batch in args.plain_batches:
             names = [*(name for name in args.rivals if name == "flashinfer"), "plain"]
             yield Sizes(context, batch, batch, 0, args.page), chosen(args, names)
+
+
+def batches(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """(requests, prefixes)."""
+    return [(batch, 1) for batch in args.batches] + [(groups * rows, groups) for groups, rows in args.groups]
 
 
 def chosen(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
@@ -159,7 +183,7 @@ def attempt(timer: Any, work: Callable[[], Row]) -> Row:
         return work()
     except Exception as error:
         # Triton's errors, for what does not compile or does not fit the device, have no common class.
-        if is_fatal(error):
+        if is_fatal(error) or isinstance(error, NoRoomError):
             raise
         text = f"{type(error).__name__}: {str(error)[:300]}"
         return {"green": False, "error": text, "meaningful": timer.meaningful}
@@ -221,9 +245,8 @@ def selection(args: argparse.Namespace, run: Run) -> None:
     known(args, SELECTION)
     shape, timer = shape_of(args), timer_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
-    shared = [(batch, 1) for batch in args.batches] + [(groups * rows, groups) for groups, rows in args.groups]
     for context in args.contexts:
-        for batch, groups in shared:
+        for batch, groups in batches(args):
             for name in args.only or SELECTION:
                 key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": groups}
                 key |= conditions(args)
@@ -238,6 +261,56 @@ def selection(args: argparse.Namespace, run: Run) -> None:
                 gc.collect()
             if not args.smoke:
                 torch.cuda.empty_cache()
+
+
+# -- operators -------------------------------------------------------------------------------------------------
+
+
+def operators(args: argparse.Namespace, run: Run) -> None:
+    """All cells; each method and budget beside the rival of the same run."""
+    known(args, OPERATORS)
+    shape, timer = shape_of(args), timer_of(args)
+    run.origin["null_us"] = round(timer.null_us(), 2)
+    wanted = [(name, budget) for budget in args.budgets for name in args.only or OPERATORS]
+    for context in args.contexts:
+        for batch, groups in batches(args):
+            sizes = Sizes(context, batch, groups, args.suffix, args.page)
+            same = {"bench": "operators", **dataclasses.asdict(sizes), **conditions(args), "keep": None}
+            keys = [{**same, "case": name, "budget": budget} for name, budget in wanted]
+            missing = [key for key in keys if not run.has(key)]
+            if missing:
+                measure_cell(args, run, timer, Cell(shape, sizes, args.layers, device_of(args), args.seed), missing)
+            gc.collect()
+            if not args.smoke:
+                torch.cuda.empty_cache()
+
+
+def measure_cell(args: argparse.Namespace, run: Run, timer: Any, cell: Cell, keys: Sequence[Row]) -> None:
+    """The rivals, and these rows."""
+    rivals: dict[str, float] = {}
+    for name in args.rivals:
+        row = attempt(timer, lambda name=name: measure(cell.problem, build(cell.problem, name), timer))
+        run.add({**keys[0], "case": name, "budget": None, **row})
+        if row["green"]:
+            rivals[name] = row["us"]
+    for key in keys:
+
+        def work(name: str = key["case"], budget: int = key["budget"]) -> Row:
+            one = cell.operator(name, budget)
+            floor = round(one.nbytes / FLOOR_RATE * 1e6, 2)
+            return {"floor_us": floor} | gated(one, one.run, one.check, timer, one.nbytes, one.layers)
+
+        try:
+            row = attempt(timer, work)
+        except NoRoomError as error:
+            print(
+                f"not measured: {key['case']}, {key['context']} tokens, batch {key['batch']}: {error}", file=sys.stderr
+            )
+            continue
+        if row["green"]:
+            row["ratio"] = {rival: round(us / row["us"], 4) for rival, us in rivals.items()}
+        run.add({**key, **row})
+        gc.collect()
 
 
 # -- command line ----------------------------------------------------------------------------------------------
@@ -279,17 +352,18 @@ def make_parser() -> argparse.ArgumentParser:
     """All arguments; None stands for a default that --smoke changes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("part", nargs="?", choices=["attention", "selection"], help="what to measure")
+    add("part", nargs="?", choices=["attention", "selection", "operators"], help="what to measure")
     add("--out", default="kernels.jsonl", help="result file; rows are appended (default: %(default)s)")
     numbers: Row = {"nargs": "*", "type": int}
     add("--contexts", **numbers, metavar="TOKENS", help="prefix lengths (131072 8192 32768 65536 262144)")
+    add("--budgets", **numbers, metavar="TOKENS", help="operators: of a group (2048 1024)")
     add("--batches", **numbers, metavar="N", help="requests on one prefix (1 8 32 64)")
     add("--groups", nargs="*", type=group_shape, metavar="GxR", help="distinct prefixes: G groups of R requests (8x4)")
     add("--plain-contexts", **numbers, metavar="TOKENS", help="of plain decode (1024 8192 32768 131072)")
     add("--plain-batches", **numbers, metavar="N", help="requests of plain decode (1 8 32)")
-    add("--only", nargs="+", metavar="CASE", help="cases of attention (exact sparse suffix plain ...) or selection")
+    add("--only", nargs="+", metavar="CASE", help="cases of attention, selection or operators")
     add("--rivals", nargs="+", choices=[*RIVALS, "none"], help="measured in the same run (both)")
-    add("--layers", type=int, default=1, metavar="N", help="attended by one graph, KV of their own (%(default)s)")
+    add("--layers", type=int, metavar="N", help="of one graph, KV of their own (1; operators: 31)")
     add("--keep", type=float, default=0.05, help="share of the prefix, times sqrt(group) (%(default)s)")
     add("--suffix", type=int, metavar="TOKENS", help="suffix tokens of a request (64)")
     add("--page", type=int, default=16, metavar="TOKENS", help="of the pool (%(default)s)")
@@ -307,15 +381,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(argv)
     if not (args.part or args.table):
-        parser.error("expected attention, selection or --table")
-    for name, value in (_SMOKE if args.smoke else _USUAL).items():
+        parser.error("expected attention, selection, operators or --table")
+    usual = _SMOKE if args.smoke else _USUAL
+    if args.part == "operators":
+        usual = usual | ({"layers": 2} if args.smoke else _OPERATORS)
+    for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.rivals = [] if args.rivals == ["none"] else args.rivals
     if args.layers < 1:
         parser.error(f"expected --layers of 1 or more, got {args.layers}")
-    if args.layers > 1 and args.part != "attention":
-        parser.error("expected --layers with attention")
+    if args.layers > 1 and args.part == "selection":
+        parser.error("expected --layers with attention or operators")
     if "none" in args.rivals:
         parser.error("expected --rivals none alone")
     return args
@@ -331,10 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
     run = Run(Path(args.out), provenance(args))
     try:
-        if args.part == "selection":
-            selection(args, run)
-        else:
-            attention(args, run)
+        {"attention": attention, "selection": selection, "operators": operators}[args.part](args, run)
     except kernel_rivals.RivalMissingError as error:
         raise SystemExit(str(error)) from error
     if run.failed:

@@ -29,7 +29,7 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.decode.select_op import ListSizes, graph_op
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, ABSparseSpec
-from sglang_ext.methods.base import IndexSpec, LayerProfile
+from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.two_level import TwoLevelSpec
@@ -59,6 +59,10 @@ AHEAD: dict[str, TwoLevelSpec] = {
 }
 
 
+class NoRoomError(ValueError):
+    """What a server attends exactly (`no_room`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _RankedArgs(SelectArgs):
     """Keeps by what a reference ranked."""
@@ -76,47 +80,26 @@ class Prefixes:
     Args:
         spec: of the method.
         shape: of the layer.
-        batch: requests.
-        groups: prefixes, that equally many of them are behind.
-        prefix_len: tokens of each.
-        device: where everything lies.
-        keep: share of the prefix, times the square root of the group.
+        q: [batch, num_qo_heads, head_dim].
+        arrays: of each prefix; equally many requests, that follow each other, are behind each.
+        tables: int32 [prefixes, prefix_len], slots.
+        budget: of a group.
     """
 
     def __init__(
-        self,
-        spec: IndexSpec,
-        shape: AttentionShape,
-        batch: int,
-        groups: int,
-        prefix_len: int,
-        device: torch.device,
-        keep: float,
+        self, spec: IndexSpec, shape: AttentionShape, q: Tensor, arrays: list[Arrays], tables: Tensor, budget: int
     ) -> None:
-        gen = torch.Generator(device).manual_seed(prefix_len + batch)
-
-        def randn(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=gen, device=device).to(shape.dtype)
-
-        self.spec, self.shape, self.prefix_len, self.batch = spec, shape, prefix_len, batch
-        self.config = config_from_dict({"method": spec.method})
-        self.q = randn(batch, shape.num_qo_heads, shape.head_dim)
-        self.rows = [tuple(range(group, batch, groups)) for group in range(groups)]
-        heads = shape.num_kv_heads
-        sizes = tuple(BLOCK_SIZES[head % len(BLOCK_SIZES)] for head in range(heads))
-        builder = make_builder(spec, LayerProfile(block_sizes=sizes))
-        self.arrays = [
-            builder.build_layer(randn(prefix_len, heads, shape.head_dim), randn(heads, 256, shape.head_dim))
-            for _ in self.rows
-        ]
-        self.nbytes = sum(array.nbytes for arrays in self.arrays for array in arrays.values())
-        wanted = max(NUM_SINK + NUM_RECENT + 16, round(keep * prefix_len))
-        self.budget = min(budget_for_group(wanted, batch // groups), prefix_len)
+        self.spec, self.shape, self.q, self.arrays, self.tables, self.budget = spec, shape, q, arrays, tables, budget
+        self.batch, self.prefix_len = len(q), tables.shape[1]
+        size = self.batch // len(arrays)
+        self.rows = [tuple(range(first, first + size)) for first in range(0, self.batch, size)]
+        self.config = config_from_dict({"method": spec.method, "top_k": budget})
+        self.nbytes = sum(array.nbytes for one in arrays for array in one.values())
         self.selector = make_selector(spec, self.config.summed_every)
         self.ranked: list[Tensor] = []
         self.args = _RankedArgs(
-            prefix_len=prefix_len,
-            budget=self.budget,
+            prefix_len=self.prefix_len,
+            budget=budget,
             num_sink=NUM_SINK,
             num_recent=NUM_RECENT,
             sm_scale=shape.head_dim**-0.5,
@@ -152,6 +135,38 @@ class Prefixes:
         return math.inf if missing else float((got < last - KEY_LIMIT).float().mean())
 
 
+def build_arrays(spec: IndexSpec, keys: Tensor, queries: Tensor) -> Arrays:
+    """An index of one layer of keys [prefix_len, num_kv_heads, head_dim] and queries [num_kv_heads, n, head_dim]."""
+    sizes = tuple(BLOCK_SIZES[head % len(BLOCK_SIZES)] for head in range(keys.shape[1]))
+    return make_builder(spec, LayerProfile(block_sizes=sizes)).build_layer(keys, queries)
+
+
+def random_prefixes(
+    spec: IndexSpec,
+    shape: AttentionShape,
+    batch: int,
+    groups: int,
+    prefix_len: int,
+    device: torch.device,
+    keep: float,
+) -> Prefixes:
+    """So many prefixes of random keys; of each a share is kept, times the square root of the group."""
+    gen = torch.Generator(device).manual_seed(prefix_len + batch)
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=gen, device=device).to(shape.dtype)
+
+    q, heads = randn(batch, shape.num_qo_heads, shape.head_dim), shape.num_kv_heads
+    arrays = [
+        build_arrays(spec, randn(prefix_len, heads, shape.head_dim), randn(heads, 256, shape.head_dim))
+        for _ in range(groups)
+    ]
+    order = torch.randperm(groups * prefix_len, generator=torch.Generator().manual_seed(0))
+    wanted = max(NUM_SINK + NUM_RECENT + 16, round(keep * prefix_len))
+    budget = min(budget_for_group(wanted, batch // groups), prefix_len)
+    return Prefixes(spec, shape, q, arrays, order.view(groups, -1).to(device, torch.int32), budget)
+
+
 class Torch:
     """The reference."""
 
@@ -171,7 +186,7 @@ class Torch:
         """Scores, then the best."""
         own = self._prefixes
         for number, rows in enumerate(own.rows):
-            q = own.q[rows[0] :: len(own.rows)]
+            q = own.q[rows[0] : rows[-1] + 1]
             self.positions[number].copy_(own.selector.select(own.arrays[number], q, own.args).positions)
 
     def check(self) -> Gate:
@@ -180,30 +195,38 @@ class Torch:
 
 
 class Ours:
-    """The method's operation. On a CPU phase by phase, with two programs for every KV head."""
+    """The method's operation. On a CPU phase by phase, with two programs for every KV head.
+
+    Args:
+        prefixes: what is selected from.
+        layers: that have an index.
+        ahead: whether candidates are named for all of them at once.
+
+    Raises:
+        NoRoomError: a server would not select in such a step.
+    """
 
     eager_too = False
 
-    layers = 1
-
-    def __init__(self, prefixes: Prefixes) -> None:
-        self._prefixes, self.nbytes, self.config = prefixes, prefixes.nbytes, prefixes.told
+    def __init__(self, prefixes: Prefixes, layers: int = 1, *, ahead: bool = False) -> None:
+        self._prefixes, self.nbytes, self.config, self.layers = prefixes, prefixes.nbytes, prefixes.told, layers
         device, heads, length = prefixes.q.device, prefixes.shape.num_kv_heads, prefixes.prefix_len
         count = len(prefixes.rows)
         entries, room = count * heads * list_stride(prefixes.budget), count * (length + 4)
-        ahead = tuple(range(self.layers)) if self.layers > 1 else ()
-        sizes = ListSizes(count, entries, prefixes.batch, length, room, 1, ahead)
-        self._op: Any = graph_op(prefixes.shape, prefixes.config, prefixes.spec, self.layers, sizes, device)
-        indexes: list[Any] = [_Index(arrays, length, self.layers) for arrays in prefixes.arrays]
+        sizes = ListSizes(count, entries, prefixes.batch, length, room, 1, tuple(range(layers)) if ahead else ())
+        self._op: Any = graph_op(prefixes.shape, prefixes.config, prefixes.spec, layers, sizes, device)
+        if not self._op.fits([length] * count, [prefixes.budget] * count):
+            raise NoRoomError(f"expected room for {count} prefixes of {length} tokens, got none: they attend exactly")
+        indexes: list[Any] = [_Index(arrays, length, layers) for arrays in prefixes.arrays]
         for index in indexes:
             self._op.number_of(index)
-        group = SelectionGroup(length, prefixes.budget, num_sink=NUM_SINK, num_recent=NUM_RECENT)
-        self._groups = pack_lists([group] * count, heads)
+        windows = {"num_sink": NUM_SINK, "num_recent": NUM_RECENT}
+        groups = [SelectionGroup(length, prefixes.budget, slot_start=n * length, **windows) for n in range(count)]
+        self._groups = pack_lists(groups, heads)
         self._op.plan(prefixes.batch, prefixes.rows, self._groups, indexes)
         self._indexes = indexes
         self._lists = new_lists(entries, (count, heads), device, with_slots=True)
-        order = torch.randperm(length, generator=torch.Generator().manual_seed(0))
-        self._slots = order.to(device, torch.int32)
+        self._slots = prefixes.tables.flatten()
 
     def poison(self) -> None:
         """Lists."""
@@ -211,19 +234,27 @@ class Ours:
 
     def run(self) -> None:
         """As planned."""
+        self._select(self._op.run, 0)
+
+    def _select(self, run: Callable[..., None], layer: int) -> None:
         own = self._prefixes
-        self._op.run(own.batch, own.q, own.args.sm_scale, self._slots, 0, self._lists)
+        run(own.batch, own.q, own.args.sm_scale, self._slots, layer, self._lists)
+
+    def _look_ahead(self) -> None:
+        own = self._prefixes
+        self._op.look_ahead(own.batch, [own.q] * self.layers, own.args.sm_scale)
+
+    def _found(self, arena: Tensor | None) -> list[Tensor]:
+        """[num_kv_heads, budget] of each group, of positions or of slots."""
+        assert arena is not None
+        return [group.lists_in(arena, self._prefixes.shape.num_kv_heads) for group in self._groups]
 
     def check(self) -> Gate:
         """Lists and slots."""
-        heads = self._prefixes.shape.num_kv_heads
-        positions, slots = (
-            [group.lists_in(arena, heads) for group in self._groups]
-            for arena in (self._lists.positions, self._lists.slots)
-            if arena is not None
-        )
+        positions, slots = self._found(self._lists.positions), self._found(self._lists.slots)
         gate = self._prefixes.gate(positions)
-        same = all(torch.equal(self._slots[of.long()], found) for of, found in zip(positions, slots, strict=True))
+        tables = self._prefixes.tables
+        same = all(torch.equal(own[of.long()], at) for own, of, at in zip(tables, positions, slots, strict=True))
         return gate if same or not gate.green else Gate(math.inf, gate.figures)
 
 
@@ -233,34 +264,28 @@ _ON_GPU = torch.cuda.is_available()
 class Ahead(Ours):
     """What names the candidates of the next step, for as many layers as select in an 8B model; the time of one."""
 
-    layers = 31 if _ON_GPU else 3
+    def __init__(self, prefixes: Prefixes, layers: int = 31 if _ON_GPU else 3) -> None:
+        super().__init__(prefixes, layers, ahead=True)
 
     def run(self) -> None:
-        own = self._prefixes
-        self._op.look_ahead(own.batch, [own.q] * self.layers, own.args.sm_scale)
+        self._look_ahead()
 
     def check(self) -> Gate:
         """What the last layer selects among them."""
-        self._select(self.layers - 1)
+        self._select(self._op.run_behind, self.layers - 1)
         return super().check()
-
-    def _select(self, layer: int) -> None:
-        own = self._prefixes
-        self._op.run_behind(own.batch, own.q, own.args.sm_scale, self._slots, layer, self._lists)
 
 
 class Behind(Ahead):
     """What selects among candidates that the step before named, at some layers one after the other; the time of one."""
 
-    layers = 8 if _ON_GPU else 2
-
     def __init__(self, prefixes: Prefixes) -> None:
-        super().__init__(prefixes)
-        super().run()
+        super().__init__(prefixes, 8 if _ON_GPU else 2)
+        self._look_ahead()
 
     def run(self) -> None:
         for layer in range(self.layers):
-            self._select(layer)
+            self._select(self._op.run_behind, layer)
 
 
 class _Index(SimpleNamespace):
@@ -268,18 +293,18 @@ class _Index(SimpleNamespace):
 
     __hash__ = object.__hash__
 
-    def __init__(self, arrays: dict[str, Tensor], prefix_len: int, layers: int) -> None:
+    def __init__(self, arrays: Arrays, prefix_len: int, layers: int) -> None:
         copies = [{name: array.clone() for name, array in arrays.items()} for _ in range(1, layers)]
         super().__init__(layers=[arrays, *copies], prefix_len=prefix_len)
 
 
 def _made(form: Callable[[Prefixes], Any], spec: IndexSpec, *of: Any) -> Any:
-    return form(Prefixes(spec, *of))
+    return form(random_prefixes(spec, *of))
 
 
-#: name -> builder from the arguments of `Prefixes` but the first one. Its object has `run()` (what is timed), `check()`
-#: (of what the last run wrote), `poison()` (before a run), `nbytes` (of the index), `config` (for the row), `layers`
-#: (that a run selects at) and `eager_too` (timed without a CUDA graph where none can hold it).
+#: name -> builder from the arguments of `random_prefixes` but the first one. Its object has `run()` (what is timed),
+#: `check()` (of what the last run wrote), `poison()` (before a run), `nbytes` (of the index), `config` (for the row),
+#: `layers` (that a run selects at) and `eager_too` (timed without a CUDA graph where none can hold it).
 SELECTION: dict[str, Callable[[AttentionShape, int, int, int, torch.device, float], Any]] = {
     **{name: functools.partial(_made, Ours, spec) for name, spec in SPECS.items()},
     **{f"{name}_behind": functools.partial(_made, Behind, spec) for name, spec in AHEAD.items()},

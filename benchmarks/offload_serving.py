@@ -4,6 +4,7 @@
     python benchmarks/offload_serving.py --out rows.jsonl                    # a GPU of 80 GB; none is measured twice
     python benchmarks/offload_serving.py --out rows.jsonl --engines hbm host
     python benchmarks/offload_serving.py --table rows.jsonl
+    python benchmarks/offload_serving.py --out rows.jsonl --engines hbm host --profile traces   # offload_profile.py
     python benchmarks/offload_serving.py --out tiny.jsonl --shape tiny       # a CPU: tries the script, no more
 
 Engines are started one after another, each in a process of its own; a start is left out when its rows are there.
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import json
 import os
 import random
@@ -83,6 +85,8 @@ SIZES: dict[str, Row] = {
 }  # fmt: skip
 """Tokens: `prefix`, `long`, `warm` (a prefix to warm up with), `budget`s, `residents`, `pool`, `answers`, and `tokens`
 of an answer whose steps are counted. Requests: `in_flight`, `batch`."""
+RECORDED = 10
+"""Steps of a profile."""
 TRACE = Path(__file__).with_name("results") / "selected-qwen.npz"
 _BEGUN = time.monotonic()
 
@@ -244,6 +248,17 @@ class Asked:
 
         return counted_steps(self.wait(run()).arrivals)
 
+    def record(self, prompts: Sequence[Sequence[int]], name: str) -> Path:
+        """SGLang's own profile of some steps of all prompts together, and of the device alone where there is one."""
+        tokens, folder = SPARE + 3 * RECORDED, self.args.profile.resolve()
+        ours = [self.engine.loop.create_task(streamed(self.engine, one, sampling(tokens))) for one in prompts]
+        self.ask(prompts[0], SPARE)  # sent last: all others decode when it ends
+        activities = ["CPU" if self.args.cpu else "GPU"]
+        options = {"activities": activities, "with_stack": False, "record_shapes": False, "profile_id": name}
+        self.engine.start_profile(output_dir=str(folder), num_steps=RECORDED, **options)
+        self.wait(asyncio.gather(*ours))
+        return Path(folder / f"{name}-TP-0.trace.json.gz")
+
     def state(self) -> Row:
         """The plugin's part of the server's state; empty in a stock engine."""
         state: Row = self.engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
@@ -268,6 +283,17 @@ def counting(asked: Asked, row: Row, measured: Callable[[], Row]) -> Row:
     state = asked.state()
     pool = asked.engine.get_server_info()["max_total_num_tokens"] * token_bytes(asked.args.shape)
     return row | {"pool_bytes": pool, "bytes": state.get("bytes"), "allocated_bytes": state.get("allocated_bytes")}
+
+
+def stepped(asked: Asked, row: Row, prompts: Sequence[Sequence[int]]) -> Row:
+    """`step` of all prompts, once they are warm; with `--profile` a trace of more of them, which holds the row."""
+    per_token = resident_bytes(asked.args)
+    row = counting(asked, row, lambda: step(asked, prompts, per_token))
+    if asked.args.profile:
+        path = asked.record(prompts, row["start"])
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        path.write_bytes(gzip.compress(json.dumps(trace | {"row": row}).encode()))
+    return row
 
 
 def step(asked: Asked, prompts: Sequence[Sequence[int]], per_token: float) -> Row:
@@ -361,7 +387,7 @@ def measure_long(args: argparse.Namespace, start: str, wanted: Sequence[Row]) ->
         yield rows["first_token", "host"] | {"seconds": median(again[1:]), **told(asked)}
     prompts = [[*asked.prefix("long"), *asked.suffix()] for _ in range(args.sizes["batch"])]
     asked.steps(prompts[:1])
-    yield counting(asked, rows["step", start], lambda: step(asked, prompts, resident_bytes(args)))
+    yield stepped(asked, rows["step", start], prompts)
     asked.engine.shutdown()
 
 
@@ -374,7 +400,7 @@ def told(asked: Asked) -> Row:
 def resident_bytes(args: argparse.Namespace) -> float:
     """Of a token of a KV head of a layer, K and V."""
     model = SHAPES[args.shape]
-    return token_bytes(args.shape) / model["num_hidden_layers"] / model["num_key_value_heads"]
+    return float(token_bytes(args.shape) / model["num_hidden_layers"] / model["num_key_value_heads"])
 
 
 def forget(path: Path) -> None:
@@ -439,7 +465,7 @@ def measure_served(args: argparse.Namespace, start: str, wanted: Sequence[Row]) 
         some = prefixes if start == "ours" else prefixes[:1]
         prompts = [[*prefix, *asked.suffix()] for prefix in some]
         asked.steps(prompts)
-        yield counting(asked, row, lambda p=prompts: step(asked, p, resident_bytes(args)))  # type: ignore[misc]
+        yield stepped(asked, row, prompts)
     asked.engine.shutdown()
 
 
@@ -517,6 +543,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--start-seconds", type=float, default=500.0, help="a start and its rows take at most (%(default)s)")
     add("--work", type=Path, default=Path(".models/offload"), help="folder of KV files and indexes (%(default)s)")
     add("--logs", type=Path, help="folder of the engines' logs (WORK/logs)")
+    add("--profile", type=Path, metavar="DIR", help="folder of a trace of each start that is measured")
     add("--out", default="offload-serving.jsonl", help="result file; rows are appended (%(default)s)")
     add("--one", choices=[*STARTS, "builder"], help=argparse.SUPPRESS)
     add_arguments(parser)
