@@ -38,7 +38,7 @@ SKIPPED = 2
 """First replays of a trace that are left out."""
 KINDS: dict[str, tuple[str, str]] = {
     "fetch": (r"fetch", "C3"),
-    "residents": (r"look_up|residents", "C1"),
+    "residents": (r"look_up|^count_kernel|^place_kernel", "C1"),
     "replay": (r"^replay_kernel", "0.6"),
     "selection": (r"score_|^list_kernel|^pick_kernel|^depth_kernel|^merge_kernel", "C0"),
     "attention": (r"attend_|^merge_items|^_fwd_|Batch(Decode|Prefill)|MergeState", "C2"),

@@ -31,7 +31,7 @@ from prefix_kernels.residents import PAGE_TOKENS
 SETTINGS = "OFFLOAD_REPLAY"
 """Environment variable: JSON of the arguments of `positions_of`."""
 _FIELDS = 4
-_BLOCK = 1024
+_BLOCK = 8192
 
 
 def trace_of(path: str | None, churn: float, budget: int, prefix_len: int) -> tuple[np.ndarray, int]:
@@ -122,7 +122,8 @@ class Replay:
             return
         _, num_heads, steps, budget = self._positions.shape
         arguments = (self._positions[self._layers[number]], num_heads, steps, budget, _BLOCK)
-        replay_kernel[(len(self._groups), heads)](lists.positions, self._groups, self.step, *arguments)
+        grid = (len(self._groups), heads)
+        replay_kernel[grid](lists.positions, self._groups, self.step, *arguments, num_warps=8)
 
     def _run_here(self, layer: int, heads: int, arena: Tensor) -> None:
         _, num_heads, steps, _ = self._positions.shape
