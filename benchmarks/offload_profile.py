@@ -205,6 +205,7 @@ def picture(drawn: Sequence[tuple[Row, Row]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
@@ -220,7 +221,7 @@ def picture(drawn: Sequence[tuple[Row, Row]], path: Path) -> None:
             at, until = max(one.begin, begin) - begin, min(one.end, end) - begin
             bottom = -streams.index(one.stream) - 0.4 * (one.begin < reached[one.stream])
             reached[one.stream] = max(reached[one.stream], one.end)
-            panel.broken_barh([(at, until - at)], (bottom, 0.38), color=KINDS[one.kind][1], lw=0)
+            panel.broken_barh([(at, until - at)], (bottom, 0.38), fc=KINDS[one.kind][1], ec="white", lw=0.3)
             if until - at > 0.0055 * len(one.name) * longest:
                 place = ((at + until) / 2, bottom + 0.19)
                 panel.text(*place, one.name, ha="center", va="center", fontsize=6, color="white")

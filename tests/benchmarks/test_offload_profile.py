@@ -119,8 +119,7 @@ def test_two_traces_become_rows_a_table_and_a_timeline(
     assert "| attend_items_sm90_kernel | attention | 2.0 | 32.0 | 26.7% | 32.0 |" in printed, "nothing beside it"
     assert "beside each other on two streams: attention + fetch 20.0 us" in printed
     drawn = svg.read_text()
-    assert drawn.count("<!-- stream 7 -->") == 2
-    assert drawn.count("<!-- stream 21 -->") == 1
+    assert (drawn.count(">stream 7<"), drawn.count(">stream 21<"), drawn.count(">fetch_kernel<")) == (2, 1, 1)
     begin, end, kernels = bench.shown(trace, 4)
     assert (begin, end) == (4 * 120 + 46, 4 * 120 + 92), "two of four layers, from the second selection"
     assert [one.name for one in kernels] == [bench.short(name) for name, *_ in LAYER]
