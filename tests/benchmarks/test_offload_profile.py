@@ -85,6 +85,7 @@ def test_names_tell_kinds(bench: SimpleNamespace) -> None:
         "merge_items_kernel": ("merge_items_kernel", "attention"),
         "_fwd_grouped_kernel_stage1": ("_fwd_grouped_kernel_stage1", "attention"),
         "replay_kernel": ("replay_kernel", "replay"),
+        "place_kernel": ("place_kernel", "residents"),
     }
     for name, expected in names.items():
         kernel = bench.Kernel(bench.short(name), 0, 1, 7, 1)
