@@ -370,7 +370,7 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
 
 def test_pages_are_copied_by_16_bytes_behind_the_launch_that_gives_them_cells() -> None:
     *others, assigned, reused = launches("residents")
-    assert len(others) == 3
+    assert len(others) == 2
     for one in others:
         before, wait, _ = compiled(one, 90).asm["ptx"].partition("griddepcontrol.wait")
         assert one.options["launch_pdl"]
@@ -381,8 +381,9 @@ def test_pages_are_copied_by_16_bytes_behind_the_launch_that_gives_them_cells() 
         assert one.options["launch_pdl"]
         assert wait
         assert not re.search(_GLOBAL, before)
-        # Keys and values of 16 rows of 256 bytes by 128 threads.
-        assert behind.count("ld.global.cg.v4.b32") == behind.count("st.global.v4.b32") == 4
+        # Keys and values of 16 rows of 256 bytes by 128 threads; who places cells reads how many are of each age.
+        assert behind.count("st.global.v4.b32") == 4
+        assert behind.count("ld.global.cg.v4.b32") == (4 if one is reused else 4 + 8)
 
 
 def test_hopper_takes_codes_from_memory_to_the_tensor_cores_without_a_detour() -> None:

@@ -1,6 +1,7 @@
 """Triton kernels of residents: which tokens get which cells, with lists of slots, and the copy of these.
 
-Four launches: programs look up tokens, count cells, place tokens in cells, copy. Nobody waits within a launch. What the
+Three launches: programs look up tokens, count cells, and in the last one place tokens in cells, and copy. Those that
+copy wait for those that place, which are put on the GPU before them, and have read their first tokens by then. What the
 launch before wrote, which may still have been running, is read past the first level of caches.
 """
 
@@ -37,16 +38,6 @@ def _num_parts(groups_ptr):
     """Of all groups; of none it is one group's, of no tokens."""
     num_groups = tl.load(groups_ptr + GROUP_FIELDS - 2).to(tl.int32)
     return tl.maximum(num_groups, 1) * tl.load(groups_ptr + GROUP_FIELDS - 1).to(tl.int32)
-
-
-@triton.jit
-def _counted(part_counts_ptr, num_parts, head, num_heads, BLOCK_P: tl.constexpr):
-    """Of a KV head: (numbers of parts, how many tokens each wants, and misses), each [BLOCK_P]."""
-    part = tl.arange(0, BLOCK_P)
-    counted = part_counts_ptr + (part * num_heads + head) * 2
-    wanted = tl.load(counted, mask=part < num_parts, other=0, cache_modifier=".cg")
-    missing = tl.load(counted + 1, mask=part < num_parts, other=0, cache_modifier=".cg")
-    return part, wanted, missing
 
 
 @triton.jit
@@ -107,88 +98,49 @@ def look_up_kernel(
 
 @triton.jit
 def count_kernel(
-    groups_ptr, part_counts_ptr, steps_ptr,  # as for `look_up_kernel`
+    groups_ptr, part_counts_ptr, steps_ptr, missing_ptr, slots_ptr,  # as for `look_up_kernel`
     row_of_cell_ptr, stamps_ptr,  # int32 [num_kv_heads, num_cells] of the set
     ages_ptr,  # int32 [num_kv_heads, programs of a KV head, AGES], written where tokens are missing
-    num_heads, num_cells,
-    CELL_TILE: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAPPED: tl.constexpr,
-):  # fmt: skip
-    """Program (KV head, stretch of its cells): how many cells there are of each age."""
-    wait_for_the_kernel_before(OVERLAPPED)
-    head = tl.program_id(0).to(tl.int64)
-    stretch = tl.program_id(1)
-    _parts, _wanted, missing = _counted(part_counts_ptr, _num_parts(groups_ptr), head, num_heads, BLOCK_P)
-    if tl.sum(missing, axis=0) > 0:
-        size = tl.cdiv(num_cells, tl.num_programs(1))
-        end = tl.minimum((stretch + 1) * size, num_cells)
-        step = tl.load(steps_ptr + head, cache_modifier=".cg")
-        of_age = tl.zeros([AGES], tl.int32)
-        for begin in range(stretch * size, end, CELL_TILE):
-            cell = begin + tl.arange(0, CELL_TILE)
-            age, _row = _ages(row_of_cell_ptr + head * num_cells, stamps_ptr + head * num_cells, cell, end, step)
-            of_age += tl.histogram(age, AGES)
-        tl.store(ages_ptr + (head * tl.num_programs(1) + stretch) * AGES + tl.arange(0, AGES), of_age)
-
-
-@triton.jit
-def place_kernel(
-    groups_ptr, part_counts_ptr, steps_ptr, missing_ptr, slots_ptr, cell_of_row_ptr,  # as for `look_up_kernel`
-    row_of_cell_ptr, stamps_ptr, ages_ptr,  # as for `count_kernel`
-    fetched_rows_ptr, fetched_cells_ptr,  # int32 [num_kv_heads, num_cells] of the set, written
+    fetched_rows_ptr,  # int32 [num_kv_heads, num_cells] of the set, written
     fetched_entries_ptr,  # int32 [num_kv_heads, num_cells], written: entries of the arena of lists
     num_fetched_ptr,  # int32 [num_kv_heads] of the set, written
+    now_ptr,  # int32 [num_kv_heads], written: the step, which ends while others read it
     counters_ptr,  # int64 [num_kv_heads, 2] of the set
-    num_heads, num_rows, num_cells,
-    TILE: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    num_heads, num_cells,
+    TILE: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, stretch of its cells): which of them are taken, and for parts of lists which tokens come.
-
-    There are as many cells as a step can want. A cell that is taken and its token have the same rank among all.
+    """Program (KV head, stretch of its cells): how many cells there are of each age, and which tokens of some parts of
+    lists come, by their ranks among all.
     """
     wait_for_the_kernel_before(OVERLAPPED)
     head = tl.program_id(0).to(tl.int64)
     stretch = tl.program_id(1)
     stretches = tl.num_programs(1)
     num_parts = _num_parts(groups_ptr)
-    part, wanted, missing = _counted(part_counts_ptr, num_parts, head, num_heads, BLOCK_P)
+    part = tl.arange(0, BLOCK_P)
+    counted = part_counts_ptr + (part * num_heads + head) * 2
+    wanted = tl.load(counted, mask=part < num_parts, other=0, cache_modifier=".cg")
+    missing = tl.load(counted + 1, mask=part < num_parts, other=0, cache_modifier=".cg")
+    step = tl.load(steps_ptr + head, cache_modifier=".cg")
     total = tl.sum(missing, axis=0)
     if stretch == 0:
+        tl.store(now_ptr + head, step)
         tl.store(num_fetched_ptr + head, total)
         counters = counters_ptr + head * 2
         tl.store(counters, tl.load(counters, cache_modifier=".cg") + tl.sum(wanted, axis=0))
         tl.store(counters + 1, tl.load(counters + 1, cache_modifier=".cg") + total)
     if total > 0:
-        at_cells = head * num_cells
-        other = tl.arange(0, BLOCK_S)[:, None]
-        age_bin = tl.arange(0, AGES)
-        counted = ages_ptr + (head * stretches + other) * AGES + age_bin[None, :]
-        counts = tl.load(counted, mask=other < stretches, other=0, cache_modifier=".cg")
-        of_age = tl.sum(counts, axis=0)
-        before = tl.sum(tl.where(other < stretch, counts, 0), axis=0)
-        at_least = tl.sum(of_age, axis=0) - tl.cumsum(of_age, axis=0) + of_age
-        # The greatest age such that enough cells have it or a greater one: above 0, which wanted cells have.
-        threshold = tl.max(tl.where(at_least >= total, age_bin, 1), axis=0)
-        ties_wanted = total - tl.sum(tl.where(age_bin > threshold, of_age, 0), axis=0)
-        ties_before = tl.sum(tl.where(age_bin == threshold, before, 0), axis=0)
-        taken_before = tl.sum(tl.where(age_bin > threshold, before, 0), axis=0) + tl.minimum(ties_before, ties_wanted)
-        step = tl.load(steps_ptr + head, cache_modifier=".cg")
         size = tl.cdiv(num_cells, stretches)
         end = tl.minimum((stretch + 1) * size, num_cells)
+        of_age = tl.zeros([AGES], tl.int32)
         for begin in range(stretch * size, end, CELL_TILE):
             cell = begin + tl.arange(0, CELL_TILE)
-            age, row = _ages(row_of_cell_ptr + at_cells, stamps_ptr + at_cells, cell, end, step)
-            tie = (age == threshold).to(tl.int32)
-            taken = (age > threshold) | ((tie > 0) & (ties_before + tl.cumsum(tie, axis=0) <= ties_wanted))
-            place = taken_before + tl.cumsum(taken.to(tl.int32), axis=0) - 1
-            tl.store(cell_of_row_ptr + head * num_rows + row, -1, mask=taken & (row >= 0))
-            tl.store(stamps_ptr + at_cells + cell, step, mask=taken)
-            tl.store(fetched_cells_ptr + at_cells + place, cell, mask=taken)
-            taken_before += tl.sum(taken.to(tl.int32), axis=0)
-            ties_before += tl.sum(tie, axis=0)
+            age, _row = _ages(row_of_cell_ptr + head * num_cells, stamps_ptr + head * num_cells, cell, end, step)
+            of_age += tl.histogram(age, AGES)
+        tl.store(ages_ptr + (head * stretches + stretch) * AGES + tl.arange(0, AGES), of_age)
         for own in range(stretch, num_parts, stretches):
             _fields, list_begin, first, _size = _part_of(groups_ptr, own, head)
-            rank_begin = at_cells + tl.sum(tl.where(part < own, missing, 0), axis=0)
+            rank_begin = head * num_cells + tl.sum(tl.where(part < own, missing, 0), axis=0)
             count = tl.sum(tl.where(part == own, missing, 0), axis=0)
             for begin in range(0, count, TILE):
                 at = begin + tl.arange(0, TILE)
@@ -200,52 +152,112 @@ def place_kernel(
 
 
 @triton.jit
+def _place(
+    cell_of_row, row_of_cell, stamps, ages, fetched_cells, num_cells, total, step, stretch, stretches,
+    CELL_TILE: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Which cells of a stretch of a KV head's are taken: as many as a step can want are there. A cell that is taken and
+    its token have the same rank among all.
+    """
+    other = tl.arange(0, BLOCK_S)[:, None]
+    age_bin = tl.arange(0, AGES)
+    counted = ages + other * AGES + age_bin[None, :]
+    counts = tl.load(counted, mask=other < stretches, other=0, cache_modifier=".cg")
+    of_age = tl.sum(counts, axis=0)
+    before = tl.sum(tl.where(other < stretch, counts, 0), axis=0)
+    at_least = tl.sum(of_age, axis=0) - tl.cumsum(of_age, axis=0) + of_age
+    # The greatest age such that enough cells have it or a greater one: above 0, which wanted cells have.
+    threshold = tl.max(tl.where(at_least >= total, age_bin, 1), axis=0)
+    ties_wanted = total - tl.sum(tl.where(age_bin > threshold, of_age, 0), axis=0)
+    ties_before = tl.sum(tl.where(age_bin == threshold, before, 0), axis=0)
+    taken_before = tl.sum(tl.where(age_bin > threshold, before, 0), axis=0) + tl.minimum(ties_before, ties_wanted)
+    size = tl.cdiv(num_cells, stretches)
+    end = tl.minimum((stretch + 1) * size, num_cells)
+    for begin in range(stretch * size, end, CELL_TILE):
+        cell = begin + tl.arange(0, CELL_TILE)
+        age, row = _ages(row_of_cell, stamps, cell, end, step)
+        tie = (age == threshold).to(tl.int32)
+        taken = (age > threshold) | ((tie > 0) & (ties_before + tl.cumsum(tie, axis=0) <= ties_wanted))
+        place = taken_before + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+        tl.store(cell_of_row + row, -1, mask=taken & (row >= 0))
+        tl.store(stamps + cell, step, mask=taken)
+        tl.store(fetched_cells + place, cell, mask=taken)
+        taken_before += tl.sum(taken.to(tl.int32), axis=0)
+        ties_before += tl.sum(tie, axis=0)
+
+
+@triton.jit
 def fetch_kernel(
     host_ptr,  # int32 words [num_host_pages, num_kv_heads, PAGE, K_WORDS + V_WORDS]
     pool_k_ptr, pool_v_ptr,  # int32 words [pool_rows, num_kv_heads, words], rows of cells written
-    fetched_rows_ptr, fetched_cells_ptr,  # int32 [num_kv_heads, num_cells]
+    fetched_rows_ptr, fetched_cells_ptr,  # int32 [num_kv_heads, num_cells]; of cells written where this launch places
     num_fetched_ptr,  # int32 [num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], with HAS_MAP
-    slots_ptr, cell_of_row_ptr, row_of_cell_ptr, steps_ptr, fetched_entries_ptr,  # as above, with ASSIGN
-    num_heads, num_rows, num_cells, resident_begin,
+    slots_ptr, cell_of_row_ptr, row_of_cell_ptr, stamps_ptr, steps_ptr, ages_ptr, fetched_entries_ptr,  # as above
+    now_ptr,  # int32 [num_kv_heads]: the step that is placed
+    placed_ptr,  # int32 [num_kv_heads] of the set: programs that have placed, of all steps
+    num_heads, num_rows, num_cells, resident_begin, stretches,
     K_WORDS: tl.constexpr, V_WORDS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    POOL_K_STRIDE: tl.constexpr, POOL_V_STRIDE: tl.constexpr, HAS_MAP: tl.constexpr, ASSIGN: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAPPED: tl.constexpr,
+    POOL_K_STRIDE: tl.constexpr, POOL_V_STRIDE: tl.constexpr, HAS_MAP: tl.constexpr, PLACES: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_H: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_S: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Programs copy so many tokens of a KV head at once, in turns. First come those of all KV heads that come first:
-    what is read at one time lies near in the host's pool, and addresses are translated faster. ASSIGN: cells have their
-    tokens from now on, and lists their slots.
+    what is read at one time lies near in the host's pool, and addresses are translated faster. PLACES: so many programs
+    before them find the cells; those have their tokens from now on, and lists their slots.
     """
     wait_for_the_kernel_before(OVERLAPPED)
-    heads = tl.arange(0, BLOCK_H)
-    of_heads = heads
-    if HAS_MAP:
-        of_heads = tl.load(head_map_ptr + heads, mask=heads < num_heads, other=0)
-    fetched = tl.load(num_fetched_ptr + of_heads, mask=heads < num_heads, other=0, cache_modifier=".cg")
-    word_k = tl.arange(0, BLOCK_K)[None, :]
-    word_v = tl.arange(0, BLOCK_V)[None, :]
-    if ASSIGN and tl.program_id(0) == 0:
-        step = tl.load(steps_ptr + heads, mask=heads < num_heads, other=0, cache_modifier=".cg")
-        tl.store(steps_ptr + heads, step + 1, mask=heads < num_heads)
-    for item in range(tl.program_id(0), tl.cdiv(tl.max(fetched, axis=0), TOKENS) * num_heads, tl.num_programs(0)):
-        head = item % num_heads
-        of = tl.sum(tl.where(heads == head, of_heads, 0), axis=0).to(tl.int64)
-        rank = item // num_heads * TOKENS + tl.arange(0, TOKENS)
-        there = rank < tl.sum(tl.where(heads == head, fetched, 0), axis=0)
-        at = of * num_cells + rank
-        row = tl.load(fetched_rows_ptr + at, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
-        cell = tl.load(fetched_cells_ptr + at, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
-        from_host = host_ptr + ((row // PAGE * num_heads + head) * PAGE + row % PAGE)[:, None] * (K_WORDS + V_WORDS)
-        k_there = there[:, None] & (word_k < K_WORDS)
-        v_there = there[:, None] & (word_v < V_WORDS)
-        # Of the host: the first level of caches would not see that it changed.
-        k = tl.load(from_host + word_k, mask=k_there, cache_modifier=".cg")
-        v = tl.load(from_host + K_WORDS + word_v, mask=v_there, cache_modifier=".cg")
-        if ASSIGN:
-            entry = tl.load(fetched_entries_ptr + at, mask=there, other=0, cache_modifier=".cg")
-            tl.store(slots_ptr + entry, (resident_begin + cell).to(tl.int32), mask=there)
-            tl.store(cell_of_row_ptr + of * num_rows + row, cell.to(tl.int32), mask=there)
-            tl.store(row_of_cell_ptr + of * num_cells + cell, row.to(tl.int32), mask=there)
-        to_cell = (resident_begin + cell)[:, None]
-        tl.store(pool_k_ptr + to_cell * POOL_K_STRIDE + head * K_WORDS + word_k, k, mask=k_there)
-        tl.store(pool_v_ptr + to_cell * POOL_V_STRIDE + head * V_WORDS + word_v, v, mask=v_there)
+    program = tl.program_id(0)
+    if program < PLACES:
+        placing = (program % num_heads).to(tl.int64)
+        total = tl.load(num_fetched_ptr + placing, cache_modifier=".cg")
+        step = tl.load(now_ptr + placing, cache_modifier=".cg")
+        stretch = program // num_heads
+        at_cells = placing * num_cells
+        if total > 0:
+            _place(
+                cell_of_row_ptr + placing * num_rows, row_of_cell_ptr + at_cells, stamps_ptr + at_cells,
+                ages_ptr + placing * stretches * AGES, fetched_cells_ptr + at_cells, num_cells, total, step, stretch,
+                stretches, CELL_TILE, BLOCK_S,
+            )  # fmt: skip
+        if stretch == 0:
+            tl.store(steps_ptr + placing, step + 1)
+        # All threads' writes come before the word of one.
+        tl.debug_barrier()
+        tl.atomic_add(placed_ptr + placing, 1, sem="acq_rel", scope="gpu")
+    else:
+        heads = tl.arange(0, BLOCK_H)
+        of_heads = heads
+        if HAS_MAP:
+            of_heads = tl.load(head_map_ptr + heads, mask=heads < num_heads, other=0)
+        fetched = tl.load(num_fetched_ptr + of_heads, mask=heads < num_heads, other=0, cache_modifier=".cg")
+        word_k = tl.arange(0, BLOCK_K)[None, :]
+        word_v = tl.arange(0, BLOCK_V)[None, :]
+        num_items = tl.cdiv(tl.max(fetched, axis=0), TOKENS) * num_heads
+        for item in range(program - PLACES, num_items, tl.num_programs(0) - PLACES):
+            head = item % num_heads
+            of = tl.sum(tl.where(heads == head, of_heads, 0), axis=0).to(tl.int64)
+            rank = item // num_heads * TOKENS + tl.arange(0, TOKENS)
+            there = rank < tl.sum(tl.where(heads == head, fetched, 0), axis=0)
+            at = of * num_cells + rank
+            row = tl.load(fetched_rows_ptr + at, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
+            from_host = host_ptr + ((row // PAGE * num_heads + head) * PAGE + row % PAGE)[:, None] * (K_WORDS + V_WORDS)
+            k_there = there[:, None] & (word_k < K_WORDS)
+            v_there = there[:, None] & (word_v < V_WORDS)
+            # Of the host: the first level of caches would not see that it changed.
+            k = tl.load(from_host + word_k, mask=k_there, cache_modifier=".cg")
+            v = tl.load(from_host + K_WORDS + word_v, mask=v_there, cache_modifier=".cg")
+            if PLACES > 0:
+                all_placed = tl.load(now_ptr + of, cache_modifier=".cg") * stretches
+                while tl.atomic_add(placed_ptr + of, 0, sem="acquire", scope="gpu") != all_placed:
+                    pass
+                tl.debug_barrier()
+            cell = tl.load(fetched_cells_ptr + at, mask=there, other=0, cache_modifier=".cg").to(tl.int64)
+            if PLACES > 0:
+                entry = tl.load(fetched_entries_ptr + at, mask=there, other=0, cache_modifier=".cg")
+                tl.store(slots_ptr + entry, (resident_begin + cell).to(tl.int32), mask=there)
+                tl.store(cell_of_row_ptr + of * num_rows + row, cell.to(tl.int32), mask=there)
+                tl.store(row_of_cell_ptr + of * num_cells + cell, row.to(tl.int32), mask=there)
+            to_cell = (resident_begin + cell)[:, None]
+            tl.store(pool_k_ptr + to_cell * POOL_K_STRIDE + head * K_WORDS + word_k, k, mask=k_there)
+            tl.store(pool_v_ptr + to_cell * POOL_V_STRIDE + head * V_WORDS + word_v, v, mask=v_there)

@@ -17,8 +17,8 @@ from prefix_kernels.types import PagedKV, SelectedLists, check_int32
 _FIELDS = 7
 """int64 fields of a group, see `kernels.GROUP_FIELDS`."""
 _LOOK_UP_WARPS, _LOOK_UP_TILE, _CELL_TILE = 8, 1024, 2048
-_LOOKING = 128
-"""Programs of a launch that looks up, counts or places; each has parts of lists, and a stretch of cells."""
+_STRETCHES = 16
+"""Programs of a KV head that look up, count and place; each has parts of lists, or a stretch of cells."""
 _FETCH_WARPS, _FETCH_TOKENS = 4, 16
 _LEAST_BLOCK = 2
 """Triton 3.6 does not compile a search in one entry."""
@@ -81,10 +81,11 @@ class Residents:
 
         self._table = integers(max_groups, _FIELDS, dtype=torch.int64)
         self._missing = integers(list_entries)
-        self._stretches = max(1, _LOOKING // shape.num_kv_heads)
-        self._part_counts = integers(block_of(max(max_groups, self._stretches), _LEAST_BLOCK), shape.num_kv_heads, 2)
-        self._ages = integers(shape.num_kv_heads, self._stretches, reference.FREE + 1)
+        self._part_counts = integers(block_of(max(max_groups, _STRETCHES), _LEAST_BLOCK), shape.num_kv_heads, 2)
+        self._ages = integers(shape.num_kv_heads, _STRETCHES, reference.FREE + 1)
         self._entries = integers(shape.num_kv_heads, shape.num_cells)
+        self._now = integers(shape.num_kv_heads)
+        self._placed = integers(shape.num_sets, shape.num_kv_heads)
         self._groups: tuple[ResidentGroup, ...] = ()
         self.plan(())
 
@@ -121,7 +122,7 @@ class Residents:
         self._groups = tuple(groups)
         self._tables_end = max((end for _, end in tables), default=0)
         self._counts_end = max((one.number + 1 for one in groups), default=0)
-        of_all = len(groups), max(1, self._stretches // max(1, len(groups)))
+        of_all = len(groups), max(1, _STRETCHES // max(1, len(groups)))
         rows = [
             (one.number, one.table_begin, one.group.list_begin, one.group.head_stride, one.group.count, *of_all)
             for one in groups
@@ -130,7 +131,7 @@ class Residents:
         self._lists_end = lists_end
 
     def run(self, number: int, host_pages: Tensor, lists: SelectedLists, host: Tensor, pool: PagedKV) -> None:
-        """Make slots of the lists of a set, and copy the tokens that are not there; in four launches.
+        """Make slots of the lists of a set, and copy the tokens that are not there; in three launches.
 
         Args:
             number: of the set.
@@ -151,36 +152,22 @@ class Residents:
             reference.look_up(self.shape, self.state, number, self._groups, host_pages, lists)
             reference.fetch(self.shape, self.state, number, host, pool)
             return
-        from prefix_kernels.residents.kernels import count_kernel, look_up_kernel, place_kernel
+        from prefix_kernels.residents.kernels import count_kernel, look_up_kernel
 
-        state, heads, stretches = self.state, self.shape.num_kv_heads, self._stretches
-        arguments = {
+        heads, stretches = self.shape.num_kv_heads, _STRETCHES
+        arguments = self._arguments(number) | {
             "groups_ptr": self._table,
             "host_pages_ptr": host_pages,
             "positions_ptr": lists.positions,
             "slots_ptr": lists.slots,
             "counts_ptr": lists.counts,
-            "cell_of_row_ptr": state.cell_of_row[number],
-            "row_of_cell_ptr": state.row_of_cell[number],
-            "stamps_ptr": state.stamps[number],
-            **self._fetched(number),
-            "fetched_entries_ptr": self._entries,
-            "steps_ptr": state.steps[number],
-            "counters_ptr": state.counters[number],
+            "counters_ptr": self.state.counters[number],
             "missing_ptr": self._missing,
             "part_counts_ptr": self._part_counts,
-            "ages_ptr": self._ages,
-            **self._sizes,
             "TILE": _LOOK_UP_TILE,
-            "CELL_TILE": min(_CELL_TILE, block_of(-(-self.shape.num_cells // stretches), _LEAST_BLOCK)),
             "BLOCK_P": self._part_counts.shape[0],
-            "BLOCK_S": block_of(stretches, _LEAST_BLOCK),
         }
-        for kernel, grid in (
-            (look_up_kernel, (heads * stretches,)),
-            (count_kernel, (heads, stretches)),
-            (place_kernel, (heads, stretches)),
-        ):
+        for kernel, grid in (look_up_kernel, (heads * stretches,)), (count_kernel, (heads, stretches)):
             launch_behind(kernel, grid, arguments_of(kernel, arguments), num_warps=_LOOK_UP_WARPS)
         self._fetch(number, host, pool, None, lists.slots)
 
@@ -212,48 +199,53 @@ class Residents:
     @property
     def nbytes(self) -> int:
         """Device memory, the cells apart."""
-        own = (self._table, self._missing, self._part_counts, self._ages, self._entries)
+        own = (self._table, self._missing, self._part_counts, self._ages, self._entries, self._now, self._placed)
         return self.state.nbytes + sum(tensor.nbytes for tensor in own)
 
-    def _fetched(self, number: int) -> dict[str, Tensor]:
+    def _arguments(self, number: int) -> dict[str, Any]:
+        """What kernels are told of a set, by parameter name."""
+        shape, state = self.shape, self.state
         return {
-            "fetched_rows_ptr": self.state.fetched_rows[number],
-            "fetched_cells_ptr": self.state.fetched_cells[number],
-            "num_fetched_ptr": self.state.num_fetched[number],
-        }
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        shape = self.shape
-        sizes = {"num_heads": shape.num_kv_heads, "num_rows": shape.host_rows, "num_cells": shape.num_cells}
-        return sizes | {"resident_begin": shape.resident_begin}
-
-    def _fetch(
-        self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None, assigned: Tensor | None
-    ) -> None:
-        """Launch; `assigned`: slots of lists, which are written, with the state of cells."""
-        from prefix_kernels.residents.kernels import fetch_kernel
-
-        state = self.state
-        arguments: dict[str, Any] = self._fetched(number) | {
-            "host_ptr": _words(host),
-            "head_map_ptr": self._entries if head_map is None else head_map,
-            "slots_ptr": self._entries if assigned is None else assigned,
             "cell_of_row_ptr": state.cell_of_row[number],
             "row_of_cell_ptr": state.row_of_cell[number],
+            "stamps_ptr": state.stamps[number],
             "steps_ptr": state.steps[number],
+            "num_fetched_ptr": state.num_fetched[number],
+            "fetched_rows_ptr": state.fetched_rows[number],
+            "fetched_cells_ptr": state.fetched_cells[number],
             "fetched_entries_ptr": self._entries,
-            **self._sizes,
+            "ages_ptr": self._ages,
+            "now_ptr": self._now,
+            "placed_ptr": self._placed[number],
+            "num_heads": shape.num_kv_heads,
+            "num_rows": shape.host_rows,
+            "num_cells": shape.num_cells,
+            "resident_begin": shape.resident_begin,
+            "stretches": _STRETCHES,
+            "CELL_TILE": min(_CELL_TILE, block_of(-(-shape.num_cells // _STRETCHES), _LEAST_BLOCK)),
+            "BLOCK_S": block_of(_STRETCHES, _LEAST_BLOCK),
+        }
+
+    def _fetch(self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None, slots: Tensor | None) -> None:
+        """Launch; with slots of lists, which are written, cells are placed, too."""
+        from prefix_kernels.residents.kernels import fetch_kernel
+
+        heads = self.shape.num_kv_heads
+        placing = 0 if slots is None else heads * _STRETCHES
+        arguments = self._arguments(number) | {
+            "host_ptr": _words(host),
+            "head_map_ptr": self._entries if head_map is None else head_map,
+            "slots_ptr": self._entries if slots is None else slots,
             "HAS_MAP": head_map is not None,
-            "ASSIGN": assigned is not None,
+            "PLACES": placing,
             "TOKENS": _FETCH_TOKENS,
-            "BLOCK_H": block_of(self.shape.num_kv_heads, _LEAST_BLOCK),
+            "BLOCK_H": block_of(heads, _LEAST_BLOCK),
         }
         for name, cache in (("K", pool.k_cache), ("V", pool.v_cache)):
             words = _words(cache)
             arguments |= {f"pool_{name.lower()}_ptr": words, f"POOL_{name}_STRIDE": words.stride(0)}
             arguments |= {f"{name}_WORDS": words.shape[2], f"BLOCK_{name}": block_of(words.shape[2])}
-        launch_behind(fetch_kernel, (self._num_copying,), arguments, num_warps=_FETCH_WARPS)
+        launch_behind(fetch_kernel, (placing + self._num_copying,), arguments, num_warps=_FETCH_WARPS)
 
     def _check(self, number: int, host: Tensor, pool: PagedKV) -> None:
         shape = self.shape

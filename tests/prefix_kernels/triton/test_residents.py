@@ -81,7 +81,7 @@ def test_steps_as_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pages, heads, num_cells, dims, dtype, most = case
-    monkeypatch.setattr(residents_runner, "_LOOKING", 5)
+    monkeypatch.setattr(residents_runner, "_STRETCHES", 3)
     monkeypatch.setattr(residents_runner, "_LOOK_UP_TILE", 32)
     monkeypatch.setattr(residents_runner, "_CELL_TILE", 32)
     monkeypatch.setattr(residents_runner, "_FETCH_TOKENS", 4)
