@@ -290,7 +290,8 @@ def measure_cell(args: argparse.Namespace, run: Run, timer: Any, cell: Cell, key
     rivals: dict[str, float] = {}
     for name in args.rivals:
         row = attempt(timer, lambda name=name: measure(cell.problem, build(cell.problem, name), timer))
-        run.add({**keys[0], "case": name, "budget": None, **row})
+        floor = round(cell.problem.kv_bytes("all") / FLOOR_RATE * 1e6, 2)
+        run.add({**keys[0], "case": name, "budget": None, "floor_us": floor, **row})
         if row["green"]:
             rivals[name] = row["us"]
     for key in keys:

@@ -51,13 +51,20 @@ class Run:
         print(brief(row), flush=True)
 
 
+def named(row: Row) -> str:
+    """The case, with its budget where it has one."""
+    return f"{row['case']}, {row['budget']:,}" if row.get("budget") else str(row["case"])
+
+
 def brief(row: Row) -> str:
     """One row for the terminal."""
-    at = f"{row['case']:22s} {row['context']:7d} tokens, batch {row['batch']:3d} in {row['groups']:2d} groups"
+    at = f"{named(row):23s} {row['context']:7d} tokens, batch {row['batch']:3d} in {row['groups']:2d} groups"
     if not row["green"]:
         return f"FAILED {at}: {row.get('error') or row['gate']}; no time"
     text = f"{at}: {row['us']:10.2f} us [{row['us_p10']:.2f}, {row['us_p90']:.2f}]"
-    if row.get("share") is not None:
+    if "floor_us" in row:
+        text += f", floor {row['floor_us']:.2f}"
+    elif row.get("share") is not None:
         text += f", {row['share']:6.1%} of 4.3 TB/s"
     for rival, ratio in row.get("ratio", {}).items():
         text += f", {ratio:.3f} x {rival}"

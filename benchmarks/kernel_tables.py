@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kernel_rows import MEMORY_RATE, Row
+from kernel_rows import MEMORY_RATE, Row, named
 
 _KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
 _KEY += ("layers", "tuned", "budget")
@@ -90,9 +90,7 @@ def _least(rows: Sequence[Row]) -> list[str]:
 
 def _name(row: Row) -> str:
     """The case, and of a rival whether it attends what `plain` does."""
-    if row.get("budget"):
-        return f"{row['case']}, {row['budget']:,} tokens"
-    return row["case"] if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
+    return named(row) if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
 
 
 def _column(row: Row) -> str:
@@ -104,9 +102,8 @@ def _column(row: Row) -> str:
 
 def _cell(row: Row) -> str:
     if row["bench"] == "operators":
-        floor = row["floor_us"] if "floor_us" in row else row["bytes"] / 3.0e6
         ratio = row.get("ratio", {}).get("flashinfer")
-        return f"{row['us']:.1f} ({floor:.1f}{'' if ratio is None else f'; {ratio:.2f} x'})"
+        return f"{row['us']:.1f} ({row['floor_us']:.1f}{'' if ratio is None else f'; {ratio:.2f} x'})"
     text = f"{row['us_p10']:.1f}-{row['us_p90']:.1f}"
     if row["bench"] == "attention" and row.get("share") is not None:
         text += f"; {row['share']:.1%}"

@@ -45,8 +45,8 @@ def bench(load):
 @pytest.mark.full
 def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
     out = tmp_path / "rows.jsonl"
-    for part in ("attention", "selection"):
-        command(part, "--smoke", "--out", out)
+    for part in (["attention"], ["selection"], ["operators", "--batches", "3", "--groups", "2x1"]):
+        command(*part, "--smoke", "--out", out)
     rows = rows_of(out)
     found = {(row["case"], row["batch"], row.get("groups")) for row in rows}
     assert found >= {(case, batch, 1) for case in ("exact", "sparse", "suffix") for batch in (1, 3)}
@@ -57,6 +57,10 @@ def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
     assert names >= {"token_index", "ab_sparse", "csattention", "two_level", "union"}
     both = [*names, *parts, *(f"{name}_torch" for name in names)]
     assert selection == {(name, batch) for name in both for batch in (1, 3, 4)}
+    operators = {(row["case"], row["batch"]) for row in rows if row["bench"] == "operators"}
+    ahead = {f"{name}_{part}" for name in ("two_level", "two_level_tokens") for part in ("ahead", "behind")}
+    methods = {"token_index", "ab_sparse", "two_level", *ahead}
+    assert operators == {(name, batch) for name in methods for batch in (2, 3)}
     provenance = {"device", "driver", "torch", "triton", "flashinfer", "commit", "date", "config", "null_us"}
     for row in rows:
         assert row["green"]
@@ -106,6 +110,7 @@ sys.exit(kernel_bench.main([*sys.argv[3:], "--smoke", "--out", sys.argv[1]]))
     [
         ("unwritten", ["attention", "--contexts", "192", "--plain-contexts", "--batches", "2", "--only", "exact"]),
         ("raising", ["attention", "--contexts", "192", "--plain-contexts", "--batches", "2", "--only", "sparse"]),
+        ("unwritten", ["operators", "--batches", "1", "--only", "token_index"]),
         ("unsorted", ["selection", "--batches", "1", "--only", "token_index_torch"]),
         ("lists_moved", ["selection", "--batches", "1", "--only", "token_index"]),
     ],
@@ -153,6 +158,30 @@ def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench,
         "| K and V once, at 4.3 TB/s | 131072 | 124.9 | - | 124.9 |",
         "**FAILED**: sparse, 131072 tokens, batch 8: gate {'out': 0.001}; no time.",
         "| token_index | 131072 | 30.0 (30.0-30.0) |",
+    ):
+        assert line in lines
+
+
+def test_the_table_of_operators_says_how_much_faster_they_are_at_least(bench, tmp_path):
+    rows = []
+    for context, batch, groups, ratio in (
+        (131072, 1, 1, 6.3),
+        (131072, 8, 8, 6.1),
+        (131072, 8, 1, 9.0),
+        (32768, 1, 1, 2),
+    ):
+        same = {"context": context, "batch": batch, "groups": groups, "bench": "operators", "floor_us": 7.0}
+        rows.append(made_row("flashinfer", 180.0, budget=None, **same))
+        rows.append(made_row("token_index", 30.0, budget=2048, ratio={"flashinfer": ratio}, **same))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    lines = bench.tables.tables(bench.tables.read([path])).splitlines()
+    for line in (
+        "| case | tokens | batch 1 | batch 8 | 8 groups of 1 |",
+        "| flashinfer | 131072 | 180.0 (7.0) | 180.0 (7.0) | 180.0 (7.0) |",
+        "| token_index, 2,048 | 131072 | 30.0 (7.0; 6.30 x) | 30.0 (7.0; 9.00 x) | 30.0 (7.0; 6.10 x) |",
+        "| FlashInfer's time over ours, at least | 131072 tokens, alone or 8 prefixes | other cells |",
+        "| token_index, 2,048 | 6.10 | 2.00 |",
     ):
         assert line in lines
 
