@@ -21,7 +21,7 @@ from sglang_ext.methods.token_index.decode_op import TokenIndexOp
 from sglang_ext.methods.two_level import TwoLevelSpec
 from sglang_ext.options import SparseAttnConfig
 
-CANDIDATE_BYTES = 192 << 20
+CANDIDATE_BYTES = 256 << 20
 """Of the candidates of all layers that are named a step ahead, at most."""
 
 
