@@ -52,14 +52,13 @@ def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
     assert found >= {(case, batch, 1) for case in ("exact", "sparse", "suffix") for batch in (1, 3)}
     assert found >= {("exact", 4, 2), ("sparse", 4, 2), ("plain", 2, 2)}
     selection = {(row["case"], row["batch"]) for row in rows if row["bench"] == "selection"}
-    parts = {"two_level_ahead", "two_level_behind"}
+    parts = {f"{name}_{part}" for name in ("two_level", "two_level_tokens") for part in ("ahead", "behind")}
     names = {name.removesuffix("_torch") for name, _ in selection} - parts
     assert names >= {"token_index", "ab_sparse", "csattention", "two_level", "union"}
     both = [*names, *parts, *(f"{name}_torch" for name in names)]
     assert selection == {(name, batch) for name in both for batch in (1, 3, 4)}
     operators = {(row["case"], row["batch"]) for row in rows if row["bench"] == "operators"}
-    ahead = {f"{name}_{part}" for name in ("two_level", "two_level_tokens") for part in ("ahead", "behind")}
-    methods = {"token_index", "ab_sparse", "two_level", *ahead}
+    methods = {"token_index", "ab_sparse", "two_level", *parts}
     assert operators == {(name, batch) for name in methods for batch in (2, 3)}
     provenance = {"device", "driver", "torch", "triton", "flashinfer", "commit", "date", "config", "null_us"}
     for row in rows:
