@@ -124,7 +124,7 @@ class SparseRuntime:
             config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
         )
         if self.offload is not None:
-            self.offload.serves = self._serves
+            self.offload.serves, self.offload.running = self._serves, self.requests.running
             self.offload.loading = lambda digest: self.residency.state(digest) is State.LOADING
         if self.offload is not None and self.planner.sparse is not None:
             self.offload.swap, self.offload.selects = self.planner.sparse.swap, self.planner.sparse.swaps

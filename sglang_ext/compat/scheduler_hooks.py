@@ -209,16 +209,12 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
     offload = None if _runtime is None else _runtime.offload
     if _runtime is None or offload is None:
         return original(scheduler, *args, **kwargs)
-    waiting = scheduler.waiting_queue
-    long = [req for req in waiting if len(req.origin_input_ids) >= scheduler.max_req_input_len]
-    if not (offload.has_files or long):
-        return original(scheduler, *args, **kwargs)
+    waiting, most = scheduler.waiting_queue, scheduler.max_req_input_len
     for req in waiting:
         if _runtime.requests.of(req) is None:
             _admit(req, _key_of(req))
-    held = {id(req) for req in long if _waits_for_host(req)}
-    if offload.has_files:
-        held |= {id(req) for req in offload.before_batch((req, _runtime.requests.of(req)) for req in waiting)}
+    held = {id(req) for req in offload.before_batch([(req, _runtime.requests.of(req)) for req in waiting], most)}
+    held |= {id(req) for req in waiting if len(req.origin_input_ids) >= most and _waits_for_host(req)}
     if not held:
         return original(scheduler, *args, **kwargs)
     scheduler.waiting_queue = [req for req in waiting if id(req) not in held]
@@ -236,19 +232,22 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
 
 
 def _waits_for_host(req: Any) -> bool:
-    """Whether a prompt that is longer than the KV pool waits for its prefix. One whose prefix is gone ends: SGLang
-    would never find room for it, nor for those behind it.
+    """Whether a prompt that is longer than the KV pool waits for its prefix. One whose prefix does not come ends:
+    SGLang would never find room for it, nor for those behind it.
     """
     assert _runtime is not None
+    assert _runtime.offload is not None
     attachment = _runtime.requests.of(req)
+    assert attachment is not None
     limit = req.logprob_start_len if req.return_logprob and req.logprob_start_len >= 0 else len(req.origin_input_ids)
     tokens, ready = _front(req, limit)
-    if tokens or attachment is None:
+    nowhere = "it is in neither, or log-probabilities of its tokens were asked for"
+    why = _runtime.offload.overdue(attachment) if tokens else nowhere
+    if why is None:
         return not ready
     req.set_finish_with_abort(
         f"expected the prefix of a prompt of {len(req.origin_input_ids)} tokens, more than the KV pool has, in host "
-        "memory or a file; it is in neither, or log-probabilities of its tokens were asked for. Raise "
-        "--max-total-tokens or offload.host_bytes"
+        f"memory or a file; {why}. Ask again later, or raise --max-total-tokens or offload.host_bytes"
     )
     attachment.entry = None
     return False

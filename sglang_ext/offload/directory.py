@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection
 from enum import Enum
@@ -36,12 +35,11 @@ class Offload:
         pages: [prefix_len / PAGE_TOKENS] int64 on the host, pages of the pool; owned until it leaves.
         state: see `OffloadState`.
         copied: tokens that are copied.
-        copied_at: when the last ones were, seconds of `time.monotonic`.
         users: rows of `req_to_token` that have it in front.
         key: namespace of its suffixes in SGLang's prefix cache. Not to be guessed: a request that named it would be
             given KV of other positions.
         dropped: it serves no new request, and leaves with its last user.
-        waited_for: until when requests wait while it is read from its file, seconds of `time.monotonic`.
+        moved_at: when it was last asked for from its file, or to it, seconds of `time.monotonic`.
         host: what decode steps need to know of it; None until all of it is copied.
     """
 
@@ -51,7 +49,7 @@ class Offload:
         self.digest, self.prefix_len, self.pages = digest, prefix_len, pages
         self.state = OffloadState.COPYING
         self.copied = self.users = 0
-        self.waited_for = self.copied_at = 0.0
+        self.moved_at = 0.0
         self.key = f"offloaded-{digest[:12]}-{secrets.token_hex(16)}"
         self.dropped = False
 
@@ -83,14 +81,15 @@ class OffloadDirectory:
         self,
         digest: str,
         prefix_len: int,
+        live: Collection[str],
         state: OffloadState = OffloadState.COPYING,
-        keep: Collection[str] = (),
     ) -> Offload | str:
-        """Room for a prefix that is to be copied, or loaded; prefixes without users leave for it, the least recently
-        used first.
+        """Room for a prefix that is to be copied, or loaded. Those without users leave for it, the least recently used
+        first.
 
         Args:
-            keep: digests that do not leave for it: others of the same batch, or queue, want them.
+            live: digests of all requests that run or wait. None of them leaves: its request would have it copied out,
+                or read, at once again, and the one that it left for would leave in turn.
 
         Returns:
             It; or why there is no room, in a word: `too_long` for the whole pool, `host_full` of what is in use.
@@ -98,7 +97,7 @@ class OffloadDirectory:
         wanted = prefix_len // PAGE_TOKENS
         if wanted > self._pool.num_pages:
             return "too_long"
-        known = (one for one in self._known.values() if one.digest not in keep)
+        known = (one for one in self._known.values() if one.digest not in live)
         idle = [one for one in known if one.users == 0 and one.state is not OffloadState.FAILED]
         if self._pool.free_pages + sum(len(one.pages) for one in idle) < wanted:
             return "host_full"
@@ -115,7 +114,7 @@ class OffloadDirectory:
 
     def copied(self, offload: Offload, tokens: int) -> None:
         """So many more tokens are copied; with the last ones it may serve."""
-        offload.copied, offload.copied_at = offload.copied + tokens, time.monotonic()
+        offload.copied += tokens
         if offload.copied == offload.prefix_len:
             offload.state = OffloadState.HOST
             self.events["copied"] += 1

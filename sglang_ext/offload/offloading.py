@@ -38,9 +38,7 @@ _Request = TypeVar("_Request", bound=Hashable)
 _LOOKED = 4096
 """Prefixes without a file that are remembered, at most."""
 _WAIT_S = 60.0
-"""For so long a request waits for a file, at most; then it is prefilled."""
-_COPIES_S = 1.0
-"""For so long after a piece was copied out, the next one is expected."""
+"""For so long a request waits for a file, at most; then it is prefilled. Behind it reading and writing hang."""
 _RETRY_S = 60.0
 """For so long a file that could not be read is as if it were not there."""
 COPY_BYTES = 256 << 20
@@ -59,6 +57,7 @@ class Offloading:
         swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
         serves: whether steps select by a request's index, as far as is known now; else its prefix stays on the device.
         loading: whether an index is on its way to the device: steps without it are slow behind host memory.
+        running: of the requests that have a slot.
         selects: whether a step can select behind a prefix of so many tokens; else it stays on the device.
 
     Args:
@@ -102,8 +101,12 @@ class Offloading:
         self.serves: Callable[[Attachment], bool] = lambda attachment: True
         self.selects: Callable[[int], bool] = lambda tokens: True
         self.loading: Callable[[str], bool] = lambda digest: False
+        self.running: Callable[[], Iterable[Attachment]] = lambda: ()
         self._off = False
         self._waits_s, self._fresh, self._looked = min(waits_s, _WAIT_S), list[Tensor](), dict[str, float]()
+        self._waiting: dict[str, bool] = {}  # digest -> whether a request with it has room without it
+        self._moves: dict[bool, list[Offload]] = {loads: [] for loads in (True, False)}
+        self._moved_at = dict.fromkeys(self._moves, 0.0)
         self._files: KVFiles | None = None
         if options.folder is not None:
             self._files = KVFiles(options, view)
@@ -111,43 +114,68 @@ class Offloading:
 
     # -- files -----------------------------------------------------------------------------------------------
 
-    @property
-    def has_files(self) -> bool:
-        """Whether `before_batch` has anything to do."""
-        return self._files is not None
-
-    def before_batch(self, waiting: Iterable[tuple[_Request, Attachment | None]]) -> list[_Request]:
+    def before_batch(self, waiting: Sequence[tuple[_Request, Attachment | None]], most: int) -> list[_Request]:
         """Before SGLang looks for requests to prefill, when none is matched: take what was read and written, and read
         what waiting requests begin with.
+
+        Args:
+            waiting: all requests that do, in their order.
+            most: tokens of a prompt from which on it has no room in the KV pool.
 
         Returns:
             Those that wait on, as their prefix is being read.
         """
         self._take_moves()
+        self._waiting.clear()
+        for _, one in waiting:
+            if one is not None and one.entry is not None:
+                copies = one.prompt_len < most and self._copies(one)
+                self._waiting[one.entry.digest] = self._waiting.get(one.entry.digest, False) or copies
+        if self._files is None or self._off:
+            return []
         held = []
-        queue = [] if self._off else list(waiting)
-        wanted = {one.entry.digest for _, one in queue if one is not None and one.entry is not None}
-        for request, attachment in queue:
+        for request, attachment in waiting:
             if attachment is None or attachment.entry is None or not self._may(attachment):
                 continue
             digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
             if attachment.prompt_len <= tokens:
                 continue  # its last token is prefilled in any case
             found = self.directory.get(digest)
-            if found is not None and found.state is OffloadState.COPYING and self._filed(digest):
-                self.directory.leave(found)  # the request that had it copied out may have ended
+            readable = (found is None or found.state is OffloadState.COPYING) and self._readable(digest)
+            if found is not None and readable and not self._is_copied(digest, waiting=False):
+                self.directory.leave(found)  # the request that had it copied out has ended
                 found = None
-            if found is None and self._unfit(tokens) is None and self._filed(digest):
-                begun = self.directory.begin(digest, tokens, OffloadState.LOADING, wanted)
+            if found is None and readable and self._unfit(tokens) is None:
+                begun = self.directory.begin(digest, tokens, self._live(), OffloadState.LOADING)
                 found = None if isinstance(begun, str) else begun
                 if found is not None:
                     self._fresh.append(found.pages)
                     self._move(found, loads=True)
-            if found is None or time.monotonic() >= found.waited_for:
+            if found is None or time.monotonic() >= found.moved_at + self._waits_s:
                 continue
             if found.state is OffloadState.LOADING or self.loading(digest):
                 held.append(request)
         return held
+
+    def _live(self) -> set[str]:
+        """Digests of requests that wait, as of the last look at them, or run."""
+        return self._waiting.keys() | {one.entry.digest for one in self.running() if one.entry is not None}
+
+    def _copies(self, one: Attachment) -> bool:
+        return one.offload_refusal is None and self._may(one)
+
+    def _is_copied(self, digest: str, *, waiting: bool = True) -> bool:
+        """Whether a request that runs, or waits and may run, has the prefix copied out."""
+        copies = (one.entry is not None and one.entry.digest == digest and self._copies(one) for one in self.running())
+        return (waiting and self._waiting.get(digest, False)) or any(copies)
+
+    def _hangs(self, *, loads: bool) -> bool:
+        """Whether moves of a kind are under way, and for long none has ended."""
+        moves = self._moves[loads]
+        return bool(moves) and time.monotonic() >= max(moves[0].moved_at, self._moved_at[loads]) + _WAIT_S
+
+    def _readable(self, digest: str) -> bool:
+        return self._files is not None and not self._hangs(loads=True) and self._filed(digest)
 
     def _filed(self, digest: str) -> bool:
         """Whether there is a file; of one that is not there, what was true within the last second."""
@@ -165,12 +193,15 @@ class Offloading:
 
     def _move(self, offload: Offload, *, loads: bool) -> None:
         self.directory.pin(offload)
-        offload.waited_for = time.monotonic() + self._waits_s
+        offload.moved_at = time.monotonic()
+        self._moves[loads].append(offload)
         self._mover.begin(Move(offload, loads, waits_for(self._view.device)))
 
     def _take_moves(self) -> None:
         for move in self._mover.ended() if self._files is not None else ():
             offload = move.offload
+            self._moves[move.loads].remove(offload)
+            self._moved_at[move.loads] = time.monotonic()
             if move.loads and move.error is None and not offload.dropped:
                 try:
                     self._pool.restore(offload.pages)
@@ -216,7 +247,7 @@ class Offloading:
         return found
 
     def front(self, attachment: Attachment | None, limit: int) -> tuple[int, bool]:
-        """What a waiting request has in front, or will have once its file is read, or it is copied out.
+        """What a waiting request has in front, or may have once its file is read, or it is copied out.
 
         Args:
             attachment: what is known of it.
@@ -229,15 +260,32 @@ class Offloading:
             return 0, False
         digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
         found = self.directory.get(digest)
-        if found is None or found.state is OffloadState.COPYING:
+        if found is None:
             fits = tokens <= self._pool.num_pages * PAGE_TOKENS and self._unfit(tokens) is None
-            coming = self.has_files and fits and self._filed(digest)
-            coming |= found is not None and time.monotonic() - found.copied_at < _COPIES_S
+            coming = fits and self._files is not None and self._filed(digest)
         else:
-            coming = found.state in (OffloadState.LOADING, OffloadState.HOST)
+            coming = found.state is not OffloadState.FAILED
         if not coming or tokens > limit:
             return 0, False
         return tokens, found is not None and found.state is OffloadState.HOST
+
+    def overdue(self, attachment: Attachment) -> str | None:
+        """Why what a waiting request may have in front is not waited for any longer, in words; None where it is. Asked
+        behind `before_batch`. For room, which requests give back that end, it waits as long as for room in the KV pool.
+        """
+        assert attachment.entry is not None
+        digest = attachment.entry.digest
+        found = self.directory.get(digest)
+        if found is None:
+            if self._hangs(loads=True) or self._hangs(loads=False):
+                return f"a file in offload.folder is read or written for more than {_WAIT_S:.0f} s"
+        elif found.state is OffloadState.LOADING:
+            waits_s = self._waits_s or _WAIT_S  # who waits for nothing is prefilled, but has no room for it
+            if time.monotonic() >= max(found.moved_at, self._moved_at[True]) + waits_s:
+                return f"its file was not read within {waits_s:g} s"
+        elif found.state is OffloadState.COPYING and not (self._is_copied(digest) or self._readable(digest)):
+            return "the requests that had it copied out have ended"
+        return None
 
     def virtual_slots(self, offload: Offload, device: torch.device) -> Tensor:
         """[prefix_len] int64: entry i is i % page_size, so that the page behind them begins anew for SGLang."""
@@ -384,17 +432,16 @@ class Offloading:
         if self._off:
             return
         virtual = {place for place, front in enumerate(self._fronts(forward_batch)) if front is not None}
-        running = {one.entry.digest for one in attachments if one is not None and one.entry is not None}
         for place, one in enumerate(attachments):
-            if place in virtual or one is None or one.entry is None or one.offload_refusal is not None:
+            if place in virtual or one is None or one.entry is None or not self._copies(one):
                 continue
-            if not self._may(one) or one.index is None or one.index.state is not State.READY:
+            if one.index is None or one.index.state is not State.READY:
                 continue
             digest, tokens = one.entry.digest, one.entry.identity.num_tokens
             found = self.directory.get(digest)
             if found is not None and found.state is not OffloadState.COPYING:
                 continue
-            begun = self._unfit(tokens) or found or self.directory.begin(digest, tokens, keep=running)
+            begun = self._unfit(tokens) or found or self.directory.begin(digest, tokens, self._live())
             if isinstance(begun, str):
                 one.offload_refusal = begun
                 self.refused[begun] += 1

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -196,6 +196,10 @@ class RequestTable:
     def has_slot(self, attachment: Attachment) -> bool:
         """Whether its request has one."""
         return attachment in self._running.get(attachment.rid, ())
+
+    def running(self) -> Iterator[Attachment]:
+        """Of the requests that have a slot."""
+        return itertools.chain.from_iterable(self._running.values())
 
     def __len__(self) -> int:
         """Requests that have a slot."""

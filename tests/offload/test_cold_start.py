@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_ext.config import config_from_dict
 from sglang_ext.offload.kv_files import KVFiles, of_pages
+from sglang_ext.prefix.requests import Attachment
 from tests.offload.slow_file import slow
-from tests.offload.test_offloading import DIM, PREFIX, Request, Served, attachment
+from tests.offload.test_offloading import DIM, PREFIX, SLOTS, Request, Served, attachment
 
 
-def stored(folder: Path, policy: str, **config: float) -> tuple[Served, Path]:
+def stored(folder: Path, policy: str, num_pages: int = 12, **config: float) -> tuple[Served, Path]:
     """Offload with the file of a prefix."""
     waits_s = config_from_dict({"prefetch_policy": policy, **config}).waits_s
-    served = Served(folder=str(folder / "kv"), waits_s=waits_s)
-    offload = served.offloading.directory.begin("a", PREFIX)
+    served = Served(folder=str(folder / "kv"), waits_s=waits_s, num_pages=num_pages)
+    offload = served.offloading.directory.begin("a", PREFIX, ())
     assert not isinstance(offload, str)
     for layer in range(2):
         served.pools.layer(layer).normal_()
@@ -46,15 +48,15 @@ def test_a_request_waits_for_its_file_by_its_policy(tmp_path: Path, policy: str)
     served, file = stored(tmp_path, policy, prefetch_timeout_s=0.4)
     queue = waiting()
     with slow(file):
-        held = served.offloading.before_batch(queue)  # type: ignore[arg-type]
+        held = served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
         assert bool(held) == (policy != "best_effort")
         assert served.offloading.snapshot()["prefixes"] == {"loading": 1}, "it is read in any case"
         time.sleep(0.5)
-        held = served.offloading.before_batch(queue)  # type: ignore[arg-type]
+        held = served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
         assert bool(held) == (policy == "wait_complete")
         assert served.offloading.wanted(*queue[0], PREFIX) is None  # type: ignore[arg-type]
     loaded(served)
-    assert served.offloading.before_batch(queue) == []  # type: ignore[arg-type]
+    assert served.offloading.before_batch(queue, SLOTS) == []  # type: ignore[arg-type]
     assert served.offloading.wanted(*queue[0], PREFIX) is not None  # type: ignore[arg-type]
 
 
@@ -62,13 +64,13 @@ def test_a_held_request_waits_for_its_index_too(tmp_path: Path) -> None:
     served, _ = stored(tmp_path, "timeout", prefetch_timeout_s=2.0)
     queue = waiting()
     served.offloading.loading = lambda digest: digest == "a"
-    served.offloading.before_batch(queue)  # type: ignore[arg-type]
+    served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
     loaded(served)
-    assert served.offloading.before_batch(queue) == [queue[0][0]]  # type: ignore[arg-type]
+    assert served.offloading.before_batch(queue, SLOTS) == [queue[0][0]]  # type: ignore[arg-type]
     time.sleep(2.0)
-    assert served.offloading.before_batch(queue) == [], "nobody waits for ever"  # type: ignore[arg-type]
+    assert served.offloading.before_batch(queue, SLOTS) == [], "nobody waits for ever"  # type: ignore[arg-type]
     served.offloading.loading = lambda digest: False
-    assert served.offloading.before_batch(waiting()) == []  # type: ignore[arg-type]
+    assert served.offloading.before_batch(waiting(), SLOTS) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("forever", [False, True])
@@ -77,11 +79,11 @@ def test_what_is_forgotten_while_it_is_read_leaves_nothing(tmp_path: Path, forev
     served, file = stored(tmp_path, "wait_complete")
     queue = waiting()
     with slow(file):
-        assert served.offloading.before_batch(queue)  # type: ignore[arg-type]
+        assert served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
         served.offloading.drop(forever=forever)
         state = served.offloading.snapshot()
         assert (state["prefixes"], state["free_pages"]) == ({}, 12 - PREFIX // 16), "a thread writes there"
-        assert bool(served.offloading.before_batch(queue)) != forever  # type: ignore[arg-type]
+        assert bool(served.offloading.before_batch(queue, SLOTS)) != forever  # type: ignore[arg-type]
     loaded(served)
     state = served.offloading.snapshot()
     assert state["problem"] is None
@@ -93,19 +95,161 @@ def test_what_is_forgotten_while_it_is_read_leaves_nothing(tmp_path: Path, forev
 def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
     served, file = stored(tmp_path, "wait_complete")
-    one, content = attachment(), file.read_bytes()
-    file.unlink()
     served.slots(0, 0, PREFIX)
-    served.decode(0, one)
-    served.offloading.slot_freed(0)
-    assert served.offloading.front(one, PREFIX) == (PREFIX, False), "the next piece is on its way, as far as is known"
-    assert served.offloading.before_batch(waiting()) == []  # type: ignore[arg-type]
-    monkeypatch.setattr("sglang_ext.offload.offloading._COPIES_S", 0.0)
-    assert served.offloading.front(one, PREFIX) == (0, False)
-    file.write_bytes(content)
+    content = file.read_bytes()
+    file.unlink()
+    served.decode(0, attachment())
     served.offloading._looked.clear()  # as a second later
-    assert served.offloading.front(one, PREFIX) == (PREFIX, False)
-    assert served.offloading.before_batch(waiting())  # type: ignore[arg-type]
+    file.write_bytes(content)
+    assert served.offloading.before_batch(waiting(), SLOTS) == [], "it is copied out still"  # type: ignore[arg-type]
+    assert served.offloading.snapshot()["prefixes"] == {"copying": 1}
+    served.offloading.slot_freed(0)
+    served.runs.clear()
+    assert served.offloading.before_batch(waiting(), SLOTS)  # type: ignore[arg-type]
     loaded(served)
-    assert served.offloading.front(one, PREFIX) == (PREFIX, True)
+    assert served.offloading.front(attachment(), PREFIX) == (PREFIX, True)
     assert served.offloading.snapshot()["problem"] is None
+
+
+@pytest.mark.parametrize("filed", [True, False])
+def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filed: bool) -> None:
+    """Where there is room for one of two prefixes: who came first has it until its requests have ended."""
+    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+    served, _ = stored(tmp_path, "wait_complete", num_pages=8)
+    for row in range(4):
+        served.slots(row, 0, PREFIX)
+    queue, events = waiting(), served.offloading.directory.events
+    if filed:  # read for a request that waits still, as others have no room yet
+        while served.offloading.before_batch(queue, SLOTS):  # type: ignore[arg-type]
+            time.sleep(0.01)
+        kept, ended = "a", queue
+    else:  # copied out for one that runs
+        served.decode(0, attachment("b"))
+        kept, ended = "b", served.runs
+    for row in range(4):
+        others = attachment("b")
+        for _ in range(3):
+            served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+            served.decode(row, others)
+            found = served.offloading.directory.get(kept)
+            assert found is not None
+            assert events["evicted"] == 0
+    ended.clear()
+    if filed:
+        served.offloading.before_batch([], SLOTS)
+        served.decode(0, attachment("b"))
+        assert served.offloading.directory.get("b") is not None
+    else:
+        while served.offloading.before_batch(queue, SLOTS):  # type: ignore[arg-type]
+            time.sleep(0.01)
+        assert served.offloading.wanted(*queue[0], PREFIX) is not None  # type: ignore[arg-type]
+    assert events["evicted"] == 1
+    loaded(served)
+    assert served.offloading.snapshot()["problem"] is None
+
+
+# -- prompts without room in the KV pool ---------------------------------------------------------------------
+
+
+class Clock:
+    """What `Offloading` takes for the time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1e6
+        monkeypatch.setattr("sglang_ext.offload.offloading.time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+class Long:
+    """A prompt that has no room without its prefix, in the queue behind others."""
+
+    def __init__(self, served: Served, digest: str = "a") -> None:
+        self.served, self.one = served, attachment(digest)
+        self.one.prompt_len = PREFIX + 1
+
+    def waits(self, *others: Attachment) -> bool | str:
+        """At the next look at the queue; why it does not, in words; False: its prefix is there."""
+        for one in others:
+            one.prompt_len = one.prompt_len or PREFIX
+        offloading = self.served.offloading
+        offloading.before_batch([(Request(), one) for one in (*others, self.one)], PREFIX + 1)
+        tokens, ready = offloading.front(self.one, PREFIX)
+        assert tokens == PREFIX
+        return offloading.overdue(self.one) or not ready
+
+
+@pytest.mark.parametrize(("policy", "seconds"), [("best_effort", 60), ("timeout", 7), ("wait_complete", 60)])
+def test_a_file_that_is_not_read_holds_no_long_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, seconds: int
+) -> None:
+    clock = Clock(monkeypatch)
+    served, file = stored(tmp_path, policy, prefetch_timeout_s=7.0)
+    long = Long(served)
+    with slow(file):
+        assert long.waits() is True
+        clock.now += seconds - 1
+        assert long.waits() is True
+        clock.now += 1
+        assert long.waits() == f"its file was not read within {seconds} s"
+        assert Long(served).waits() == f"its file was not read within {seconds} s", "nor the next one"
+    loaded(served)
+    assert Long(served).waits() is False
+    assert served.offloading.snapshot()["problem"] is None
+
+
+def test_a_long_prompt_waits_for_reads_before_its_own_and_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as reads end. Behind one that does not nothing else is read, and there is no room."""
+    clock = Clock(monkeypatch)
+    served, file = stored(tmp_path, "wait_complete")
+    for digest in ("b", "c"):
+        file.with_name(f"{digest}.kv").write_bytes(file.read_bytes())
+    first, second, third = (Long(served, digest) for digest in "abc")
+    with slow(file.with_name("b.kv")):
+        with slow(file):
+            assert [one.waits() for one in (first, second, third)] == [True] * 3
+            assert served.offloading.snapshot()["prefixes"] == {"loading": 2}, "the host has room for two"
+            clock.now += 59
+        served.offloading.directory.get("a")
+        while served.offloading.snapshot()["events"].get("loaded") != 1:
+            time.sleep(0.01)
+        clock.now += 59
+        assert first.waits(second.one, third.one) is False
+        assert second.waits(first.one, third.one) is True, "its turn came when the read before it ended"
+        assert third.waits(first.one, second.one) is True
+        clock.now += 1
+        assert second.waits(first.one) == "its file was not read within 60 s"
+        assert "is read or written for more than 60 s" in str(third.waits(first.one, second.one))
+    loaded(served)
+    assert served.offloading.snapshot()["events"]["load_failed"] == 1, "it is a file of another prefix"
+    assert served.offloading.snapshot()["problem"] is None
+
+
+def test_a_pause_ends_no_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at the queue meanwhile. What reads files goes on; copies go on behind it."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+    served, file = stored(tmp_path, "timeout", prefetch_timeout_s=7.0)
+    with slow(file):
+        assert Long(served).waits() is True
+    while served.offloading._mover._done.empty():
+        time.sleep(0.01)
+    clock.now += 3600
+    assert Long(served).waits() is False
+    served.offloading.drop()
+    file.unlink()
+    served.offloading._looked.clear()
+    runs = attachment()
+    served.slots(0, 0, PREFIX)
+    served.decode(0, runs)
+    assert Long(served).waits() is True
+    clock.now += 3600
+    assert Long(served).waits() is True, "the one that has it copied out runs on: in_place"
+    served.offloading.slot_freed(0)
+    served.runs.clear()
+    clock.now += 3600
+    assert Long(served).waits(runs) is True, "or waits, and will run again: retract"
+    assert Long(served).waits() == "the requests that had it copied out have ended", "it was aborted"
+    for _ in range(2):
+        served.decode(0, runs)
+    assert Long(served).waits() is False

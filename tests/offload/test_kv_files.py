@@ -35,7 +35,7 @@ class Kept:
 
     def filled(self, digest: str) -> torch.Tensor:
         """A prefix of random content, written to its file; [layers, 2, TOKENS, heads, dim]."""
-        offload = self.directory.begin(digest, TOKENS)
+        offload = self.directory.begin(digest, TOKENS, ())
         assert not isinstance(offload, str)
         content = torch.randn(LAYERS, 2, TOKENS, *self.pools.device[0].shape[2:])
         for layer, part in zip(self.pools.host, content, strict=True):
@@ -45,7 +45,7 @@ class Kept:
 
     def read(self, digest: str) -> torch.Tensor:
         """The same, out of its file, into other pages."""
-        offload = self.directory.begin(f"read {digest}", TOKENS)
+        offload = self.directory.begin(f"read {digest}", TOKENS, ())
         assert not isinstance(offload, str)
         self.files.read(digest, TOKENS, of_pages(self.pools, offload.pages))
         found = torch.empty(LAYERS, 2, TOKENS, *self.pools.device[0].shape[2:])
@@ -179,7 +179,7 @@ def test_the_thread_gives_back_what_failed_and_goes_on(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     kept.filled("a")
     mover, found = Mover(kept.files, kept.pools), list[Move]()
-    missing, there = (kept.directory.begin(name, 16) for name in ("missing", "there"))
+    missing, there = (kept.directory.begin(name, 16, ()) for name in ("missing", "there"))
     assert not isinstance(missing, str)
     assert not isinstance(there, str)
     mover.begin(Move(missing, True, lambda: None))

@@ -50,6 +50,8 @@ class Served:
         self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
         self.offloading = Offloading(self.options, self.view, self.pools, range(SLOTS, SLOTS), PAGE, waits_s=waits_s)
         self._next = PAGE
+        self.runs: list[Attachment] = []
+        self.offloading.running = lambda: self.runs
 
     def slots(self, row: int, begin: int, end: int) -> None:
         """Real slots of a row's positions."""
@@ -57,9 +59,10 @@ class Served:
         self._next += end - begin
         assert self._next <= SLOTS
 
-    def decode(self, row: int, one: Attachment | None) -> None:
-        """A decode step of one row."""
-        self.offloading.decoding(SimpleNamespace(req_pool_indices=torch.tensor([row]), batch_size=1), [one])
+    def decode(self, row: int, *ones: Attachment) -> None:
+        """A decode step of the rows from one on; no other request runs."""
+        self.runs[:], rows = ones, torch.arange(row, row + len(ones))
+        self.offloading.decoding(SimpleNamespace(req_pool_indices=rows, batch_size=len(ones)), ones)
 
     def behind(self, row: int, one: Attachment, request: Any) -> None:
         """A request gets a row, its prefix in host memory in front."""
@@ -226,12 +229,11 @@ def test_why_a_prefix_stays_on_the_device(tokens: int, reason: str) -> None:
 def test_of_two_running_requests_one_has_room_and_keeps_it() -> None:
     """Neither is a user of what it copies: each step would copy a page and drop the other's."""
     served = Served(num_pages=8)
-    batch = SimpleNamespace(req_pool_indices=torch.tensor([0, 1]), batch_size=2)
     for row in (0, 1):
         served.slots(row, 0, PREFIX)
     both = [attachment("a"), attachment("b")]
     for _ in range(8):
-        served.offloading.decoding(batch, both)
+        served.decode(0, *both)
     assert served.offloading.figures()["offload"] == {"translated": 0, "copied": 1, "host_full": 1}
 
 
@@ -256,16 +258,16 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
     (tmp_path / "kv" / kv_file_name("broken")).mkdir()
     waiting = [(Request(), attachment("broken"))]
     waiting[0][1].prompt_len = PREFIX + 1
-    assert served.offloading.before_batch(waiting) == [waiting[0][0]]
+    assert served.offloading.before_batch(waiting, SLOTS) == [waiting[0][0]]
     monkeypatch.setattr(offloading.time, "monotonic", lambda: time.perf_counter() + 1e9)
-    assert served.offloading.before_batch(waiting) == [], "nobody waits for ever"
+    assert served.offloading.before_batch(waiting, SLOTS) == [], "nobody waits for ever"
     monkeypatch.undo()
-    while served.offloading.before_batch(waiting):
+    while served.offloading.before_batch(waiting, SLOTS):
         time.sleep(0.01)
-    assert served.offloading.before_batch(waiting) == []
+    assert served.offloading.before_batch(waiting, SLOTS) == []
     assert served.offloading.snapshot()["events"] == {"load_failed": 1}
     for digest in ("a", "b"):
-        offload = served.offloading.directory.begin(digest, PREFIX)
+        offload = served.offloading.directory.begin(digest, PREFIX, ())
         assert not isinstance(offload, str)
         files = KVFiles(served.options, served.view)
         files.write(digest, PREFIX, of_pages(served.pools, offload.pages))
@@ -274,7 +276,7 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
     waiting = [(Request(), attachment(digest)) for digest in ("a", "b")]
     for _, one in waiting:
         one.prompt_len = PREFIX + 1
-    while served.offloading.before_batch(waiting):
+    while served.offloading.before_batch(waiting, SLOTS):
         time.sleep(0.01)
     assert served.offloading.wanted(*waiting[0], PREFIX) is not None
     assert served.offloading.wanted(*waiting[1], PREFIX) is None
@@ -334,19 +336,19 @@ def test_a_copy_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -
 def test_who_leaves_host_memory() -> None:
     """The least recently used without a user; what is dropped while in use leaves with its last user."""
     directory = OffloadDirectory(PlainPools(32, 6))
-    first, second, third = (directory.begin(digest, 32) for digest in "abc")
+    first, second, third = (directory.begin(digest, 32, ()) for digest in "abc")
     for one in (first, second, third):
         directory.copied(one, 32)  # type: ignore[arg-type]
     directory.pin(first)  # type: ignore[arg-type]
     directory.get("b")
-    assert not isinstance(directory.begin("d", 32), str)
+    assert not isinstance(directory.begin("d", 32, ()), str)
     assert directory.get("c") is None
     assert directory.get("b") is second
-    assert directory.begin("e", 96) == "host_full"
+    assert directory.begin("e", 96, ()) == "host_full"
     directory.drop()
     assert directory.problem() is None
     assert directory.snapshot() == {"prefixes": {}, "users": 1, "pages": 6, "free_pages": 4}
-    again = directory.begin("a", 32)
+    again = directory.begin("a", 32, ())
     assert again is not first
     assert again.key != first.key  # type: ignore[union-attr]
     directory.unpin(first)  # type: ignore[arg-type]
