@@ -37,6 +37,14 @@ def loaded(served: Served) -> None:
         time.sleep(0.01)
 
 
+def happens(served: Served, event: str) -> None:
+    """Until it has."""
+    deadline = time.monotonic() + 30
+    while not served.offloading.snapshot()["events"].get(event):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def waiting() -> list[tuple[Request, object]]:
     one = attachment()
     one.prompt_len = PREFIX + 1
@@ -120,8 +128,8 @@ def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.
         served.slots(row, 0, PREFIX)
     queue, events = waiting(), served.offloading.directory.events
     if filed:  # read for a request that waits still, as others have no room yet
-        while served.offloading.before_batch(queue, SLOTS):  # type: ignore[arg-type]
-            time.sleep(0.01)
+        assert served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        loaded(served)
         kept, ended = "a", queue
     else:  # copied out for one that runs
         served.decode(0, attachment("b"))
@@ -135,16 +143,16 @@ def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.
             assert found is not None
             assert events["evicted"] == 0
     ended.clear()
+    loaded(served)
     if filed:
         served.offloading.before_batch([], SLOTS)
         served.decode(0, attachment("b"))
         assert served.offloading.directory.get("b") is not None
     else:
-        while served.offloading.before_batch(queue, SLOTS):  # type: ignore[arg-type]
-            time.sleep(0.01)
+        assert served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        loaded(served)
         assert served.offloading.wanted(*queue[0], PREFIX) is not None  # type: ignore[arg-type]
     assert events["evicted"] == 1
-    loaded(served)
     assert served.offloading.snapshot()["problem"] is None
 
 
@@ -210,9 +218,7 @@ def test_a_long_prompt_waits_for_reads_before_its_own_and_for_room(
             assert [one.waits() for one in (first, second, third)] == [True] * 3
             assert served.offloading.snapshot()["prefixes"] == {"loading": 2}, "the host has room for two"
             clock.now += 59
-        served.offloading.directory.get("a")
-        while served.offloading.snapshot()["events"].get("loaded") != 1:
-            time.sleep(0.01)
+        happens(served, "loaded")
         clock.now += 59
         assert first.waits(second.one, third.one) is False
         assert second.waits(first.one, third.one) is True, "its turn came when the read before it ended"
@@ -232,7 +238,9 @@ def test_a_pause_ends_no_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     served, file = stored(tmp_path, "timeout", prefetch_timeout_s=7.0)
     with slow(file):
         assert Long(served).waits() is True
+    deadline = time.monotonic() + 30
     while served.offloading._mover._done.empty():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     clock.now += 3600
     assert Long(served).waits() is False

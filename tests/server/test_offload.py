@@ -5,7 +5,9 @@ The padding page, whose slots stand for what lies in host memory, holds NaN.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.offload.kv_files import kv_file_name
+from tests.offload.slow_file import slow
 from tests.server.harness import PRODUCTION, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
 from tests.server.test_schedules import SMALL_POOL
@@ -235,12 +238,15 @@ def test_a_server_that_starts_anew_needs_no_prefill(
 def test_prompts_that_are_longer_than_the_pool(
     serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path
 ) -> None:
-    """They need room for what stands behind their prefix; a prompt whose prefix is in no file is refused."""
+    """They need room for what stands behind their prefix. A prompt whose prefix is in no file is refused, and one whose
+    file is not read in time; a pause lets them wait.
+    """
     prompts = [texts.ask(one, n) for one in (texts.first, texts.second) for n in range(2)]
     whole = serve(store, PRODUCTION, fresh=True, **FLAGS)
     expected = [whole.generate(prompt, 100).ids for prompt in prompts]
     kept = {**CONFIG["offload"], "folder": str(shutil.copytree(built.kv, tmp_path / "kv"))}
-    server = serve(store, {**CONFIG, "offload": kept}, fresh=True, max_total_tokens="1024", **FLAGS)
+    config = {**CONFIG, "offload": kept, "prefetch_policy": "timeout", "prefetch_timeout_s": 5.0}
+    server = serve(store, config, fresh=True, max_total_tokens="1024", **FLAGS)
     for places in ((0, 1), (2, 3), (0, 2)):  # the host has room for one of the two documents
         calls = [lambda p=prompts[n]: server.generate(p, 100) for n in places]  # type: ignore[misc]
         assert [answer.ids for answer in server.together(calls)] == [expected[n] for n in places]
@@ -250,13 +256,49 @@ def test_prompts_that_are_longer_than_the_pool(
     assert state["translated"] == 6
     with pytest.raises(OSError, match=r"HTTP 400.* exceeds the maximum allowed length"):
         server.generate(texts.ask(texts.unindexed, 0))
-    server.flush()
     file = tmp_path / "kv" / kv_file_name(built.line("first")["digest"])
+    _not_read(server, file, prompts[0], expected[0])
+    for mode in ("in_place", "retract"):
+        _paused(server, file, mode, prompts, expected)
+    server.flush()
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
         server.generate(prompts[0])
     assert server.generate(prompts[2], 100).ids == expected[2]
     offload(server)
+
+
+def _not_read(server: Server, file: Path, prompt: str, expected: tuple[int, ...]) -> None:
+    """Its request ends with an error; others are served, and a later one with it."""
+    server.flush()
+    with slow(file):
+        with pytest.raises(OSError, match=r"HTTP 400.* its file was not read within 5 s"):
+            server.generate(prompt)
+        assert len(server.generate("Others are served.", 4).ids) == 4
+    server.until(lambda state: state["offload"]["users"] == 0)
+    assert server.generate(prompt, 100).ids == expected
+    assert offload(server)["problem"] is None
+
+
+def _paused(server: Server, file: Path, mode: str, prompts: list[str], expected: list[tuple[int, ...]]) -> None:
+    """While one waits for its file, and while one runs and one waits for its room; for longer than a file may take."""
+    for running in (False, True):
+        server.flush()
+        with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as block:
+            if not running:
+                block.enter_context(slow(file))
+            answers = [pool.submit(server.generate, prompts[0], 100)]
+            wanted = ("rows", 1) if running else ("users", 1)
+            server.until(lambda state, w=wanted: state["offload"][w[0]] == w[1])  # type: ignore[misc]
+            if running:
+                answers.append(pool.submit(server.generate, prompts[2], 100))
+                server.until(lambda state: state["requests"] == 1)
+            server.post("/pause_generation", {"mode": mode})
+            block.close()
+            time.sleep(0.5 if running else 5.5)
+            server.post("/continue_generation", {})
+            assert [answer.result(60).ids for answer in answers] == [expected[0], expected[2]][: len(answers)]
+    assert offload(server)["problem"] is None
 
 
 def _until(server: Server, event: str) -> int:
