@@ -211,7 +211,7 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
         return original(scheduler, *args, **kwargs)
     waiting, most = scheduler.waiting_queue, scheduler.max_req_input_len
     for req in waiting:
-        if _runtime.requests.of(req) is None:
+        if offload.has_files and _runtime.requests.of(req) is None:
             _admit(req, _key_of(req))
     held = {id(req) for req in offload.before_batch([(req, _runtime.requests.of(req)) for req in waiting], most)}
     held |= {id(req) for req in waiting if len(req.origin_input_ids) >= most and _waits_for_host(req)}
@@ -237,10 +237,10 @@ def _waits_for_host(req: Any) -> bool:
     """
     assert _runtime is not None
     assert _runtime.offload is not None
-    attachment = _runtime.requests.of(req)
-    assert attachment is not None
     limit = req.logprob_start_len if req.return_logprob and req.logprob_start_len >= 0 else len(req.origin_input_ids)
     tokens, ready = _front(req, limit)
+    attachment = _runtime.requests.of(req)
+    assert attachment is not None
     nowhere = "it is in neither, or log-probabilities of its tokens were asked for"
     why = _runtime.offload.overdue(attachment) if tokens else nowhere
     if why is None:

@@ -114,6 +114,11 @@ class Offloading:
 
     # -- files -----------------------------------------------------------------------------------------------
 
+    @property
+    def has_files(self) -> bool:
+        """Whether `before_batch` reads any."""
+        return self._files is not None
+
     def before_batch(self, waiting: Sequence[tuple[_Request, Attachment | None]], most: int) -> list[_Request]:
         """Before SGLang looks for requests to prefill, when none is matched: take what was read and written, and read
         what waiting requests begin with.

@@ -295,7 +295,7 @@ def _paused(server: Server, file: Path, mode: str, prompts: list[str], expected:
                 server.until(lambda state: state["requests"] == 1)
             server.post("/pause_generation", {"mode": mode})
             block.close()
-            time.sleep(0.5 if running else 5.5)
+            time.sleep(5.5 if mode == "in_place" and not running else 0.5)
             server.post("/continue_generation", {})
             assert [answer.result(60).ids for answer in answers] == [expected[0], expected[2]][: len(answers)]
     assert offload(server)["problem"] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import time
@@ -47,8 +48,11 @@ class Asked:
         assert self.server.state()["offload"]["events"][event] == times
 
     def balanced(self, **prefixes: int) -> None:
-        """What lies in host memory; everything else of it is free."""
+        """What lies in host memory; everything else of it is free, as is SGLang's pool but for what it may evict. What
+        its allocator and its cache have it compares itself, and ends where the sum is wrong.
+        """
         self.server.until(lambda state: state["offload"]["users"] == 0)
+        self.server.until(lambda _: self.server.get("/v1/loads")["loads"][0]["num_used_tokens"] == 0, 20)
         state = offload(self.server)
         assert (state["prefixes"], state["problem"]) == (prefixes, None)
         assert state["pages"] - state["free_pages"] == sum(prefixes.values()) * self.prefix // 16
@@ -66,7 +70,7 @@ class Asked:
 
 @pytest.mark.boot("offload-faults")
 def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path) -> None:
-    """One server's life, until it is told to end while it reads a file."""
+    """One server's life, until it is told to end while it reads a file; then that of the next ones."""
     folder = Path(shutil.copytree(built.kv, tmp_path / "kv"))
     server = serve(store, config_of(folder), fresh=True, **FLAGS)
     first, second = (folder / kv_file_name(built.line(name)["digest"]) for name in ("first", "second"))
@@ -101,12 +105,70 @@ def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Pat
     _flush_under_use(server, one.prompt)
     one.balanced(host=1)
     _no_room_on_disk(server, one)
+    server.flush()
+    one.balanced()
     other = Asked(server, texts.ask(texts.first, 0), FIRST, first)
     with other.held():
+        _told_to_end(server)
+    # The next server reads that file, and is told to end while it writes one.
+    flags = {**FLAGS, "environment": {**FLAGS["environment"], "SGL_FORCE_SHUTDOWN": "1"}}
+    server = serve(store, config_of(folder), fresh=True, **flags)
+    other.server = one.server = server
+    other.right(hosted=True)
+    other.balanced(host=1)
+    with _stopped_while_it_writes(one):
         server.process.terminate()
-        server.process.wait(STOP_SECONDS)
+        deadline = time.monotonic() + STOP_SECONDS
+        while "Force exiting" not in server.tail(20000):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    _told_to_end(server)
+    whole = second.exists()
+    server = serve(store, config_of(folder), fresh=True, **FLAGS)
+    other.server = one.server = server
+    one.right(hosted=whole)
+    one.happens("loaded" if whole else "saved", 1)
+    one.right(hosted=True)
+    one.balanced(host=1)
+    other.right(hosted=True)
+    assert "load_failed" not in server.state()["offload"]["events"]
+    server.flush()
+    other.balanced()
+
+
+def _told_to_end(server: Server) -> None:
+    """It ends in SGLang's usual time, and no process of it is left."""
+    server.process.terminate()
+    server.process.wait(STOP_SECONDS)
     _gone(server)
-    assert first.stat().st_size == 4096 + FIRST * BYTES_OF_TOKEN
+    assert not re.search("Fatal Python error|Segmentation fault|core dumped", server.tail(20000))
+
+
+@contextlib.contextmanager
+def _stopped_while_it_writes(one: Asked) -> Iterator[None]:
+    """Within the block its scheduler stands still, between the first byte of the file and its name."""
+    schedulers, partial = _schedulers(one.server), f".{one.file.name}.partial-*"
+    for _attempt in range(30):
+        one.server.flush()
+        one.file.unlink(missing_ok=True)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(one.server.generate, one.prompt, 2)
+            deadline = time.monotonic() + 60
+            while not (one.file.exists() or any(one.file.parent.glob(partial))):
+                assert time.monotonic() < deadline, "nothing is written"
+            for process in schedulers:
+                process.suspend()
+            stopped = any(one.file.parent.glob(partial)) and not one.file.exists()
+            try:
+                if stopped:
+                    yield
+            finally:
+                for process in schedulers:
+                    process.resume()
+            answer.exception(120)
+        if stopped:
+            return
+    pytest.fail("the file was written before the scheduler could be stopped, each time")
 
 
 def _corrupt(file: Path) -> None:
@@ -139,9 +201,7 @@ def _flush_under_use(server: Server, prompt: str) -> None:
 
 def _no_room_on_disk(server: Server, one: Asked) -> None:
     """A file that cannot be written to its end, or at all: host memory serves on."""
-    folder, schedulers = one.file.parent, [psutil.Process(pid) for pid in _group(server)]
-    schedulers = [one for one in schedulers if any("scheduler" in word for word in (one.name(), *one.cmdline()))]
-    assert schedulers
+    folder, schedulers = one.file.parent, _schedulers(server)
     one.file.unlink()
     server.flush()
     files = sorted(folder.iterdir())
@@ -160,6 +220,13 @@ def _no_room_on_disk(server: Server, one: Asked) -> None:
     one.right(hosted=True)
     gone.rename(folder)
     one.balanced(host=1)
+
+
+def _schedulers(server: Server) -> list[psutil.Process]:
+    found = [psutil.Process(pid) for pid in _group(server)]
+    found = [one for one in found if any("scheduler" in word for word in (one.name(), *one.cmdline()))]
+    assert found
+    return found
 
 
 def _gone(server: Server) -> None:
