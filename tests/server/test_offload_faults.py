@@ -152,7 +152,7 @@ def _stopped_while_it_writes(one: Asked) -> Iterator[None]:
         one.server.flush()
         one.file.unlink(missing_ok=True)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(one.server.generate, one.prompt, 2)
+            answer = pool.submit(one.server.generate, one.prompt, 2, timeout=10)  # it holds the server otherwise
             deadline = time.monotonic() + 60
             while not (one.file.exists() or any(one.file.parent.glob(partial))):
                 assert time.monotonic() < deadline, "nothing is written"
