@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.config import config_from_dict
-from sglang_ext.offload.kv_files import KVFiles, of_pages
+from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
 from sglang_ext.prefix.requests import Attachment
 from tests.offload.slow_file import slow
 from tests.offload.test_offloading import DIM, PREFIX, SLOTS, Request, Served, attachment
@@ -211,9 +211,9 @@ def test_a_long_prompt_waits_for_reads_before_its_own_and_for_room(
     clock = Clock(monkeypatch)
     served, file = stored(tmp_path, "wait_complete")
     for digest in ("b", "c"):
-        file.with_name(f"{digest}.kv").write_bytes(file.read_bytes())
+        file.with_name(kv_file_name(digest)).write_bytes(file.read_bytes())
     first, second, third = (Long(served, digest) for digest in "abc")
-    with slow(file.with_name("b.kv")):
+    with slow(file.with_name(kv_file_name("b"))):
         with slow(file):
             assert [one.waits() for one in (first, second, third)] == [True] * 3
             assert served.offloading.snapshot()["prefixes"] == {"loading": 2}, "the host has room for two"
