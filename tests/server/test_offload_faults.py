@@ -116,24 +116,21 @@ def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Pat
     other.server = one.server = server
     other.right(hosted=True)
     other.balanced(host=1)
-    with _stopped_while_it_writes(one):
-        server.process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        while "Force exiting" not in server.tail(20000):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    _told_to_end(server)
-    whole = second.exists()
-    server = serve(store, config_of(folder), fresh=True, **FLAGS)
+    _told_to_end_while_it_writes(one, killed=True)
+    assert not second.exists()
+    assert list(folder.glob(f".{second.name}.partial-*"))
+    server = serve(store, config_of(folder), fresh=True, **flags)
     other.server = one.server = server
-    one.right(hosted=whole)
-    one.happens("loaded" if whole else "saved", 1)
+    one.right(hosted=False)
+    one.happens("saved", 1)
     one.right(hosted=True)
     one.balanced(host=1)
     other.right(hosted=True)
     assert "load_failed" not in server.state()["offload"]["events"]
     server.flush()
     other.balanced()
+    _told_to_end_while_it_writes(one, killed=False)
+    assert not second.exists() or second.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
 
 
 def _told_to_end(server: Server) -> None:
@@ -144,29 +141,33 @@ def _told_to_end(server: Server) -> None:
     assert not re.search("Fatal Python error|Segmentation fault|core dumped", server.tail(20000))
 
 
-@contextlib.contextmanager
-def _stopped_while_it_writes(one: Asked) -> Iterator[None]:
-    """Within the block its scheduler stands still, between the first byte of the file and its name."""
-    schedulers, partial = _schedulers(one.server), f".{one.file.name}.partial-*"
+def _told_to_end_while_it_writes(one: Asked, *, killed: bool) -> None:
+    """Between the first byte of the file and its name its scheduler stands still. Then it is told to end, and goes on;
+    or is killed, as SGLang kills one that does not end.
+    """
+    server, partial = one.server, f".{one.file.name}.partial-*"
+    schedulers = _schedulers(server)
     for _attempt in range(30):
-        one.server.flush()
+        server.flush()
         one.file.unlink(missing_ok=True)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(one.server.generate, one.prompt, 2, timeout=10)  # it holds the server otherwise
+            answer = pool.submit(server.generate, one.prompt, 2, timeout=10)  # it holds the server otherwise
             deadline = time.monotonic() + 60
             while not (one.file.exists() or any(one.file.parent.glob(partial))):
                 assert time.monotonic() < deadline, "nothing is written"
             for process in schedulers:
                 process.suspend()
             stopped = any(one.file.parent.glob(partial)) and not one.file.exists()
-            try:
-                if stopped:
-                    yield
-            finally:
-                for process in schedulers:
-                    process.resume()
+            if stopped:
+                server.process.terminate()
+                while "Force exiting" not in server.tail(20000):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+            for process in schedulers:
+                process.kill() if stopped and killed else process.resume()
             answer.exception(120)
         if stopped:
+            _told_to_end(server)
             return
     pytest.fail("the file was written before the scheduler could be stopped, each time")
 
