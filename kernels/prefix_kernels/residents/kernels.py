@@ -105,6 +105,8 @@ def count_kernel(
     fetched_entries_ptr,  # int32 [num_kv_heads, num_cells], written: entries of the arena of lists
     num_fetched_ptr,  # int32 [num_kv_heads] of the set, written
     now_ptr,  # int32 [num_kv_heads], written: the step, which ends while others read it
+    placed_ptr,  # int32 [num_kv_heads] of the set: programs that have placed, of all steps
+    all_placed_ptr,  # int32 [num_kv_heads], written: the same behind this step
     counters_ptr,  # int64 [num_kv_heads, 2] of the set
     num_heads, num_cells,
     TILE: tl.constexpr, CELL_TILE: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAPPED: tl.constexpr,
@@ -125,6 +127,7 @@ def count_kernel(
     total = tl.sum(missing, axis=0)
     if stretch == 0:
         tl.store(now_ptr + head, step)
+        tl.store(all_placed_ptr + head, tl.load(placed_ptr + head, cache_modifier=".cg") + stretches)
         tl.store(num_fetched_ptr + head, total)
         counters = counters_ptr + head * 2
         tl.store(counters, tl.load(counters, cache_modifier=".cg") + tl.sum(wanted, axis=0))
@@ -194,8 +197,7 @@ def fetch_kernel(
     num_fetched_ptr,  # int32 [num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], with HAS_MAP
     slots_ptr, cell_of_row_ptr, row_of_cell_ptr, stamps_ptr, steps_ptr, ages_ptr, fetched_entries_ptr,  # as above
-    now_ptr,  # int32 [num_kv_heads]: the step that is placed
-    placed_ptr,  # int32 [num_kv_heads] of the set: programs that have placed, of all steps
+    now_ptr, placed_ptr, all_placed_ptr,  # as for `count_kernel`
     num_heads, num_rows, num_cells, resident_begin, stretches,
     K_WORDS: tl.constexpr, V_WORDS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     POOL_K_STRIDE: tl.constexpr, POOL_V_STRIDE: tl.constexpr, HAS_MAP: tl.constexpr, PLACES: tl.constexpr,
@@ -248,7 +250,7 @@ def fetch_kernel(
             k = tl.load(from_host + word_k, mask=k_there, cache_modifier=".cg")
             v = tl.load(from_host + K_WORDS + word_v, mask=v_there, cache_modifier=".cg")
             if PLACES > 0:
-                all_placed = tl.load(now_ptr + of, cache_modifier=".cg") * stretches
+                all_placed = tl.load(all_placed_ptr + of, cache_modifier=".cg")
                 while tl.atomic_add(placed_ptr + of, 0, sem="acquire", scope="gpu") != all_placed:
                     pass
                 tl.debug_barrier()

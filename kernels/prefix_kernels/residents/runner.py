@@ -84,7 +84,7 @@ class Residents:
         self._part_counts = integers(block_of(max(max_groups, _STRETCHES), _LEAST_BLOCK), shape.num_kv_heads, 2)
         self._ages = integers(shape.num_kv_heads, _STRETCHES, reference.FREE + 1)
         self._entries = integers(shape.num_kv_heads, shape.num_cells)
-        self._now = integers(shape.num_kv_heads)
+        self._now, self._all_placed = integers(shape.num_kv_heads), integers(shape.num_kv_heads)
         self._placed = integers(shape.num_sets, shape.num_kv_heads)
         self._groups: tuple[ResidentGroup, ...] = ()
         self.plan(())
@@ -199,7 +199,7 @@ class Residents:
     @property
     def nbytes(self) -> int:
         """Device memory, the cells apart."""
-        own = (self._table, self._missing, self._part_counts, self._ages, self._entries, self._now, self._placed)
+        own = (self._table, self._missing, self._part_counts, self._ages, self._entries, self._placed)
         return self.state.nbytes + sum(tensor.nbytes for tensor in own)
 
     def _arguments(self, number: int) -> dict[str, Any]:
@@ -217,6 +217,7 @@ class Residents:
             "ages_ptr": self._ages,
             "now_ptr": self._now,
             "placed_ptr": self._placed[number],
+            "all_placed_ptr": self._all_placed,
             "num_heads": shape.num_kv_heads,
             "num_rows": shape.host_rows,
             "num_cells": shape.num_cells,
