@@ -3,6 +3,9 @@
 A request whose prefix lies in host memory has *virtual* slots in its first P entries of `req_to_token`: entry i is
 i % page_size, a slot of SGLang's padding page, which nothing may read. SGLang's prefix cache and allocator see what
 stands behind them only (`compat.offload_tree`). A forward with such a row is attended here, or raises.
+
+Tensor-parallel ranks keep their own KV heads, each in its own memory and files, and decide alike: by what SGLang gives
+to all of them, and by the least that any of them knows (`Offloading._settle`).
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from prefix_kernels.prefill_attention import Span
@@ -30,6 +35,7 @@ from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
 from sglang_ext.prefix.residency import State
+from sglang_ext.ranks import EVERY, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,29 @@ _RETRY_S = 60.0
 """For so long a file that could not be read is as if it were not there."""
 COPY_BYTES = 256 << 20
 """Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
+_FAILED, _DONE = 1, 2
+"""How a move has ended on a rank; 0: not yet."""
+
+
+class _Word(NamedTuple):
+    """What all ranks say of a request.
+
+    Attributes:
+        digest: of its index; None: they found none, or not the same.
+        may: whether it may be served by that.
+        filed: whether there is a file, where one may be wanted.
+        loaded: whether the index is not on its way to the device any more.
+        copied: whether a request that runs has the prefix copied out.
+    """
+
+    digest: str | None = None
+    may: bool = False
+    filed: bool = False
+    loaded: bool = False
+    copied: bool = False
+
+
+_NOTHING = _Word()
 
 
 class Offloading:
@@ -57,6 +86,7 @@ class Offloading:
         swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
         serves: whether steps select by a request's index, as far as is known now; else its prefix stays on the device.
         loading: whether an index is on its way to the device: steps without it are slow behind host memory.
+        ready: whether all ranks may use a request's index in this step.
         running: of the requests that have a slot.
         selects: whether a step can select behind a prefix of so many tokens; else it stays on the device.
 
@@ -68,6 +98,7 @@ class Offloading:
         page_size: SGLang's; a prefix is a multiple of it.
         waits_s: seconds that a request waits while its prefix is read from a file, and its index loads, at most; behind
             them it is prefilled.
+        ranks: of the tensor-parallel group.
 
     Raises:
         OSError: the folder for files cannot be made.
@@ -82,8 +113,10 @@ class Offloading:
         page_size: int,
         *,
         waits_s: float = 0.0,
+        ranks: Ranks | None = None,
     ) -> None:
         self._options, self._view, self._pool = options, view, pool
+        self._ranks = ranks or Ranks()
         self._residents = residents
         self._attention = StagedAttention(pool, options.staging_tokens, view.num_layers, view.device)
         if view.device.type == "cuda":
@@ -101,23 +134,68 @@ class Offloading:
         self.serves: Callable[[Attachment], bool] = lambda attachment: True
         self.selects: Callable[[int], bool] = lambda tokens: True
         self.loading: Callable[[str], bool] = lambda digest: False
+        self.ready: Callable[[Attachment], bool] = lambda one: one.index is not None and one.index.state is State.READY
         self.running: Callable[[], Iterable[Attachment]] = lambda: ()
         self._off = False
         self._waits_s, self._fresh, self._looked = min(waits_s, _WAIT_S), list[Tensor](), dict[str, float]()
         self._waiting: dict[str, bool] = {}  # digest -> whether a request with it has room without it
-        self._moves: dict[bool, list[Offload]] = {loads: [] for loads in (True, False)}
-        self._moved_at = dict.fromkeys(self._moves, 0.0)
+        self._words: weakref.WeakKeyDictionary[Attachment, _Word] = weakref.WeakKeyDictionary()
+        self._moves = list[Move]()  # as they were begun, on all ranks
+        self._ended = dict[Offload, int]()  # of them on this rank
+        self._moved_at = dict.fromkeys((True, False), 0.0)
+        self._now, self._looks = 0.0, 0
         self._files: KVFiles | None = None
         if options.folder is not None:
-            self._files = KVFiles(options, view)
+            self._files = KVFiles(options, view, self._ranks)
             self._mover = Mover(self._files, pool)
 
-    # -- files -----------------------------------------------------------------------------------------------
+    # -- what all ranks know ---------------------------------------------------------------------------------
 
-    @property
-    def has_files(self) -> bool:
-        """Whether `before_batch` reads any."""
-        return self._files is not None
+    def _settle(self, ones: Sequence[Attachment | None]) -> None:
+        """Take the moves that have ended on all ranks, and learn what all say of requests. A collective: stands where
+        all ranks come by, with the same requests.
+        """
+        self._end_moves()
+        facts = dict[str, tuple[int, ...]]()
+        values = [self._ended.get(move.offload, 0) for move in self._moves]
+        for one in ones:
+            values += self._said_here(one, facts)
+        least = iter(self._least(values))
+        for move, state in zip(list(self._moves), least, strict=False):
+            if state:
+                self._moved(move, state)
+        for one in ones:
+            low, high, *rest = islice(least, 1 + len(_NOTHING))
+            if one is not None:
+                digest = one.entry.digest if one.entry is not None and low == -high else None
+                self._words[one] = _NOTHING if digest is None else _Word(digest, *map(bool, rest))
+
+    def _least(self, values: Sequence[int]) -> list[int]:
+        """See `Ranks`; a collective, which also says what time it is, in microseconds."""
+        now, *least = self._ranks.least([round(time.monotonic() * 1e6), *values])
+        self._now = now / 1e6
+        return least
+
+    def _said_here(self, one: Attachment | None, facts: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """A request's word on this rank, its index as a number and less that number; `facts` of digests are kept."""
+        if one is None or one.entry is None:
+            return (0,) * (1 + len(_NOTHING))
+        digest = one.entry.digest
+        if digest not in facts:
+            state = self.directory.state(digest)
+            copies = state is OffloadState.COPYING
+            filed = self._files is not None and (copies or state is None) and self._filed(digest)
+            facts[digest] = filed, not self.loading(digest), copies and self._is_copied(digest)
+        number = xxhash.xxh3_64_intdigest(digest.encode()) >> 1
+        return number, -number, self._may(one), *facts[digest]
+
+    def _word(self, one: Attachment | None) -> _Word:
+        """What all ranks say of a request; those that were not asked by now are: a collective."""
+        if one is not None and one not in self._words:
+            self._settle([one])
+        return _NOTHING if one is None or one.entry is None else self._words[one]
+
+    # -- files -----------------------------------------------------------------------------------------------
 
     def before_batch(self, waiting: Sequence[tuple[_Request, Attachment | None]], most: int) -> list[_Request]:
         """Before SGLang looks for requests to prefill, when none is matched: take what was read and written, and read
@@ -130,24 +208,29 @@ class Offloading:
         Returns:
             Those that wait on, as their prefix is being read.
         """
-        self._take_moves()
+        self._looks += 1
         self._waiting.clear()
+        if not waiting and not (self._moves and (self._looks % EVERY == 0 or not any(self.running()))):
+            return []  # plain decode steps do without a collective
+        self._settle([one for _, one in waiting])
         for _, one in waiting:
-            if one is not None and one.entry is not None:
+            digest = self._word(one).digest
+            if one is not None and digest is not None:
                 copies = one.prompt_len < most and self._copies(one)
-                self._waiting[one.entry.digest] = self._waiting.get(one.entry.digest, False) or copies
+                self._waiting[digest] = self._waiting.get(digest, False) or copies
         if self._files is None or self._off:
             return []
         held = []
         for request, attachment in waiting:
-            if attachment is None or attachment.entry is None or not self._may(attachment):
+            word = self._word(attachment)
+            if attachment is None or attachment.entry is None or word.digest is None or not word.may:
                 continue
-            digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
+            digest, tokens = word.digest, attachment.entry.identity.num_tokens
             if attachment.prompt_len <= tokens:
                 continue  # its last token is prefilled in any case
             found = self.directory.get(digest)
-            readable = (found is None or found.state is OffloadState.COPYING) and self._readable(digest)
-            if found is not None and readable and not self._is_copied(digest, waiting=False):
+            readable = (found is None or found.state is OffloadState.COPYING) and self._readable(word)
+            if found is not None and readable and not word.copied:
                 self.directory.leave(found)  # the request that had it copied out has ended
                 found = None
             if found is None and readable and self._unfit(tokens) is None:
@@ -156,31 +239,32 @@ class Offloading:
                 if found is not None:
                     self._fresh.append(found.pages)
                     self._move(found, loads=True)
-            if found is None or time.monotonic() >= found.moved_at + self._waits_s:
+            if found is None or self._now >= found.moved_at + self._waits_s:
                 continue
-            if found.state is OffloadState.LOADING or self.loading(digest):
+            if found.state is OffloadState.LOADING or not word.loaded:
                 held.append(request)
         return held
 
     def _live(self) -> set[str]:
         """Digests of requests that wait, as of the last look at them, or run."""
-        return self._waiting.keys() | {one.entry.digest for one in self.running() if one.entry is not None}
+        words = (self._words.get(one, _NOTHING) for one in self.running() if one.entry is not None)
+        return self._waiting.keys() | {word.digest for word in words if word.digest is not None}
 
     def _copies(self, one: Attachment) -> bool:
-        return one.offload_refusal is None and self._may(one)
+        return one.offload_refusal is None and self._word(one).may
 
-    def _is_copied(self, digest: str, *, waiting: bool = True) -> bool:
-        """Whether a request that runs, or waits and may run, has the prefix copied out."""
-        copies = (one.entry is not None and one.entry.digest == digest and self._copies(one) for one in self.running())
-        return (waiting and self._waiting.get(digest, False)) or any(copies)
+    def _is_copied(self, digest: str) -> bool:
+        """Whether a request that runs has the prefix copied out, as this rank sees it."""
+        ones = (one for one in self.running() if one.entry is not None and one.entry.digest == digest)
+        return any(one.offload_refusal is None and self._may(one) for one in ones)
 
     def _hangs(self, *, loads: bool) -> bool:
         """Whether moves of a kind are under way, and for long none has ended."""
-        moves = self._moves[loads]
-        return bool(moves) and time.monotonic() >= max(moves[0].moved_at, self._moved_at[loads]) + _WAIT_S
+        first = next((move.offload for move in self._moves if move.loads == loads), None)
+        return first is not None and self._now >= max(first.moved_at, self._moved_at[loads]) + _WAIT_S
 
-    def _readable(self, digest: str) -> bool:
-        return self._files is not None and not self._hangs(loads=True) and self._filed(digest)
+    def _readable(self, word: _Word) -> bool:
+        return word.filed and not self._hangs(loads=True)
 
     def _filed(self, digest: str) -> bool:
         """Whether there is a file; of one that is not there, what was true within the last second."""
@@ -198,21 +282,21 @@ class Offloading:
 
     def _move(self, offload: Offload, *, loads: bool) -> None:
         self.directory.pin(offload)
-        offload.moved_at = time.monotonic()
-        self._moves[loads].append(offload)
-        self._mover.begin(Move(offload, loads, waits_for(self._view.device)))
+        offload.moved_at = self._now
+        self._moves.append(Move(offload, loads, waits_for(self._view.device)))
+        self._mover.begin(self._moves[-1])
 
-    def _take_moves(self) -> None:
+    def _end_moves(self) -> None:
+        """What this rank does by itself for moves that have ended on it."""
         for move in self._mover.ended() if self._files is not None else ():
             offload = move.offload
-            self._moves[move.loads].remove(offload)
-            self._moved_at[move.loads] = time.monotonic()
             if move.loads and move.error is None and not offload.dropped:
                 try:
                     self._pool.restore(offload.pages)
                     offload.host = self._host_of(offload)
                 except Exception as error:  # the server lives on
                     move.error = error
+            self._ended[offload] = _DONE if move.error is None else _FAILED
             if move.error is not None:
                 what = "read from" if move.loads else "written to"
                 logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
@@ -220,15 +304,20 @@ class Offloading:
                 if isinstance(move.error, KVFileError) and self._files is not None:
                     with suppress(OSError):  # of another user, or of a folder that is read only
                         self._files.path(offload.digest).unlink(missing_ok=True)
-                self.directory.moved("load_failed" if move.loads else "save_failed", offload)
-            elif move.loads and offload.dropped:
-                pass
-            elif move.loads:
-                self.directory.moved("loaded", offload)
-            else:
+            elif not move.loads:
                 self._looked.pop(offload.digest, None)
-                self.directory.moved("saved", offload)
-            self.directory.unpin(offload)
+
+    def _moved(self, move: Move, state: int) -> None:
+        """A move has ended on all ranks."""
+        offload = move.offload
+        self._moves.remove(move)
+        del self._ended[offload]
+        self._moved_at[move.loads] = self._now
+        if state == _FAILED:
+            self.directory.moved("load_failed" if move.loads else "save_failed", offload)
+        elif not (move.loads and offload.dropped):
+            self.directory.moved("loaded" if move.loads else "saved", offload)
+        self.directory.unpin(offload)
 
     # -- from match to slot ----------------------------------------------------------------------------------
 
@@ -243,9 +332,10 @@ class Offloading:
             limit: tokens that its match may cover.
         """
         self._matched.pop(request, None)
-        if self._off or attachment is None or attachment.entry is None or not self._may(attachment):
+        word = _NOTHING if self._off else self._word(attachment)
+        if word.digest is None or not word.may:
             return None
-        found = self.directory.get(attachment.entry.digest)
+        found = self.directory.get(word.digest)
         if found is None or found.state is not OffloadState.HOST or found.prefix_len > limit:
             return None
         self._matched[request] = found
@@ -261,13 +351,12 @@ class Offloading:
         Returns:
             Tokens, and whether they are in host memory now. (0, False): nothing, for as long as is known.
         """
-        if self._off or attachment is None or attachment.entry is None or not self._may(attachment):
+        word = _NOTHING if self._off else self._word(attachment)
+        if attachment is None or attachment.entry is None or word.digest is None or not word.may:
             return 0, False
-        digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
-        found = self.directory.get(digest)
+        tokens, found = attachment.entry.identity.num_tokens, self.directory.get(word.digest)
         if found is None:
-            fits = tokens <= self._pool.num_pages * PAGE_TOKENS and self._unfit(tokens) is None
-            coming = fits and self._files is not None and self._filed(digest)
+            coming = word.filed and tokens <= self._pool.num_pages * PAGE_TOKENS and self._unfit(tokens) is None
         else:
             coming = found.state is not OffloadState.FAILED
         if not coming or tokens > limit:
@@ -278,17 +367,18 @@ class Offloading:
         """Why what a waiting request may have in front is not waited for any longer, in words; None where it is. Asked
         behind `before_batch`. For room, which requests give back that end, it waits as long as for room in the KV pool.
         """
-        assert attachment.entry is not None
-        digest = attachment.entry.digest
-        found = self.directory.get(digest)
+        word = self._word(attachment)
+        assert word.digest is not None
+        found = self.directory.get(word.digest)
         if found is None:
             if self._hangs(loads=True) or self._hangs(loads=False):
                 return f"a file in offload.folder is read or written for more than {_WAIT_S:.0f} s"
         elif found.state is OffloadState.LOADING:
             waits_s = self._waits_s or _WAIT_S  # who waits for nothing is prefilled, but has no room for it
-            if time.monotonic() >= max(found.moved_at, self._moved_at[True]) + waits_s:
+            if self._now >= max(found.moved_at, self._moved_at[True]) + waits_s:
                 return f"its file was not read within {waits_s:g} s"
-        elif found.state is OffloadState.COPYING and not (self._is_copied(digest) or self._readable(digest)):
+        copies = self._waiting.get(word.digest, False) or word.copied
+        if found is not None and found.state is OffloadState.COPYING and not (copies or self._readable(word)):
             return "the requests that had it copied out have ended"
         return None
 
@@ -438,11 +528,12 @@ class Offloading:
             return
         virtual = {place for place, front in enumerate(self._fronts(forward_batch)) if front is not None}
         for place, one in enumerate(attachments):
-            if place in virtual or one is None or one.entry is None or not self._copies(one):
+            digest = self._word(one).digest
+            if place in virtual or one is None or one.entry is None or digest is None or not self.ready(one):
                 continue
-            if one.index is None or one.index.state is not State.READY:
+            if one.offload_refusal is not None or not self._may(one):  # which all ranks have alike of an index in use
                 continue
-            digest, tokens = one.entry.digest, one.entry.identity.num_tokens
+            tokens = one.entry.identity.num_tokens
             found = self.directory.get(digest)
             if found is not None and found.state is not OffloadState.COPYING:
                 continue
@@ -471,10 +562,13 @@ class Offloading:
         tokens = min(self._piece, offload.prefix_len - offload.copied)
         part = slice(offload.copied, offload.copied + tokens)
         pages = offload.pages[part.start // PAGE_TOKENS : part.stop // PAGE_TOKENS]
+        copied = True
         try:
             self._pool.backup(self._view.req_to_token.index_select(0, row)[0, part].to(torch.int64), pages)
         except Exception as error:  # the server lives on
             logger.error("sparse attention: a prefix cannot be copied to host memory", exc_info=error)
+            copied = False
+        if not all(self._least([copied])):
             self.directory.failed(offload)
             return
         self.directory.copied(offload, tokens)
@@ -518,8 +612,9 @@ class Offloading:
         return {"offload": {"translated": self.translated, **self.directory.events, **self.refused}}
 
     def snapshot(self) -> dict[str, Any]:
-        """State as plain values."""
-        self._take_moves()
+        """State as plain values; with several ranks as of the last collective, as this is none."""
+        if self._ranks.size == 1:
+            self._settle(())
         counts: dict[str, Any] = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
         counts["residents"] = None if self.swap is None else self.swap.counted()
         counts["problem"] = self.directory.problem()

@@ -342,6 +342,12 @@ class Readiness:
             attachment.count(reason, self._counters)
         return index
 
+    def serves(self, attachment: Attachment) -> bool:
+        """Whether all ranks may use the index that they hold for a request."""
+        index = attachment.index
+        agreed = self._agreement is None or self._agreement.ready(attachment.rid)
+        return agreed and index is not None and index.state is State.READY
+
     def _look(
         self, attachment: Attachment, *, waits: bool = True, votes: bool = False
     ) -> tuple[ResidentIndex | None, str | None]:
