@@ -21,6 +21,7 @@ from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from sglang_ext.prefix.requests import Attachment
 from sglang_ext.prefix.residency import State
+from sglang_ext.ranks import Ranks
 from tests.offload.host_memory import PlainPools
 
 PREFIX, HEADS, DIM, PAGE = 96, 4, 8, 16
@@ -38,6 +39,7 @@ class Served:
         min_tokens: int = 32,
         folder: str | None = None,
         waits_s: float = 60.0,
+        ranks: Ranks | None = None,
     ) -> None:
         torch.manual_seed(3)
         self.pools = PlainPools(SLOTS, num_pages)
@@ -48,7 +50,8 @@ class Served:
         )  # fmt: skip
         sizes = {"min_tokens": min_tokens, "staging_tokens": staging}
         self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
-        self.offloading = Offloading(self.options, self.view, self.pools, range(SLOTS, SLOTS), PAGE, waits_s=waits_s)
+        of_device = range(SLOTS, SLOTS), PAGE
+        self.offloading = Offloading(self.options, self.view, self.pools, *of_device, waits_s=waits_s, ranks=ranks)
         self._next = PAGE
         self.runs: list[Attachment] = []
         self.offloading.running = lambda: self.runs
