@@ -126,7 +126,6 @@ class SparseRuntime:
         if self.offload is not None:
             self.offload.serves, self.offload.running = self._serves, self.requests.running
             self.offload.loading = lambda digest: self.residency.state(digest) is State.LOADING
-            self.offload.ready = lambda one: self.ready.serves(one)
         if self.offload is not None and self.planner.sparse is not None:
             self.offload.swap, self.offload.selects = self.planner.sparse.swap, self.planner.sparse.swaps
             self.offload.tell_longest(view.req_to_token.shape[1])
@@ -336,7 +335,7 @@ class SparseRuntime:
             if self.planner.drafts is None:
                 self._settle(forward_batch.rids)
             if self.offload is not None and forward_batch.rids:
-                self.offload.decoding(forward_batch, [self.requests.get(rid) for rid in forward_batch.rids])
+                self.offload.decoding(forward_batch, self.ready.serving(forward_batch.rids))
             hosts = [] if self.offload is None else self.offload.hosts(forward_batch)
             planned = self._planned(forward_batch, hosts)
             if self.offload is not None and hosts and planned is None:

@@ -5,22 +5,18 @@ i % page_size, a slot of SGLang's padding page, which nothing may read. SGLang's
 stands behind them only (`compat.offload_tree`). A forward with such a row is attended here, or raises.
 
 Tensor-parallel ranks keep their own KV heads, each in its own memory and files, and decide alike: by what SGLang gives
-to all of them, and by the least that any of them knows (`Offloading._settle`).
+to all of them, and by what they have agreed on (`offload.agreement`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor
 
 from prefix_kernels.prefill_attention import Span
@@ -28,50 +24,21 @@ from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.types import HostPrefix
 from sglang_ext.model_view import ModelView
+from sglang_ext.offload.agreement import NOTHING, WAIT_S, OffloadAgreement, Word
 from sglang_ext.offload.attention import StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
 from sglang_ext.offload.host import HostPool
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
+from sglang_ext.offload.kv_files import KVFiles
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
-from sglang_ext.prefix.residency import State
 from sglang_ext.ranks import EVERY, Ranks
 
 logger = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request", bound=Hashable)
 
-_LOOKED = 4096
-"""Prefixes without a file that are remembered, at most."""
-_WAIT_S = 60.0
-"""For so long a request waits for a file, at most; then it is prefilled. Behind it reading and writing hang."""
-_RETRY_S = 60.0
-"""For so long a file that could not be read is as if it were not there."""
 COPY_BYTES = 256 << 20
 """Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
-_FAILED, _DONE = 1, 2
-"""How a move has ended on a rank; 0: not yet."""
-
-
-class _Word(NamedTuple):
-    """What all ranks say of a request.
-
-    Attributes:
-        digest: of its index; None: they found none, or not the same.
-        may: whether it may be served by that.
-        filed: whether there is a file, where one may be wanted.
-        loaded: whether the index is not on its way to the device any more.
-        copied: whether a request that runs has the prefix copied out.
-    """
-
-    digest: str | None = None
-    may: bool = False
-    filed: bool = False
-    loaded: bool = False
-    copied: bool = False
-
-
-_NOTHING = _Word()
 
 
 class Offloading:
@@ -86,7 +53,6 @@ class Offloading:
         swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
         serves: whether steps select by a request's index, as far as is known now; else its prefix stays on the device.
         loading: whether an index is on its way to the device: steps without it are slow behind host memory.
-        ready: whether all ranks may use a request's index in this step.
         running: of the requests that have a slot.
         selects: whether a step can select behind a prefix of so many tokens; else it stays on the device.
 
@@ -116,7 +82,7 @@ class Offloading:
         ranks: Ranks | None = None,
     ) -> None:
         self._options, self._view, self._pool = options, view, pool
-        self._ranks = ranks or Ranks()
+        self._alone = ranks is None or ranks.size == 1
         self._residents = residents
         self._attention = StagedAttention(pool, options.staging_tokens, view.num_layers, view.device)
         if view.device.type == "cuda":
@@ -134,66 +100,12 @@ class Offloading:
         self.serves: Callable[[Attachment], bool] = lambda attachment: True
         self.selects: Callable[[int], bool] = lambda tokens: True
         self.loading: Callable[[str], bool] = lambda digest: False
-        self.ready: Callable[[Attachment], bool] = lambda one: one.index is not None and one.index.state is State.READY
         self.running: Callable[[], Iterable[Attachment]] = lambda: ()
         self._off = False
-        self._waits_s, self._fresh, self._looked = min(waits_s, _WAIT_S), list[Tensor](), dict[str, float]()
+        self._waits_s, self._fresh, self._looks = min(waits_s, WAIT_S), list[Tensor](), 0
         self._waiting: dict[str, bool] = {}  # digest -> whether a request with it has room without it
-        self._words: weakref.WeakKeyDictionary[Attachment, _Word] = weakref.WeakKeyDictionary()
-        self._moves = list[Move]()  # as they were begun, on all ranks
-        self._ended = dict[Offload, int]()  # of them on this rank
-        self._moved_at = dict.fromkeys((True, False), 0.0)
-        self._now, self._looks = 0.0, 0
-        self._files: KVFiles | None = None
-        if options.folder is not None:
-            self._files = KVFiles(options, view, self._ranks)
-            self._mover = Mover(self._files, pool)
-
-    # -- what all ranks know ---------------------------------------------------------------------------------
-
-    def _settle(self, ones: Sequence[Attachment | None]) -> None:
-        """Take the moves that have ended on all ranks, and learn what all say of requests. A collective: stands where
-        all ranks come by, with the same requests.
-        """
-        self._end_moves()
-        facts = dict[str, tuple[int, ...]]()
-        values = [self._ended.get(move.offload, 0) for move in self._moves]
-        for one in ones:
-            values += self._said_here(one, facts)
-        least = iter(self._least(values))
-        for move, state in zip(list(self._moves), least, strict=False):
-            if state:
-                self._moved(move, state)
-        for one in ones:
-            low, high, *rest = islice(least, 1 + len(_NOTHING))
-            if one is not None:
-                digest = one.entry.digest if one.entry is not None and low == -high else None
-                self._words[one] = _NOTHING if digest is None else _Word(digest, *map(bool, rest))
-
-    def _least(self, values: Sequence[int]) -> list[int]:
-        """See `Ranks`; a collective, which also says what time it is, in microseconds."""
-        now, *least = self._ranks.least([round(time.monotonic() * 1e6), *values])
-        self._now = now / 1e6
-        return least
-
-    def _said_here(self, one: Attachment | None, facts: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """A request's word on this rank, its index as a number and less that number; `facts` of digests are kept."""
-        if one is None or one.entry is None:
-            return (0,) * (1 + len(_NOTHING))
-        digest = one.entry.digest
-        if digest not in facts:
-            state = self.directory.state(digest)
-            copies = state is OffloadState.COPYING
-            filed = self._files is not None and (copies or state is None) and self._filed(digest)
-            facts[digest] = filed, not self.loading(digest), copies and self._is_copied(digest)
-        number = xxhash.xxh3_64_intdigest(digest.encode()) >> 1
-        return number, -number, self._may(one), *facts[digest]
-
-    def _word(self, one: Attachment | None) -> _Word:
-        """What all ranks say of a request; those that were not asked by now are: a collective."""
-        if one is not None and one not in self._words:
-            self._settle([one])
-        return _NOTHING if one is None or one.entry is None else self._words[one]
+        self._files = None if options.folder is None else KVFiles(options, view, ranks)
+        self._agreed = OffloadAgreement(ranks or Ranks(), self, self.directory, self._files, pool, view.device)
 
     # -- files -----------------------------------------------------------------------------------------------
 
@@ -210,11 +122,11 @@ class Offloading:
         """
         self._looks += 1
         self._waiting.clear()
-        if not waiting and not (self._moves and (self._looks % EVERY == 0 or not any(self.running()))):
+        if not waiting and not (self._agreed.moves and (self._looks % EVERY == 0 or not any(self.running()))):
             return []  # plain decode steps do without a collective
-        self._settle([one for _, one in waiting])
+        self._agreed.settle([one for _, one in waiting])
         for _, one in waiting:
-            digest = self._word(one).digest
+            digest = self._agreed.word(one).digest
             if one is not None and digest is not None:
                 copies = one.prompt_len < most and self._copies(one)
                 self._waiting[digest] = self._waiting.get(digest, False) or copies
@@ -222,7 +134,7 @@ class Offloading:
             return []
         held = []
         for request, attachment in waiting:
-            word = self._word(attachment)
+            word = self._agreed.word(attachment)
             if attachment is None or attachment.entry is None or word.digest is None or not word.may:
                 continue
             digest, tokens = word.digest, attachment.entry.identity.num_tokens
@@ -238,86 +150,33 @@ class Offloading:
                 found = None if isinstance(begun, str) else begun
                 if found is not None:
                     self._fresh.append(found.pages)
-                    self._move(found, loads=True)
-            if found is None or self._now >= found.moved_at + self._waits_s:
+                    self._agreed.move(found, loads=True)
+            if found is None or self._agreed.now >= found.moved_at + self._waits_s:
                 continue
             if found.state is OffloadState.LOADING or not word.loaded:
                 held.append(request)
         return held
 
-    def _live(self) -> set[str]:
-        """Digests of requests that wait, as of the last look at them, or run."""
-        words = (self._words.get(one, _NOTHING) for one in self.running() if one.entry is not None)
-        return self._waiting.keys() | {word.digest for word in words if word.digest is not None}
-
-    def _copies(self, one: Attachment) -> bool:
-        return one.offload_refusal is None and self._word(one).may
-
-    def _is_copied(self, digest: str) -> bool:
+    def is_copied(self, digest: str) -> bool:
         """Whether a request that runs has the prefix copied out, as this rank sees it."""
         ones = (one for one in self.running() if one.entry is not None and one.entry.digest == digest)
-        return any(one.offload_refusal is None and self._may(one) for one in ones)
+        return any(one.offload_refusal is None and self.may(one) for one in ones)
 
-    def _hangs(self, *, loads: bool) -> bool:
-        """Whether moves of a kind are under way, and for long none has ended."""
-        first = next((move.offload for move in self._moves if move.loads == loads), None)
-        return first is not None and self._now >= max(first.moved_at, self._moved_at[loads]) + _WAIT_S
+    def filled(self, offload: Offload) -> None:
+        """A prefix was read from its file."""
+        self._pool.restore(offload.pages)
+        offload.host = self._host_of(offload)
 
-    def _readable(self, word: _Word) -> bool:
-        return word.filed and not self._hangs(loads=True)
+    def _live(self) -> set[str]:
+        """Digests of requests that wait, as of the last look at them, or run."""
+        digests = (self._agreed.known(one).digest for one in self.running())
+        return self._waiting.keys() | {digest for digest in digests if digest is not None}
 
-    def _filed(self, digest: str) -> bool:
-        """Whether there is a file; of one that is not there, what was true within the last second."""
-        assert self._files is not None
-        now = time.monotonic()
-        if now < self._looked.get(digest, 0.0):
-            return False
-        with suppress(OSError):
-            if self._files.path(digest).exists():
-                return True
-        if len(self._looked) >= _LOOKED:
-            self._looked.clear()
-        self._looked[digest] = now + 1.0
-        return False
+    def _copies(self, one: Attachment) -> bool:
+        return one.offload_refusal is None and self._agreed.word(one).may
 
-    def _move(self, offload: Offload, *, loads: bool) -> None:
-        self.directory.pin(offload)
-        offload.moved_at = self._now
-        self._moves.append(Move(offload, loads, waits_for(self._view.device)))
-        self._mover.begin(self._moves[-1])
-
-    def _end_moves(self) -> None:
-        """What this rank does by itself for moves that have ended on it."""
-        for move in self._mover.ended() if self._files is not None else ():
-            offload = move.offload
-            if move.loads and move.error is None and not offload.dropped:
-                try:
-                    self._pool.restore(offload.pages)
-                    offload.host = self._host_of(offload)
-                except Exception as error:  # the server lives on
-                    move.error = error
-            self._ended[offload] = _DONE if move.error is None else _FAILED
-            if move.error is not None:
-                what = "read from" if move.loads else "written to"
-                logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
-                self._looked[offload.digest] = time.monotonic() + _RETRY_S
-                if isinstance(move.error, KVFileError) and self._files is not None:
-                    with suppress(OSError):  # of another user, or of a folder that is read only
-                        self._files.path(offload.digest).unlink(missing_ok=True)
-            elif not move.loads:
-                self._looked.pop(offload.digest, None)
-
-    def _moved(self, move: Move, state: int) -> None:
-        """A move has ended on all ranks."""
-        offload = move.offload
-        self._moves.remove(move)
-        del self._ended[offload]
-        self._moved_at[move.loads] = self._now
-        if state == _FAILED:
-            self.directory.moved("load_failed" if move.loads else "save_failed", offload)
-        elif not (move.loads and offload.dropped):
-            self.directory.moved("loaded" if move.loads else "saved", offload)
-        self.directory.unpin(offload)
+    def _readable(self, word: Word) -> bool:
+        return word.filed and not self._agreed.hangs(loads=True)
 
     # -- from match to slot ----------------------------------------------------------------------------------
 
@@ -332,7 +191,7 @@ class Offloading:
             limit: tokens that its match may cover.
         """
         self._matched.pop(request, None)
-        word = _NOTHING if self._off else self._word(attachment)
+        word = NOTHING if self._off else self._agreed.word(attachment)
         if word.digest is None or not word.may:
             return None
         found = self.directory.get(word.digest)
@@ -351,7 +210,7 @@ class Offloading:
         Returns:
             Tokens, and whether they are in host memory now. (0, False): nothing, for as long as is known.
         """
-        word = _NOTHING if self._off else self._word(attachment)
+        word = NOTHING if self._off else self._agreed.word(attachment)
         if attachment is None or attachment.entry is None or word.digest is None or not word.may:
             return 0, False
         tokens, found = attachment.entry.identity.num_tokens, self.directory.get(word.digest)
@@ -367,15 +226,15 @@ class Offloading:
         """Why what a waiting request may have in front is not waited for any longer, in words; None where it is. Asked
         behind `before_batch`. For room, which requests give back that end, it waits as long as for room in the KV pool.
         """
-        word = self._word(attachment)
+        word = self._agreed.word(attachment)
         assert word.digest is not None
         found = self.directory.get(word.digest)
         if found is None:
-            if self._hangs(loads=True) or self._hangs(loads=False):
-                return f"a file in offload.folder is read or written for more than {_WAIT_S:.0f} s"
+            if self._agreed.hangs(loads=True) or self._agreed.hangs(loads=False):
+                return f"a file in offload.folder is read or written for more than {WAIT_S:.0f} s"
         elif found.state is OffloadState.LOADING:
-            waits_s = self._waits_s or _WAIT_S  # who waits for nothing is prefilled, but has no room for it
-            if self._now >= max(found.moved_at, self._moved_at[True]) + waits_s:
+            waits_s = self._waits_s or WAIT_S  # who waits for nothing is prefilled, but has no room for it
+            if self._agreed.now >= max(found.moved_at, self._agreed.moved_at[True]) + waits_s:
                 return f"its file was not read within {waits_s:g} s"
         copies = self._waiting.get(word.digest, False) or word.copied
         if found is not None and found.state is OffloadState.COPYING and not (copies or self._readable(word)):
@@ -518,7 +377,12 @@ class Offloading:
 
     def decoding(self, forward_batch: Any, attachments: Sequence[Attachment | None]) -> None:
         """Before a decode step: copy a piece of one prefix that a row of it has on the device. The row's request runs,
-        so its lock keeps these slots; what is queued later and overwrites them comes behind the copy.
+        so its lock keeps these slots; what is queued later and overwrites them comes behind the copy. A collective for
+        each piece.
+
+        Args:
+            forward_batch: SGLang's.
+            attachments: of its rows; None where not all ranks may use the row's index.
         """
         if self.swap is not None:
             for pages in self._fresh:
@@ -528,10 +392,10 @@ class Offloading:
             return
         virtual = {place for place, front in enumerate(self._fronts(forward_batch)) if front is not None}
         for place, one in enumerate(attachments):
-            digest = self._word(one).digest
-            if place in virtual or one is None or one.entry is None or digest is None or not self.ready(one):
+            digest = self._agreed.word(one).digest
+            if place in virtual or one is None or one.entry is None or digest is None:
                 continue
-            if one.offload_refusal is not None or not self._may(one):  # which all ranks have alike of an index in use
+            if one.offload_refusal is not None or not self.may(one):  # alike on all ranks, of an index that they use
                 continue
             tokens = one.entry.identity.num_tokens
             found = self.directory.get(digest)
@@ -547,7 +411,8 @@ class Offloading:
             self._copy(begun, forward_batch.req_pool_indices[place : place + 1])
             return
 
-    def _may(self, one: Attachment) -> bool:
+    def may(self, one: Attachment) -> bool:
+        """Whether a request may be served by its index, as this rank sees it."""
         return one.reason is None and self.serves(one)
 
     def _unfit(self, tokens: int) -> str | None:
@@ -568,14 +433,14 @@ class Offloading:
         except Exception as error:  # the server lives on
             logger.error("sparse attention: a prefix cannot be copied to host memory", exc_info=error)
             copied = False
-        if not all(self._least([copied])):
+        if not all(self._agreed.least([copied])):
             self.directory.failed(offload)
             return
         self.directory.copied(offload, tokens)
         if offload.state is OffloadState.HOST:
             offload.host = self._host_of(offload)
             if self._files is not None:
-                self._move(offload, loads=False)
+                self._agreed.move(offload, loads=False)
 
     def _host_of(self, offload: Offload) -> HostPrefix:
         if self._pool.dense_begin is None:
@@ -613,8 +478,8 @@ class Offloading:
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values; with several ranks as of the last collective, as this is none."""
-        if self._ranks.size == 1:
-            self._settle(())
+        if self._alone:
+            self._agreed.settle(())
         counts: dict[str, Any] = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
         counts["residents"] = None if self.swap is None else self.swap.counted()
         counts["problem"] = self.directory.problem()

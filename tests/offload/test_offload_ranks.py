@@ -40,16 +40,15 @@ class Rank:
         self.content = {one: torch.randn(2, 2, PREFIX, 2, DIM) for one in DIGESTS}  # by layer, K and V
         self.waiting: list[tuple[Request, Any]] = []
         self.rows: dict[int, tuple[Request, Any]] = {}
-        folder_of: Any = self.offloading._files
+        folder_of: Any = self.offloading._agreed._files
         self.files = [folder_of.path(one) for one in DIGESTS]
         self._write, folder_of.write, self._disk = folder_of.write, self.write, random.Random(f"{seed} {ranks.rank}")
         self.trace: list[Any] = []
         self.hosted = 0
         self._late: list[Move] = []
-        self._ended, self.offloading._mover.ended = self.offloading._mover.ended, self.ended  # type: ignore[method-assign]
+        self._ended, self.offloading._agreed._mover.ended = self.offloading._agreed._mover.ended, self.ended  # type: ignore[method-assign]
         self._backup, self.pools.backup = self.pools.backup, self.backup  # type: ignore[method-assign]
         self.offloading.loading = lambda digest: self.own.random() < 0.2
-        self.offloading.ready = lambda one: bool(one.index)
 
     def ended(self) -> Iterator[Move]:
         self._late += self._ended()
@@ -78,13 +77,13 @@ class Rank:
         for row in list(self.rows):
             self.end(row)
         deadline = time.monotonic() + 30
-        while self.offloading._moves:
+        while self.offloading._agreed.moves:
             self.offloading.before_batch([], SLOTS)
             assert time.monotonic() < deadline
         self.offloading.drop()
         state = self.offloading.snapshot()
         assert (state["problem"], state["users"], state["free_pages"]) == (None, 0, self.pools.num_pages)
-        assert not self.offloading._ended
+        assert not self.offloading._agreed._ended
         return self.trace
 
     def step(self) -> None:
@@ -154,7 +153,7 @@ class Rank:
         self.served.runs[:] = ones
         if rows:
             batch = SimpleNamespace(req_pool_indices=torch.tensor(rows), batch_size=len(rows))
-            self.offloading.decoding(batch, ones)
+            self.offloading.decoding(batch, [one if one.index else None for one in ones])
 
     def end(self, row: int) -> None:
         self.offloading.slot_freed(row)
@@ -167,7 +166,7 @@ class Rank:
 def test_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, seed: int) -> None:
     monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + CLOCK.skew())
-    monkeypatch.setattr("sglang_ext.offload.offloading.time", clock)
+    monkeypatch.setattr("sglang_ext.offload.agreement.time", clock)
     one, *others = Meeting(size).run(lambda ranks: Rank(ranks, tmp_path / "kv", seed).run())
     for other in others:
         assert other == one
@@ -186,7 +185,7 @@ def test_plain_decode_steps_do_without_a_collective(tmp_path: Path) -> None:
     one = attachment()
     served.decode(0, one)
     assert len(asked) == 2, "of the request, and of the copy"
-    while served.offloading._moves:
+    while served.offloading._agreed.moves:
         served.offloading.before_batch([], SLOTS)
     asked.clear()
     for _ in range(100):

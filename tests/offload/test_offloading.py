@@ -13,7 +13,7 @@ import torch
 from prefix_kernels.prefill_attention.reference import QUERY_BLOCK
 from prefix_kernels.residents import to_pages
 from prefix_kernels.types import PagedKV
-from sglang_ext.offload import offloading
+from sglang_ext.offload import agreement
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
 from sglang_ext.offload.host import runs
 from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
@@ -262,7 +262,7 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
     waiting = [(Request(), attachment("broken"))]
     waiting[0][1].prompt_len = PREFIX + 1
     assert served.offloading.before_batch(waiting, SLOTS) == [waiting[0][0]]
-    monkeypatch.setattr(offloading.time, "monotonic", lambda: time.perf_counter() + 1e9)
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: time.perf_counter() + 1e9)
     assert served.offloading.before_batch(waiting, SLOTS) == [], "nobody waits for ever"
     monkeypatch.undo()
     while served.offloading.before_batch(waiting, SLOTS):
