@@ -59,7 +59,7 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What `offload` says: KV of indexed prefixes in host memory.
 
     Attributes:
-        host_bytes: host memory for it, taken at the start; pinned on CUDA.
+        host_bytes: host memory for it, of all tensor-parallel ranks together, taken at the start; pinned on CUDA.
         min_tokens: shorter prefixes stay on the device.
         staging_tokens: of a piece of a prefix that is attended exactly: four of them, of one layer, are on the device.
         resident_tokens: rows behind SGLang's KV pool that hold what steps select: of a layer and KV head, for all
@@ -67,7 +67,7 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             exactly.
         folder: where their KV is kept on disk, too: a server that starts anew serves them without a prefill. None:
             nowhere.
-        folder_bytes: of its files, at most; what was used longest ago leaves. None: no limit.
+        folder_bytes: of its files, those of all ranks, at most; what was used longest ago leaves. None: no limit.
     """
 
     host_bytes: int

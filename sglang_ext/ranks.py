@@ -1,8 +1,9 @@
 """What the processes of one tensor-parallel group tell each other, and what they agree on before each decode step.
 
 A call is a collective: it ends when every rank has made it. So calls stand only where all ranks come by in the same
-order, whatever each of them knows by itself: at the start, in a decode step by a rule on what SGLang gives to all ranks
-alike (`Agreement`), and where a control request is served that SGLang broadcasts.
+order, whatever each of them knows by itself: at the start, in a decode step and before a batch by a rule on what SGLang
+gives to all ranks alike (`Agreement`, `offload.agreement`), and where a control request is served that SGLang
+broadcasts.
 """
 
 from __future__ import annotations

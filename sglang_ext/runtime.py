@@ -170,6 +170,7 @@ class SparseRuntime:
             "number of running requests": view.max_requests,
             "use of decode graphs": (view.decode_graphs, planner.uses_indexes, planner.refusal),
             "kind of device": view.device.type,
+            "pages of host memory": None if self.offload is None else self.offload.host_kv().num_pages,
         }
 
     # -- admission and the life of a request ---------------------------------------------------------------
@@ -232,8 +233,8 @@ class SparseRuntime:
         planner, entry = self.planner, attachment.entry
         if entry is None or planner.paused or not planner.uses_indexes or self.ready.off or self.ready.stale:
             return False
-        if self.residency.state(entry.digest) is State.FAILED:
-            return False
+        if attachment.index is None and self.residency.state(entry.digest) is State.FAILED:
+            return False  # of one with a slot, `ready` knows
         return planner.guard is None or planner.guard.records.standing(entry.digest) is Standing.SERVING
 
     def slot_taken(self, request: Hashable, *, offloaded: bool = False) -> Attachment | None:
@@ -334,7 +335,7 @@ class SparseRuntime:
             if self.planner.drafts is None:
                 self._settle(forward_batch.rids)
             if self.offload is not None and forward_batch.rids:
-                self.offload.decoding(forward_batch, [self.requests.get(rid) for rid in forward_batch.rids])
+                self.offload.decoding(forward_batch, self.ready.serving(forward_batch.rids))
             hosts = [] if self.offload is None else self.offload.hosts(forward_batch)
             planned = self._planned(forward_batch, hosts)
             if self.offload is not None and hosts and planned is None:
@@ -572,6 +573,7 @@ class SparseRuntime:
         self._sweep()
         mine = {name: getattr(self.counters, name) for name in ("sparse_steps", "sparse_rows", "cascade_steps")}
         held: dict[str, Any] = {"builds": {} if self.builds is None else self.builds.snapshot()}
+        held["offload"] = None if self.offload is None else self.offload.snapshot()
         held |= {"resident_bytes": self.residency.resident_bytes(), "index_users": self.residency.num_users()}
         held["allocated_bytes"] = torch.cuda.memory_allocated() if torch.cuda.is_available() else None
         return {
@@ -586,7 +588,6 @@ class SparseRuntime:
             "metrics": self.figures(),
             **held,
             "requests": len(self.requests),
-            "offload": None if self.offload is None else self.offload.snapshot(),
         }
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from sglang_ext.model_view import ModelView
 from sglang_ext.offload.host import rows_of, runs
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
+from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +57,17 @@ def rows_behind(pool: Any) -> range:
     return range(begin, end)
 
 
-def offloading(runner: Any, view: ModelView, options: Offload, plan: LayerPlan, *, waits_s: float) -> Offloading:
-    """What keeps prefixes in host memory, behind the KV pool of a model runner. Raises RuntimeError: no room for it."""
+def offloading(
+    runner: Any, view: ModelView, options: Offload, ranks: Ranks, plan: LayerPlan, *, waits_s: float
+) -> Offloading:
+    """What keeps prefixes in host memory, behind the KV pool of a model runner. A collective with several ranks, which
+    share what is given. Raises RuntimeError: no room for it.
+    """
     pool = runner.token_to_kv_pool
     rows = rows_behind(pool)
-    host = SGLangHostPool(pool, options, plan.dense_layers, rows.stop)
-    found = Offloading(options, view, host, rows, int(pool.page_size), waits_s=waits_s)
+    options = msgspec.structs.replace(options, host_bytes=options.host_bytes // ranks.size)
+    host = SGLangHostPool(pool, options, plan.dense_layers, rows.stop, ranks)
+    found = Offloading(options, view, host, rows, int(pool.page_size), waits_s=waits_s, ranks=ranks)
     logger.info("sparse attention: offload: %s", found.summary())
     return found
 
@@ -73,12 +80,20 @@ class SGLangHostPool:
         options: what is to be kept.
         dense_layers: that attend all: they have it in rows of the device pool, too.
         dense_begin: first of these rows.
+        ranks: of the tensor-parallel group: all have as many pages.
 
     Raises:
         RuntimeError: the host has not so much memory, or it cannot be pinned.
     """
 
-    def __init__(self, device_pool: Any, options: Offload, dense_layers: Sequence[int], dense_begin: int) -> None:
+    def __init__(
+        self,
+        device_pool: Any,
+        options: Offload,
+        dense_layers: Sequence[int],
+        dense_begin: int,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._device = device_pool
         pinned = device_pool.k_buffer[0].device.type == "cuda"
         heads, width = device_pool.k_buffer[0].shape[1:]
@@ -94,7 +109,7 @@ class SGLangHostPool:
         # SGLang has all keys first. Nothing but what is here reads this pool.
         memory = self._host.kv_buffer.view(-1)
         skipped = -memory.data_ptr() % _ALIGNED // memory.itemsize
-        self.num_pages = (memory.nbytes - skipped * memory.itemsize) // across
+        [self.num_pages] = (ranks or Ranks()).least([(memory.nbytes - skipped * memory.itemsize) // across])
         sizes = len(device_pool.k_buffer), self.num_pages, heads, PAGE_TOKENS, 2 * width
         if device_pool.v_buffer[0].shape[1:] != (heads, width):
             raise RuntimeError(

@@ -13,6 +13,7 @@ from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.decode.buffers import KEPT_BYTES
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
+from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.offload.attention import PLACES
 from sglang_ext.options import KV_PER_INDEX_BYTE, Build, DecodePath, Offload, SparseAttnConfig
 from sglang_ext.profiles import layer_plan_of_rank
@@ -69,8 +70,8 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
 
 
 def offload_bytes(settings: Settings, configurator: Any) -> int:
-    """Device bytes of offload, for a server without tensor parallelism: rows behind the KV pool of all layers, pieces
-    of one layer, and of layers that attend all what the host has, too.
+    """Device bytes of offload, of one rank: rows behind the KV pool of all layers, pieces of one layer, and of layers
+    that attend all what the host has, too.
     """
     offload = settings.config.offload
     if offload is None or settings.config.build is Build.PREFILL:
@@ -80,10 +81,12 @@ def offload_bytes(settings: Settings, configurator: Any) -> int:
     sizes: Any = SimpleNamespace(num_layers=layers, num_kv_heads=heads)
     plan = layer_plan_of_rank(settings.config.layer_plan, settings.profile, sizes)
     widths = int(model_config.head_dim) + int(getattr(model_config, "v_head_dim", None) or model_config.head_dim)
+    ranks = int(getattr(configurator.server_args, "tp_size", 1) or 1)
+    heads, host_bytes = len(heads_of_rank(heads, 0, ranks)), offload.host_bytes // ranks
     per_layer = heads * widths * int(model_config.dtype.itemsize)
     rows = offload.resident_tokens * layers + PLACES * offload.staging_tokens
-    cells = offload.host_bytes // per_layer * 4 * heads  # of `ResidentState.cell_of_row`, of all layers
-    return cells + rows * per_layer + len(plan.dense_layers) * offload.host_bytes // layers
+    cells = host_bytes // per_layer * 4 * heads  # of `ResidentState.cell_of_row`, of all layers
+    return cells + rows * per_layer + len(plan.dense_layers) * host_bytes // layers
 
 
 _offload: Offload | None = None

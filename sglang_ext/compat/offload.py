@@ -13,7 +13,6 @@ TREES = {"0.5.16": "RadixCache", "0.5.23": "UnifiedRadixCache"}
 
 #: (field of ServerArgs, value that is fine, name the user knows it by)
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    ("tp_size", 1, "tensor parallelism (--tp-size)"),
     ("enable_mixed_chunk", False, "mixed chunks (--enable-mixed-chunk)"),
     ("speculative_algorithm", None, "speculative decoding (--speculative-algorithm)"),
     ("disable_radix_cache", False, "a server without a prefix cache (--disable-radix-cache)"),
@@ -41,7 +40,7 @@ def refusal(record: Any, config: SparseAttnConfig) -> str | None:
     if config.offload is None:
         return None
     if config.build is Build.PREFILL:  # which writes files, each of all KV heads
-        return conflict(record, _UNSUPPORTED[:1], " beside offload")
+        return conflict(record, (("tp_size", 1, "tensor parallelism (--tp-size)"),), " beside offload")
     found = installed()
     if found not in TREES:
         return (

@@ -76,7 +76,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     options = settings.config.offload
     make = None
     if options is not None and settings.config.build is not Build.PREFILL:
-        make = partial(offloading, runner, view, options, waits_s=settings.config.waits_s)
+        make = partial(offloading, runner, view, options, ranks, waits_s=settings.config.waits_s)
     _runtime = SparseRuntime(settings, view, prometheus=prometheus, ranks=ranks, offloading=make)
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream
@@ -211,7 +211,7 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
         return original(scheduler, *args, **kwargs)
     waiting, most = scheduler.waiting_queue, scheduler.max_req_input_len
     for req in waiting:
-        if offload.has_files and _runtime.requests.of(req) is None:
+        if _runtime.requests.of(req) is None:
             _admit(req, _key_of(req))
     held = {id(req) for req in offload.before_batch([(req, _runtime.requests.of(req)) for req in waiting], most)}
     held |= {id(req) for req in waiting if len(req.origin_input_ids) >= most and _waits_for_host(req)}

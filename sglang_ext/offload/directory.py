@@ -77,6 +77,11 @@ class OffloadDirectory:
             self._known.move_to_end(digest)
         return found
 
+    def state(self, digest: str) -> OffloadState | None:
+        """Of the prefix of an index, without a use of it."""
+        found = self._known.get(digest)
+        return None if found is None else found.state
+
     def begin(
         self,
         digest: str,

@@ -39,6 +39,7 @@ from sglang_ext.model_view import ModelView
 from sglang_ext.offload.directory import Offload
 from sglang_ext.offload.host import HostPool, rows_of, runs
 from sglang_ext.options import Offload as Options
+from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ _RUNS = 1024
 """Places in memory that one call of the system fills, at most."""
 
 
-def kv_file_name(digest: str) -> str:
-    """Of a prefix's file, by the digest of its index."""
-    return f"{digest}.{FORMAT}.kv"
+def kv_file_name(digest: str, ranks: Ranks | None = None) -> str:
+    """Of a prefix's file, by the digest of its index; of several tensor-parallel ranks each has its own."""
+    part = "" if ranks is None or ranks.size == 1 else f"-{ranks.rank}-of-{ranks.size}"
+    return f"{digest}{part}.{FORMAT}.kv"
 
 
 class KVFileError(Exception):
@@ -91,12 +93,13 @@ class KVFiles:
     Args:
         options: name the folder, which is made where it is not there.
         view: of the model runner.
+        ranks: of the tensor-parallel group.
 
     Raises:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, options: Options, view: ModelView) -> None:
+    def __init__(self, options: Options, view: ModelView, ranks: Ranks | None = None) -> None:
         assert options.folder is not None
         self._folder, self._most_bytes = Path(options.folder), options.folder_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -106,13 +109,22 @@ class KVFiles:
                     partial.unlink()
         layers, heads, dims = view.num_layers, view.num_kv_heads, (view.head_dim, view.v_head_dim)
         dtype = str(view.kv_dtype).removeprefix("torch.")
-        self._facts = {"format": FORMAT, "layers": layers, "kv_heads": heads, "dims": dims, "dtype": dtype}
+        self._ranks = ranks or Ranks()
+        self._facts: dict[str, Any] = {
+            "format": FORMAT,
+            "layers": layers,
+            "kv_heads": heads,
+            "dims": dims,
+            "dtype": dtype,
+        }
+        if self._ranks.size > 1:
+            self._facts["rank"] = self._ranks.rank, self._ranks.size
         self._layers = layers
         self._page_bytes = PAGE_TOKENS * heads * sum(dims) * view.kv_dtype.itemsize
 
     def path(self, digest: str) -> Path:
         """Of a prefix's file, by the digest of its index."""
-        return self._folder / kv_file_name(digest)
+        return self._folder / kv_file_name(digest, self._ranks)
 
     def size(self, prefix_len: int) -> int:
         """Bytes of a prefix's file."""

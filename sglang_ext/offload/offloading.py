@@ -3,16 +3,17 @@
 A request whose prefix lies in host memory has *virtual* slots in its first P entries of `req_to_token`: entry i is
 i % page_size, a slot of SGLang's padding page, which nothing may read. SGLang's prefix cache and allocator see what
 stands behind them only (`compat.offload_tree`). A forward with such a row is attended here, or raises.
+
+Tensor-parallel ranks keep their own KV heads, each in its own memory and files, and decide alike: by what SGLang gives
+to all of them, and by what they have agreed on (`offload.agreement`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -23,24 +24,19 @@ from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.types import HostPrefix
 from sglang_ext.model_view import ModelView
+from sglang_ext.offload.agreement import NOTHING, WAIT_S, OffloadAgreement, Word
 from sglang_ext.offload.attention import StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
 from sglang_ext.offload.host import HostPool
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
+from sglang_ext.offload.kv_files import KVFiles
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
-from sglang_ext.prefix.residency import State
+from sglang_ext.ranks import EVERY, Ranks
 
 logger = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request", bound=Hashable)
 
-_LOOKED = 4096
-"""Prefixes without a file that are remembered, at most."""
-_WAIT_S = 60.0
-"""For so long a request waits for a file, at most; then it is prefilled. Behind it reading and writing hang."""
-_RETRY_S = 60.0
-"""For so long a file that could not be read is as if it were not there."""
 COPY_BYTES = 256 << 20
 """Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
 
@@ -68,6 +64,7 @@ class Offloading:
         page_size: SGLang's; a prefix is a multiple of it.
         waits_s: seconds that a request waits while its prefix is read from a file, and its index loads, at most; behind
             them it is prefilled.
+        ranks: of the tensor-parallel group.
 
     Raises:
         OSError: the folder for files cannot be made.
@@ -82,8 +79,10 @@ class Offloading:
         page_size: int,
         *,
         waits_s: float = 0.0,
+        ranks: Ranks | None = None,
     ) -> None:
         self._options, self._view, self._pool = options, view, pool
+        self._alone = ranks is None or ranks.size == 1
         self._residents = residents
         self._attention = StagedAttention(pool, options.staging_tokens, view.num_layers, view.device)
         if view.device.type == "cuda":
@@ -103,21 +102,12 @@ class Offloading:
         self.loading: Callable[[str], bool] = lambda digest: False
         self.running: Callable[[], Iterable[Attachment]] = lambda: ()
         self._off = False
-        self._waits_s, self._fresh, self._looked = min(waits_s, _WAIT_S), list[Tensor](), dict[str, float]()
+        self._waits_s, self._fresh, self._looks = min(waits_s, WAIT_S), list[Tensor](), 0
         self._waiting: dict[str, bool] = {}  # digest -> whether a request with it has room without it
-        self._moves: dict[bool, list[Offload]] = {loads: [] for loads in (True, False)}
-        self._moved_at = dict.fromkeys(self._moves, 0.0)
-        self._files: KVFiles | None = None
-        if options.folder is not None:
-            self._files = KVFiles(options, view)
-            self._mover = Mover(self._files, pool)
+        self._files = None if options.folder is None else KVFiles(options, view, ranks)
+        self._agreed = OffloadAgreement(ranks or Ranks(), self, self.directory, self._files, pool, view.device)
 
     # -- files -----------------------------------------------------------------------------------------------
-
-    @property
-    def has_files(self) -> bool:
-        """Whether `before_batch` reads any."""
-        return self._files is not None
 
     def before_batch(self, waiting: Sequence[tuple[_Request, Attachment | None]], most: int) -> list[_Request]:
         """Before SGLang looks for requests to prefill, when none is matched: take what was read and written, and read
@@ -130,24 +120,29 @@ class Offloading:
         Returns:
             Those that wait on, as their prefix is being read.
         """
-        self._take_moves()
+        self._looks += 1
         self._waiting.clear()
+        if not waiting and not (self._agreed.moves and (self._looks % EVERY == 0 or not any(self.running()))):
+            return []  # plain decode steps do without a collective
+        self._agreed.settle([one for _, one in waiting])
         for _, one in waiting:
-            if one is not None and one.entry is not None:
+            digest = self._agreed.word(one).digest
+            if one is not None and digest is not None:
                 copies = one.prompt_len < most and self._copies(one)
-                self._waiting[one.entry.digest] = self._waiting.get(one.entry.digest, False) or copies
+                self._waiting[digest] = self._waiting.get(digest, False) or copies
         if self._files is None or self._off:
             return []
         held = []
         for request, attachment in waiting:
-            if attachment is None or attachment.entry is None or not self._may(attachment):
+            word = self._agreed.word(attachment)
+            if attachment is None or attachment.entry is None or word.digest is None or not word.may:
                 continue
-            digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
+            digest, tokens = word.digest, attachment.entry.identity.num_tokens
             if attachment.prompt_len <= tokens:
                 continue  # its last token is prefilled in any case
             found = self.directory.get(digest)
-            readable = (found is None or found.state is OffloadState.COPYING) and self._readable(digest)
-            if found is not None and readable and not self._is_copied(digest, waiting=False):
+            readable = (found is None or found.state is OffloadState.COPYING) and self._readable(word)
+            if found is not None and readable and not word.copied:
                 self.directory.leave(found)  # the request that had it copied out has ended
                 found = None
             if found is None and readable and self._unfit(tokens) is None:
@@ -155,80 +150,33 @@ class Offloading:
                 found = None if isinstance(begun, str) else begun
                 if found is not None:
                     self._fresh.append(found.pages)
-                    self._move(found, loads=True)
-            if found is None or time.monotonic() >= found.moved_at + self._waits_s:
+                    self._agreed.move(found, loads=True)
+            if found is None or self._agreed.now >= found.moved_at + self._waits_s:
                 continue
-            if found.state is OffloadState.LOADING or self.loading(digest):
+            if found.state is OffloadState.LOADING or not word.loaded:
                 held.append(request)
         return held
 
+    def is_copied(self, digest: str) -> bool:
+        """Whether a request that runs has the prefix copied out, as this rank sees it."""
+        ones = (one for one in self.running() if one.entry is not None and one.entry.digest == digest)
+        return any(one.offload_refusal is None and self.may(one) for one in ones)
+
+    def filled(self, offload: Offload) -> None:
+        """A prefix was read from its file."""
+        self._pool.restore(offload.pages)
+        offload.host = self._host_of(offload)
+
     def _live(self) -> set[str]:
         """Digests of requests that wait, as of the last look at them, or run."""
-        return self._waiting.keys() | {one.entry.digest for one in self.running() if one.entry is not None}
+        digests = (self._agreed.known(one).digest for one in self.running())
+        return self._waiting.keys() | {digest for digest in digests if digest is not None}
 
     def _copies(self, one: Attachment) -> bool:
-        return one.offload_refusal is None and self._may(one)
+        return one.offload_refusal is None and self._agreed.word(one).may
 
-    def _is_copied(self, digest: str, *, waiting: bool = True) -> bool:
-        """Whether a request that runs, or waits and may run, has the prefix copied out."""
-        copies = (one.entry is not None and one.entry.digest == digest and self._copies(one) for one in self.running())
-        return (waiting and self._waiting.get(digest, False)) or any(copies)
-
-    def _hangs(self, *, loads: bool) -> bool:
-        """Whether moves of a kind are under way, and for long none has ended."""
-        moves = self._moves[loads]
-        return bool(moves) and time.monotonic() >= max(moves[0].moved_at, self._moved_at[loads]) + _WAIT_S
-
-    def _readable(self, digest: str) -> bool:
-        return self._files is not None and not self._hangs(loads=True) and self._filed(digest)
-
-    def _filed(self, digest: str) -> bool:
-        """Whether there is a file; of one that is not there, what was true within the last second."""
-        assert self._files is not None
-        now = time.monotonic()
-        if now < self._looked.get(digest, 0.0):
-            return False
-        with suppress(OSError):
-            if self._files.path(digest).exists():
-                return True
-        if len(self._looked) >= _LOOKED:
-            self._looked.clear()
-        self._looked[digest] = now + 1.0
-        return False
-
-    def _move(self, offload: Offload, *, loads: bool) -> None:
-        self.directory.pin(offload)
-        offload.moved_at = time.monotonic()
-        self._moves[loads].append(offload)
-        self._mover.begin(Move(offload, loads, waits_for(self._view.device)))
-
-    def _take_moves(self) -> None:
-        for move in self._mover.ended() if self._files is not None else ():
-            offload = move.offload
-            self._moves[move.loads].remove(offload)
-            self._moved_at[move.loads] = time.monotonic()
-            if move.loads and move.error is None and not offload.dropped:
-                try:
-                    self._pool.restore(offload.pages)
-                    offload.host = self._host_of(offload)
-                except Exception as error:  # the server lives on
-                    move.error = error
-            if move.error is not None:
-                what = "read from" if move.loads else "written to"
-                logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
-                self._looked[offload.digest] = time.monotonic() + _RETRY_S
-                if isinstance(move.error, KVFileError) and self._files is not None:
-                    with suppress(OSError):  # of another user, or of a folder that is read only
-                        self._files.path(offload.digest).unlink(missing_ok=True)
-                self.directory.moved("load_failed" if move.loads else "save_failed", offload)
-            elif move.loads and offload.dropped:
-                pass
-            elif move.loads:
-                self.directory.moved("loaded", offload)
-            else:
-                self._looked.pop(offload.digest, None)
-                self.directory.moved("saved", offload)
-            self.directory.unpin(offload)
+    def _readable(self, word: Word) -> bool:
+        return word.filed and not self._agreed.hangs(loads=True)
 
     # -- from match to slot ----------------------------------------------------------------------------------
 
@@ -243,9 +191,10 @@ class Offloading:
             limit: tokens that its match may cover.
         """
         self._matched.pop(request, None)
-        if self._off or attachment is None or attachment.entry is None or not self._may(attachment):
+        word = NOTHING if self._off else self._agreed.word(attachment)
+        if word.digest is None or not word.may:
             return None
-        found = self.directory.get(attachment.entry.digest)
+        found = self.directory.get(word.digest)
         if found is None or found.state is not OffloadState.HOST or found.prefix_len > limit:
             return None
         self._matched[request] = found
@@ -261,13 +210,12 @@ class Offloading:
         Returns:
             Tokens, and whether they are in host memory now. (0, False): nothing, for as long as is known.
         """
-        if self._off or attachment is None or attachment.entry is None or not self._may(attachment):
+        word = NOTHING if self._off else self._agreed.word(attachment)
+        if attachment is None or attachment.entry is None or word.digest is None or not word.may:
             return 0, False
-        digest, tokens = attachment.entry.digest, attachment.entry.identity.num_tokens
-        found = self.directory.get(digest)
+        tokens, found = attachment.entry.identity.num_tokens, self.directory.get(word.digest)
         if found is None:
-            fits = tokens <= self._pool.num_pages * PAGE_TOKENS and self._unfit(tokens) is None
-            coming = fits and self._files is not None and self._filed(digest)
+            coming = word.filed and tokens <= self._pool.num_pages * PAGE_TOKENS and self._unfit(tokens) is None
         else:
             coming = found.state is not OffloadState.FAILED
         if not coming or tokens > limit:
@@ -278,17 +226,18 @@ class Offloading:
         """Why what a waiting request may have in front is not waited for any longer, in words; None where it is. Asked
         behind `before_batch`. For room, which requests give back that end, it waits as long as for room in the KV pool.
         """
-        assert attachment.entry is not None
-        digest = attachment.entry.digest
-        found = self.directory.get(digest)
+        word = self._agreed.word(attachment)
+        assert word.digest is not None
+        found = self.directory.get(word.digest)
         if found is None:
-            if self._hangs(loads=True) or self._hangs(loads=False):
-                return f"a file in offload.folder is read or written for more than {_WAIT_S:.0f} s"
+            if self._agreed.hangs(loads=True) or self._agreed.hangs(loads=False):
+                return f"a file in offload.folder is read or written for more than {WAIT_S:.0f} s"
         elif found.state is OffloadState.LOADING:
-            waits_s = self._waits_s or _WAIT_S  # who waits for nothing is prefilled, but has no room for it
-            if time.monotonic() >= max(found.moved_at, self._moved_at[True]) + waits_s:
+            waits_s = self._waits_s or WAIT_S  # who waits for nothing is prefilled, but has no room for it
+            if self._agreed.now >= max(found.moved_at, self._agreed.moved_at[True]) + waits_s:
                 return f"its file was not read within {waits_s:g} s"
-        elif found.state is OffloadState.COPYING and not (self._is_copied(digest) or self._readable(digest)):
+        copies = self._waiting.get(word.digest, False) or word.copied
+        if found is not None and found.state is OffloadState.COPYING and not (copies or self._readable(word)):
             return "the requests that had it copied out have ended"
         return None
 
@@ -428,7 +377,12 @@ class Offloading:
 
     def decoding(self, forward_batch: Any, attachments: Sequence[Attachment | None]) -> None:
         """Before a decode step: copy a piece of one prefix that a row of it has on the device. The row's request runs,
-        so its lock keeps these slots; what is queued later and overwrites them comes behind the copy.
+        so its lock keeps these slots; what is queued later and overwrites them comes behind the copy. A collective for
+        each piece.
+
+        Args:
+            forward_batch: SGLang's.
+            attachments: of its rows; None where not all ranks may use the row's index.
         """
         if self.swap is not None:
             for pages in self._fresh:
@@ -438,11 +392,12 @@ class Offloading:
             return
         virtual = {place for place, front in enumerate(self._fronts(forward_batch)) if front is not None}
         for place, one in enumerate(attachments):
-            if place in virtual or one is None or one.entry is None or not self._copies(one):
+            digest = self._agreed.word(one).digest
+            if place in virtual or one is None or one.entry is None or digest is None:
                 continue
-            if one.index is None or one.index.state is not State.READY:
+            if one.offload_refusal is not None or not self.may(one):  # alike on all ranks, of an index that they use
                 continue
-            digest, tokens = one.entry.digest, one.entry.identity.num_tokens
+            tokens = one.entry.identity.num_tokens
             found = self.directory.get(digest)
             if found is not None and found.state is not OffloadState.COPYING:
                 continue
@@ -456,7 +411,8 @@ class Offloading:
             self._copy(begun, forward_batch.req_pool_indices[place : place + 1])
             return
 
-    def _may(self, one: Attachment) -> bool:
+    def may(self, one: Attachment) -> bool:
+        """Whether a request may be served by its index, as this rank sees it."""
         return one.reason is None and self.serves(one)
 
     def _unfit(self, tokens: int) -> str | None:
@@ -471,17 +427,20 @@ class Offloading:
         tokens = min(self._piece, offload.prefix_len - offload.copied)
         part = slice(offload.copied, offload.copied + tokens)
         pages = offload.pages[part.start // PAGE_TOKENS : part.stop // PAGE_TOKENS]
+        copied = True
         try:
             self._pool.backup(self._view.req_to_token.index_select(0, row)[0, part].to(torch.int64), pages)
         except Exception as error:  # the server lives on
             logger.error("sparse attention: a prefix cannot be copied to host memory", exc_info=error)
+            copied = False
+        if not all(self._agreed.least([copied])):
             self.directory.failed(offload)
             return
         self.directory.copied(offload, tokens)
         if offload.state is OffloadState.HOST:
             offload.host = self._host_of(offload)
             if self._files is not None:
-                self._move(offload, loads=False)
+                self._agreed.move(offload, loads=False)
 
     def _host_of(self, offload: Offload) -> HostPrefix:
         if self._pool.dense_begin is None:
@@ -518,8 +477,9 @@ class Offloading:
         return {"offload": {"translated": self.translated, **self.directory.events, **self.refused}}
 
     def snapshot(self) -> dict[str, Any]:
-        """State as plain values."""
-        self._take_moves()
+        """State as plain values; with several ranks as of the last collective, as this is none."""
+        if self._alone:
+            self._agreed.settle(())
         counts: dict[str, Any] = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
         counts["residents"] = None if self.swap is None else self.swap.counted()
         counts["problem"] = self.directory.problem()

@@ -342,6 +342,15 @@ class Readiness:
             attachment.count(reason, self._counters)
         return index
 
+    def serving(self, rids: Sequence[str]) -> list[Attachment | None]:
+        """Of a batch; None where not all ranks may use the index that they hold for the request."""
+
+        def ready(one: Attachment) -> bool:
+            agreed = self._agreement is None or self._agreement.ready(one.rid)
+            return agreed and one.index is not None and one.index.state is State.READY
+
+        return [one if one is not None and ready(one) else None for one in map(self._requests.get, rids)]
+
     def _look(
         self, attachment: Attachment, *, waits: bool = True, votes: bool = False
     ) -> tuple[ResidentIndex | None, str | None]:

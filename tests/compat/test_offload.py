@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_ext.compat import memory, offload
+from sglang_ext.compat.server_args import settings_of
 from sglang_ext.compat.versions import installed
 from sglang_ext.config import config_from_dict
 from sglang_ext.options import Offload, SparseAttnConfig
@@ -25,7 +26,6 @@ CONFIG = config_from_dict({"offload": {"host_bytes": 1 << 20, "staging_tokens": 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tp_size", 2),
         ("enable_mixed_chunk", True),
         ("speculative_algorithm", "EAGLE"),
         ("disable_radix_cache", True),
@@ -48,7 +48,16 @@ def test_what_it_does_not_go_with_is_refused_by_name(field: str, value: Any) -> 
     assert message is not None
     assert f"beside offload; got {field}={value!r}" in message
     assert offload.refusal(record, SparseAttnConfig()) is None
-    assert offload.refusal(SimpleNamespace(kv_canary="none"), CONFIG) is None
+    assert offload.refusal(SimpleNamespace(kv_canary="none", tp_size=2), CONFIG) is None
+
+
+def test_a_job_of_several_ranks_writes_no_files() -> None:
+    """Each would have its own KV heads only."""
+    config = config_from_dict({"build": "prefill", "offload": {"host_bytes": 16, "folder": "kv"}})
+    message = offload.refusal(SimpleNamespace(tp_size=2), config)
+    assert message is not None
+    assert "expected no tensor parallelism (--tp-size) beside offload; got tp_size=2" in message
+    assert offload.refusal(SimpleNamespace(tp_size=1), config) is None
 
 
 @pytest.mark.parametrize("release", ["0.5.17", "0.5.22"])
@@ -83,6 +92,8 @@ def test_rows_behind_the_pool_are_promised_before_it_is_sized(tmp_path: Path) ->
     given = configurator(tmp_path, json.dumps(offloaded), model_config=model)
     taken = without - memory.after_profile_available_bytes(20 * GIB, given)
     assert taken == (2000 + 4 * 1000 / 32) * 131_072 + GIB // 16 + GIB // 128
+    given.server_args.tp_size = 2  # each rank half of all
+    assert memory.offload_bytes(settings_of(given.server_args), given) == taken / 2
     assert [memory.offload_rows(page) for page in (1, 16, 64)] == [2000, 2000, 2048]
 
 

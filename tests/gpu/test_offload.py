@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.needle.tasks import make_document
 from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
@@ -38,8 +39,10 @@ SHARED = make_document("many_keys", seed=81, num_tokens=TOKENS, num_questions=QU
 OTHER = make_document("multi_query", seed=82, num_tokens=TOKENS, num_questions=QUESTIONS)
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(params=[1, 2], ids=["one-gpu", "two-gpus"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip("expected a GPU for each tensor-parallel rank")
     prompts, store = tmp_path / "prompts.jsonl", tmp_path / "store"
     lines = [json.dumps({"id": name, "text": one.text}) for name, one in (("shared", SHARED), ("other", OTHER))]
     prompts.write_text("\n".join(lines) + "\n")
@@ -49,7 +52,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     assert done.returncode == 0, done.stderr[-4000:]
     ours = ["--sparse-attn", "--sparse-attn-store", str(store)]
     ours += ["--sparse-attn-config", json.dumps({**CONFIG, "offload": OFFLOAD})]
-    server = Server([*FLAGS, *ours], {}, tmp_path / "server.log")
+    server = Server([*FLAGS, *ours, "--tp-size", str(request.param)], {}, tmp_path / "server.log")
     try:
         server.wait()
         yield server
@@ -87,3 +90,8 @@ def test_steps_behind_host_memory_say_what_they_said_on_the_device(server: Serve
     assert [one.ids for one in together] == [one.ids for one in (*alone[:4], *alone[-4:])]
     assert right[1] >= right[0] - 1
     assert state["users"] == 0
+    ranks = [rank["offload"] for rank in server.state()["ranks"]]
+    for rank in ranks:
+        assert rank.pop("residents")["wanted"] > 0
+        assert rank["problem"] is None
+    assert all(rank == ranks[0] for rank in ranks)

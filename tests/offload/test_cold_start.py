@@ -107,7 +107,7 @@ def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path, monkeypat
     content = file.read_bytes()
     file.unlink()
     served.decode(0, attachment())
-    served.offloading._looked.clear()  # as a second later
+    served.offloading._agreed._looked.clear()  # as a second later
     file.write_bytes(content)
     assert served.offloading.before_batch(waiting(), SLOTS) == [], "it is copied out still"  # type: ignore[arg-type]
     assert served.offloading.snapshot()["prefixes"] == {"copying": 1}
@@ -164,7 +164,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1e6
-        monkeypatch.setattr("sglang_ext.offload.offloading.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("sglang_ext.offload.agreement.time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 class Long:
@@ -239,14 +239,14 @@ def test_a_pause_ends_no_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with slow(file):
         assert Long(served).waits() is True
     deadline = time.monotonic() + 30
-    while served.offloading._mover._done.empty():
+    while served.offloading._agreed._mover._done.empty():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     clock.now += 3600
     assert Long(served).waits() is False
     served.offloading.drop()
     file.unlink()
-    served.offloading._looked.clear()
+    served.offloading._agreed._looked.clear()
     runs = attachment()
     served.slots(0, 0, PREFIX)
     served.decode(0, runs)

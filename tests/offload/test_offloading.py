@@ -13,7 +13,7 @@ import torch
 from prefix_kernels.prefill_attention.reference import QUERY_BLOCK
 from prefix_kernels.residents import to_pages
 from prefix_kernels.types import PagedKV
-from sglang_ext.offload import offloading
+from sglang_ext.offload import agreement
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
 from sglang_ext.offload.host import runs
 from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
@@ -21,6 +21,7 @@ from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from sglang_ext.prefix.requests import Attachment
 from sglang_ext.prefix.residency import State
+from sglang_ext.ranks import Ranks
 from tests.offload.host_memory import PlainPools
 
 PREFIX, HEADS, DIM, PAGE = 96, 4, 8, 16
@@ -38,6 +39,7 @@ class Served:
         min_tokens: int = 32,
         folder: str | None = None,
         waits_s: float = 60.0,
+        ranks: Ranks | None = None,
     ) -> None:
         torch.manual_seed(3)
         self.pools = PlainPools(SLOTS, num_pages)
@@ -48,7 +50,8 @@ class Served:
         )  # fmt: skip
         sizes = {"min_tokens": min_tokens, "staging_tokens": staging}
         self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
-        self.offloading = Offloading(self.options, self.view, self.pools, range(SLOTS, SLOTS), PAGE, waits_s=waits_s)
+        of_device = range(SLOTS, SLOTS), PAGE
+        self.offloading = Offloading(self.options, self.view, self.pools, *of_device, waits_s=waits_s, ranks=ranks)
         self._next = PAGE
         self.runs: list[Attachment] = []
         self.offloading.running = lambda: self.runs
@@ -259,7 +262,7 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
     waiting = [(Request(), attachment("broken"))]
     waiting[0][1].prompt_len = PREFIX + 1
     assert served.offloading.before_batch(waiting, SLOTS) == [waiting[0][0]]
-    monkeypatch.setattr(offloading.time, "monotonic", lambda: time.perf_counter() + 1e9)
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: time.perf_counter() + 1e9)
     assert served.offloading.before_batch(waiting, SLOTS) == [], "nobody waits for ever"
     monkeypatch.undo()
     while served.offloading.before_batch(waiting, SLOTS):

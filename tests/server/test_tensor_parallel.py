@@ -8,13 +8,21 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefix_index import FileStore
+from sglang_ext.offload.kv_files import kv_file_name
+from tests.offload.slow_file import slow
 from tests.server.harness import EXACT_CONFIG, Answer
+from tests.server.jobs import Prebuilt
+from tests.server.test_offload import BYTES_OF_TOKEN, FIRST, FLAGS, SECOND, served
+from tests.server.test_offload import TOKENS as FEW
+from tests.server.test_offload_faults import Asked, _corrupt, config_of
 
 TOKENS = 24
 EXACT: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
@@ -28,9 +36,10 @@ def _cores() -> str:
 
 @pytest.fixture
 def serve_two(serve: Any) -> Any:
-    def start(store: Path, config: dict[str, Any]) -> Any:
+    def start(store: Path, config: dict[str, Any], **flags: Any) -> Any:
         env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1", "SGLANG_CPU_OMP_THREADS_BIND": _cores()}
-        return serve(store, config, environment=env, disable_overlap_schedule=None, tp_size="2")
+        env |= flags.pop("environment", {})
+        return serve(store, config, **{"disable_overlap_schedule": None, **flags}, environment=env, tp_size="2")
 
     return start
 
@@ -105,6 +114,85 @@ def _commands_reach_both_ranks(server: Any, prompts: Sequence[str], expected: Se
     attended = delta.per_layer("attended_tokens_per_layer")
     assert attended[-1] == 256 * delta.sparse_rows > 0
     _same_path(delta.after)
+
+
+@pytest.mark.boot("two-ranks-offload")
+def test_two_ranks_keep_kv_in_host_memory_and_in_files(
+    serve_two: Any, built: Prebuilt, store: Path, texts: Any, tmp_path: Path
+) -> None:
+    """What goes wrong on one rank alone: both decide alike, and answers are those without."""
+    folder, flags = tmp_path / "kv", {**FLAGS, "fresh": True}
+    server = serve_two(store, config_of(folder), **flags)
+    ranks: Any = [SimpleNamespace(rank=rank, size=2) for rank in range(2)]
+    files = [folder / kv_file_name(built.line("second")["digest"], rank) for rank in ranks]
+    prompts = [texts.ask(texts.second, n) for n in range(3)]
+    one = Asked(server, prompts[0], SECOND, files[1])
+    one.right(hosted=False)
+    one.happens("saved", 1)
+    assert [file.stat().st_size for file in files] == [4096 + SECOND * BYTES_OF_TOKEN // 2] * 2
+    assert sorted(folder.iterdir()) == sorted(files)
+    served(server, prompts, SECOND)
+    # Damaged, missing: on one rank each. The other rank's file stays.
+    for number, damage in enumerate((lambda: _corrupt(files[1]), files[0].unlink)):
+        kept = files[number].stat().st_mtime_ns
+        server.flush()
+        damage()
+        one.right(hosted=False)
+        one.happens("saved", number + 2)
+        assert all(file.exists() for file in files)
+        assert files[number].stat().st_mtime_ns >= kept
+        one.right(hosted=True)
+    one.happens("load_failed", 1)
+    # Slow, on one rank: others are served meanwhile; an abort, and a flush, in between.
+    server.flush()
+    with ThreadPoolExecutor(1) as pool:
+        with slow(files[1]):
+            waits = pool.submit(server.generate, prompts[0], FEW)
+            server.until(lambda state: state["offload"]["prefixes"].get("loading") == 1)
+            assert len(server.generate("Others are served.", 4).ids) == 4
+            assert "loaded" not in server.state()["offload"]["events"]
+        answer = waits.result(60)
+    assert answer.ids == one.dense
+    assert answer.cached_tokens >= SECOND
+    server.flush()
+    with one.held():
+        one.happens("loaded", 1)
+    one.happens("loaded", 2)
+    one.right(hosted=True)
+    server.flush()
+    with one.held():
+        server.flush()
+        assert server.state()["offload"]["prefixes"] == {}
+    one.balanced()
+    # Another document, which needs the room.
+    one.right(hosted=True)
+    other = Asked(server, texts.ask(texts.first, 0), FIRST, files[0])
+    one.right(hosted=True)
+    other.right(hosted=False)
+    other.right(hosted=True)
+    other.balanced(host=1)
+    _alike(server)
+    # Another server needs no prefill; together, and behind a prefix that leaves for another.
+    server = other.server = one.server = serve_two(store, config_of(folder), **flags)
+    one.right(hosted=True)
+    one.happens("loaded", 1)
+    served(server, prompts, SECOND)
+    calls = [lambda p=prompt: server.generate(p, FEW) for prompt in (other.prompt, *prompts)]  # type: ignore[misc]
+    answers = server.together(calls)
+    assert [answers[0].ids, answers[1].ids] == [other.dense, one.dense]
+    other.right(hosted=True)
+    server.flush()
+    one.balanced()
+    _alike(server)
+
+
+def _alike(server: Any) -> None:
+    """Both ranks came to the same, and their pools have all that they had."""
+    states = [rank["offload"] for rank in _same_path(server.settled())]
+    for state in states:
+        assert state.pop("residents")["wanted"] > 0
+        assert state["problem"] is None
+    assert states[0] == states[1]
 
 
 def _prompts(texts: Any) -> list[str]:
