@@ -24,8 +24,6 @@ from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_ALIGNED = 4096
-"""Address of page 0, in bytes: files are read straight into pages, past the page cache."""
 _RESTORED = 512
 """Pages that `restore` copies at once, at most."""
 
@@ -97,26 +95,22 @@ class SGLangHostPool:
         self._device = device_pool
         pinned = device_pool.k_buffer[0].device.type == "cuda"
         heads, width = device_pool.k_buffer[0].shape[1:]
-        # All layers of a page; one page more than is asked for, as the first address is SGLang's.
-        across = len(device_pool.k_buffer) * PAGE_TOKENS * heads * 2 * width * device_pool.k_buffer[0].itemsize
         try:
-            self._host = _made(device_pool, options.host_bytes + across, pinned=pinned)
+            self._host = _made(device_pool, options.host_bytes, pinned=pinned)
         except (ValueError, RuntimeError, MemoryError) as error:
             raise RuntimeError(
                 f"--sparse-attn: expected {options.host_bytes} bytes of host memory for offload, and some GB beside; "
                 f"got: {error}. Lower offload.host_bytes"
             ) from error
-        # SGLang has all keys first. Nothing but what is here reads this pool.
-        memory = self._host.kv_buffer.view(-1)
-        skipped = -memory.data_ptr() % _ALIGNED // memory.itemsize
-        [self.num_pages] = (ranks or Ranks()).least([(memory.nbytes - skipped * memory.itemsize) // across])
+        [self.num_pages] = (ranks or Ranks()).least([int(self._host.size) // PAGE_TOKENS])
         sizes = len(device_pool.k_buffer), self.num_pages, heads, PAGE_TOKENS, 2 * width
         if device_pool.v_buffer[0].shape[1:] != (heads, width):
             raise RuntimeError(
                 f"--sparse-attn: expected values as wide as keys, {width}, with offload; got "
                 f"{device_pool.v_buffer[0].shape[2]}. Remove offload from --sparse-attn-config"
             )
-        self._layers: Tensor = memory[skipped:][: math.prod(sizes)].view(sizes)
+        # SGLang has all keys first. Nothing but what is here reads this pool.
+        self._layers: Tensor = self._host.kv_buffer.view(-1)[: math.prod(sizes)].view(sizes)
         self._dtype: torch.dtype = device_pool.dtype  # fp8 is kept as bytes
         self._free = torch.arange(self.num_pages)
         self.nbytes = self._layers.nbytes

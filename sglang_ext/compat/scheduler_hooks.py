@@ -241,7 +241,7 @@ def _waits_for_host(req: Any) -> bool:
     tokens, ready = _front(req, limit)
     attachment = _runtime.requests.of(req)
     assert attachment is not None
-    nowhere = "it is in neither, or log-probabilities of its tokens were asked for"
+    nowhere = "it is in neither, its index does not serve now, or log-probabilities of its tokens were asked for"
     why = _runtime.offload.overdue(attachment) if tokens else nowhere
     if why is None:
         return not ready

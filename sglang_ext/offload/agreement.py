@@ -30,7 +30,7 @@ WAIT_S = 60.0
 _RETRY_S = 60.0
 """For so long a file that could not be read is as if it were not there."""
 _LOOKED = 4096
-"""Prefixes without a file that are remembered, at most."""
+"""Prefixes of which is remembered whether there is a file, at most."""
 _FAILED, _DONE = 1, 2
 """How a move has ended on a rank; 0: not yet."""
 
@@ -82,7 +82,7 @@ class OffloadAgreement:
     Attributes:
         now: when the last collective was, seconds of `time.monotonic`.
         moves: between host memory and files, as they were begun; the same on all ranks.
-        moved_at: when the last one ended, by whether it loads.
+        progress: when the last one ended, or went on, by whether it loads.
 
     Args:
         ranks: of this process.
@@ -105,22 +105,26 @@ class OffloadAgreement:
         self._ranks, self._here, self._directory, self._device = ranks, here, directory, device
         self._words: weakref.WeakKeyDictionary[Attachment, Word] = weakref.WeakKeyDictionary()
         self._ended = dict[Offload, int]()
-        self._looked = dict[str, float]()
+        self._looked = dict[str, tuple[float, bool]]()
         self._files = files
         self._mover = None if files is None else Mover(files, pool)
         self.moves = list[Move]()
-        self.moved_at = dict.fromkeys((True, False), 0.0)
+        self.progress = dict.fromkeys((True, False), 0.0)
         self.now = 0.0
 
     def settle(self, ones: Sequence[Attachment | None]) -> None:
         """A collective: take the moves that have ended on all ranks, and learn what all say of requests."""
         self._end_moves()
         facts = dict[str, tuple[int, ...]]()
-        values = [self._ended.get(move.offload, 0) for move in self.moves]
+        values = list[int]()
+        for move in self.moves:
+            values += self._ended.get(move.offload, 0), round(move.progress * 1e6)
         for one in ones:
             values += self._said_here(one, facts)
         least = iter(self.least(values))
-        for move, state in zip(list(self.moves), least, strict=False):
+        for move in list(self.moves):
+            state, progress = islice(least, 2)
+            self.progress[move.loads] = max(self.progress[move.loads], progress / 1e6)
             if state:
                 self._moved(move, state)
         for one in ones:
@@ -161,17 +165,19 @@ class OffloadAgreement:
         return number, -number, self._here.may(one), *facts[digest]
 
     def _filed(self, digest: str) -> bool:
-        """Whether there is a file; of one that is not there, what was true within the last second."""
-        now = time.monotonic()
-        if self._files is None or now < self._looked.get(digest, 0.0):
+        """Whether there is a file, as was true within the last second."""
+        if self._files is None:
             return False
-        with suppress(OSError):
-            if self._files.path(digest).exists():
-                return True
-        if len(self._looked) >= _LOOKED:
-            self._looked.clear()
-        self._looked[digest] = now + 1.0
-        return False
+        now = time.monotonic()
+        until, there = self._looked.get(digest, (0.0, False))
+        if now >= until:
+            there = False
+            with suppress(OSError):
+                there = self._files.path(digest).exists()
+            if len(self._looked) >= _LOOKED:
+                self._looked.clear()
+            self._looked[digest] = now + 1.0, there
+        return there
 
     # -- moves -----------------------------------------------------------------------------------------------
 
@@ -184,9 +190,9 @@ class OffloadAgreement:
         self._mover.begin(self.moves[-1])
 
     def hangs(self, *, loads: bool) -> bool:
-        """Whether moves of a kind are under way, and for long none has ended."""
+        """Whether moves of a kind are under way, and for long none has gone on."""
         first = next((move.offload for move in self.moves if move.loads == loads), None)
-        return first is not None and self.now >= max(first.moved_at, self.moved_at[loads]) + WAIT_S
+        return first is not None and self.now >= max(first.moved_at, self.progress[loads]) + WAIT_S
 
     def _end_moves(self) -> None:
         """What this rank does by itself for moves that have ended on it."""
@@ -201,7 +207,7 @@ class OffloadAgreement:
             if move.error is not None:
                 what = "read from" if move.loads else "written to"
                 logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
-                self._looked[offload.digest] = time.monotonic() + _RETRY_S
+                self._looked[offload.digest] = time.monotonic() + _RETRY_S, False
                 if isinstance(move.error, KVFileError) and self._files is not None:
                     with suppress(OSError):  # of another user, or of a folder that is read only
                         self._files.path(offload.digest).unlink(missing_ok=True)
@@ -213,7 +219,7 @@ class OffloadAgreement:
         offload = move.offload
         self.moves.remove(move)
         del self._ended[offload]
-        self.moved_at[move.loads] = self.now
+        self.progress[move.loads] = self.now
         if state == _FAILED:
             self._directory.moved("load_failed" if move.loads else "save_failed", offload)
         elif not (move.loads and offload.dropped):

@@ -242,7 +242,10 @@ class _File:
         blocks = not any(n % _BLOCK for part in memory for n in (part.ctypes.data, len(part))) and not begin % _BLOCK
         cached = self._in_cache[begin // _BLOCK : -(-end // _BLOCK)].all()
         try:
-            _whole(os.preadv, self._past if blocks and not cached else self._cached, memory, begin)
+            if blocks and not cached:
+                with suppress(OSError):  # a part that ends within a block, say
+                    return _whole(os.preadv, self._past, memory, begin)
+            _whole(os.preadv, self._cached, memory, begin)
         except EOFError as error:
             raise KVFileError(f"expected {self.size} bytes in a file of KV, got fewer while it was read") from error
 
@@ -314,12 +317,14 @@ class Move:
         loads: from the file; else to it.
         ready: waits until its pages may be read or written.
         error: why it failed.
+        progress: when its last piece was begun, seconds of `time.monotonic`.
     """
 
     offload: Offload
     loads: bool
     ready: Callable[[], Any]
     error: Exception | None = None
+    progress: float = 0.0
 
 
 class Mover:
@@ -353,13 +358,19 @@ class Mover:
             offload = move.offload
             try:
                 move.ready()
-                if move.loads:
-                    self._files.read(offload.digest, offload.prefix_len, of_pages(self._pool, offload.pages))
-                else:
-                    self._files.write(offload.digest, offload.prefix_len, of_pages(self._pool, offload.pages))
+                way = self._files.read if move.loads else self._files.write
+                way(offload.digest, offload.prefix_len, _told(move, of_pages(self._pool, offload.pages)))
             except Exception as error:
                 move.error = error
             self._done.put(move)
+
+
+def _told(move: Move, memory: Memory) -> Memory:
+    def of_piece(piece: Piece) -> Sequence[Bytes]:
+        move.progress = time.monotonic()
+        return memory(piece)
+
+    return of_piece
 
 
 def waits_for(device: torch.device) -> Callable[[], Any]:

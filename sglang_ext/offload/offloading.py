@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request", bound=Hashable)
 
+_RETRY_STEPS = 128
+"""Decode steps, until room is looked for again for a prefix that had none."""
 COPY_BYTES = 256 << 20
 """Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
 
@@ -102,7 +104,8 @@ class Offloading:
         self.loading: Callable[[str], bool] = lambda digest: False
         self.running: Callable[[], Iterable[Attachment]] = lambda: ()
         self._off = False
-        self._waits_s, self._fresh, self._looks = min(waits_s, WAIT_S), list[Tensor](), 0
+        self._waits_s, self._fresh = min(waits_s, WAIT_S), list[Tensor]()
+        self._looks = self._steps = 0
         self._waiting: dict[str, bool] = {}  # digest -> whether a request with it has room without it
         self._files = None if options.folder is None else KVFiles(options, view, ranks)
         self._agreed = OffloadAgreement(ranks or Ranks(), self, self.directory, self._files, pool, view.device)
@@ -132,7 +135,7 @@ class Offloading:
                 self._waiting[digest] = self._waiting.get(digest, False) or copies
         if self._files is None or self._off:
             return []
-        held = []
+        held, live, refused = [], self._live(), 2**63
         for request, attachment in waiting:
             word = self._agreed.word(attachment)
             if attachment is None or attachment.entry is None or word.digest is None or not word.may:
@@ -146,9 +149,11 @@ class Offloading:
                 self.directory.leave(found)  # the request that had it copied out has ended
                 found = None
             if found is None and readable and self._unfit(tokens) is None:
-                begun = self.directory.begin(digest, tokens, self._live(), OffloadState.LOADING)
-                found = None if isinstance(begun, str) else begun
-                if found is not None:
+                begun = "" if tokens >= refused else self.directory.begin(digest, tokens, live, OffloadState.LOADING)
+                if isinstance(begun, str):
+                    refused = min(refused, tokens)  # nor has a longer one room
+                else:
+                    found = begun
                     self._fresh.append(found.pages)
                     self._agreed.move(found, loads=True)
             if found is None or self._agreed.now >= found.moved_at + self._waits_s:
@@ -234,8 +239,8 @@ class Offloading:
                 return f"a file in offload.folder is read or written for more than {WAIT_S:.0f} s"
         elif found.state is OffloadState.LOADING:
             waits_s = self._waits_s or WAIT_S  # who waits for nothing is prefilled, but has no room for it
-            if self._agreed.now >= max(found.moved_at, self._agreed.moved_at[True]) + waits_s:
-                return f"its file was not read within {waits_s:g} s"
+            if self._agreed.now >= max(found.moved_at, self._agreed.progress[True]) + waits_s:
+                return f"no more of its file was read within {waits_s:g} s"
         copies = self._waiting.get(word.digest, False) or word.copied
         if found is not None and found.state is OffloadState.COPYING and not (copies or self._readable(word)):
             return "the requests that had it copied out have ended"
@@ -391,11 +396,13 @@ class Offloading:
         if self._off:
             return
         virtual = {place for place, front in enumerate(self._fronts(forward_batch)) if front is not None}
+        self._steps += 1
+        refused = (None, "host_full") if self._steps % _RETRY_STEPS == 0 else (None,)
         for place, one in enumerate(attachments):
-            digest = self._agreed.word(one).digest
-            if place in virtual or one is None or one.entry is None or digest is None:
+            if place in virtual or one is None or one.entry is None or one.offload_refusal not in refused:
                 continue
-            if one.offload_refusal is not None or not self.may(one):  # alike on all ranks, of an index that they use
+            digest = self._agreed.word(one).digest
+            if digest is None or not self.may(one):  # alike on all ranks, of an index that they use
                 continue
             tokens = one.entry.identity.num_tokens
             found = self.directory.get(digest)
@@ -403,9 +410,10 @@ class Offloading:
                 continue
             begun = self._unfit(tokens) or found or self.directory.begin(digest, tokens, self._live())
             if isinstance(begun, str):
+                self.refused[begun] += one.offload_refusal is None
                 one.offload_refusal = begun
-                self.refused[begun] += 1
                 continue
+            one.offload_refusal = None
             if found is None and self.swap is not None:
                 self.swap.forget(begun.pages)
             self._copy(begun, forward_batch.req_pool_indices[place : place + 1])

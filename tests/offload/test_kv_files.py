@@ -104,6 +104,15 @@ def test_whole_blocks_are_read_past_the_page_cache(tmp_path: Path, memory: str) 
     assert found[-1] == (memory != "whole blocks")
 
 
+def test_a_read_that_ends_within_a_block_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the page cache the rest would be refused."""
+    kept, read = Kept(tmp_path, dim=16), os.preadv
+    content = kept.filled("a")
+    monkeypatch.setattr(kv_files, "_in_page_cache", lambda _, size: np.zeros(-(-size // 4096), bool))
+    monkeypatch.setattr(os, "preadv", lambda *of: min(1000, read(*of)))
+    assert torch.equal(content, kept.read("a"))
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_file_that_becomes_shorter_while_it_is_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool

@@ -238,6 +238,10 @@ def test_of_two_running_requests_one_has_room_and_keeps_it() -> None:
     for _ in range(8):
         served.decode(0, *both)
     assert served.offloading.figures()["offload"] == {"translated": 0, "copied": 1, "host_full": 1}
+    for _ in range(128):
+        served.decode(1, both[1])
+    assert served.offloading.figures()["offload"] == {"translated": 0, "copied": 2, "host_full": 1, "evicted": 1}
+    assert both[1].offload_refusal is None, "room is looked for again"
 
 
 @pytest.mark.parametrize("why", ["by_operator", "quality_guard", "index_memory"])

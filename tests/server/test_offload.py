@@ -272,7 +272,7 @@ def _not_read(server: Server, file: Path, prompt: str, expected: tuple[int, ...]
     """Its request ends with an error; others are served, and a later one with it."""
     server.flush()
     with slow(file):
-        with pytest.raises(OSError, match=r"HTTP 400.* its file was not read within 5 s"):
+        with pytest.raises(OSError, match=r"HTTP 400.* no more of its file was read within 5 s"):
             server.generate(prompt)
         assert len(server.generate("Others are served.", 4).ids) == 4
     server.until(lambda state: state["offload"]["users"] == 0)
