@@ -34,7 +34,7 @@ def command(*arguments: str | Path, code: str | None = None, status: int = 0) ->
 @pytest.fixture(scope="module")
 def bench(load):
     """The modules that run no kernel."""
-    names = ("bench", "tables", "problem")
+    names = ("bench", "tables", "problem", "selection")
     found = load(*(f"kernel_{name}" for name in names))
     return SimpleNamespace(**{name: getattr(found, f"kernel_{name}") for name in names})
 
@@ -79,9 +79,10 @@ def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
 BREAK = """
 import sys
 sys.path.insert(0, "")
-import kernel_bench, kernel_selection
+import kernel_bench, kernel_selection, torch
 from prefix_kernels.grouped_attention import GroupedAttention
-sound, select = kernel_selection.Torch.run, kernel_selection.Ours.run
+from sglang_ext.methods.two_level.decode_op import TwoLevelOp
+sound, select, behind = kernel_selection.Torch.run, kernel_selection.Ours.run, TwoLevelOp.run_behind
 
 def unwritten(self, *arguments, **options):
     pass
@@ -97,8 +98,16 @@ def lists_moved(self):
     select(self)
     self._lists.positions[:8] += 8
 
-broken = {"unsorted": kernel_selection.Torch, "lists_moved": kernel_selection.Ours}.get(sys.argv[2], GroupedAttention)
-broken.run = globals()[sys.argv[2]]
+def unranked_candidates(self, *arguments):
+    # Of 1024 tokens and 2 KV heads 400 each: the first ones, and the window.
+    self._of_all.positions[:800].view(2, 400)[:, :-64] = torch.arange(336)
+    behind(self, *arguments)
+
+selections = {"unsorted": kernel_selection.Torch, "lists_moved": kernel_selection.Ours}
+if sys.argv[2] == "unranked_candidates":
+    TwoLevelOp.run_behind = unranked_candidates
+else:
+    selections.get(sys.argv[2], GroupedAttention).run = globals()[sys.argv[2]]
 sys.exit(kernel_bench.main([*sys.argv[3:], "--smoke", "--out", sys.argv[1]]))
 """
 
@@ -112,6 +121,7 @@ sys.exit(kernel_bench.main([*sys.argv[3:], "--smoke", "--out", sys.argv[1]]))
         ("unwritten", ["operators", "--batches", "1", "--only", "token_index"]),
         ("unsorted", ["selection", "--batches", "1", "--only", "token_index_torch"]),
         ("lists_moved", ["selection", "--batches", "1", "--only", "token_index"]),
+        ("unranked_candidates", ["operators", "--contexts", "1024", "--batches", "1", "--only", "two_level"]),
     ],
 )
 def test_a_broken_kernel_is_red_has_no_time_and_is_measured_again(how, words, tmp_path):
@@ -201,3 +211,38 @@ def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
     assert bool(torch.isnan(problem.kv.k_cache).any())
     with pytest.raises(ValueError, match="expected a batch that is a multiple of the groups"):
         bench.problem.Sizes(4096, 3, 2, 16, 16)
+
+
+def test_a_candidate_that_ties_at_the_edge_is_no_error_and_all_others_are(bench):
+    """A swapped block of 16 moves the sample that sums are of; lists are right for the candidates that were named."""
+    own, size = bench.selection, 16
+    shape = AttentionShape(4, 1, 64, 64, torch.float32, torch.float32)
+    sizes = bench.problem.Sizes(131072, 8, 1, 16, 16)
+    problem = bench.problem.make_problem(shape, sizes, 0.01, torch.device("cpu"), seed=14)
+    queries = torch.randn(1, 256, 64, generator=torch.Generator().manual_seed(0))
+    spec = own.SPECS["two_level"]
+    arrays = own.build_arrays(spec, problem.kv.k_cache[problem.prefix_slots[0].long()], queries)
+    prefixes = own.Prefixes(spec, shape, problem.q, [arrays], problem.prefix_slots, 2048)
+    named = prefixes.selector.candidates(arrays, problem.q, prefixes.args)
+    keys = prefixes.ranked[0][0].floor()
+    blocks = keys[::size].long(), named.view(-1, size)
+    last = int(blocks[0][blocks[1].all(dim=1)][4:-4].min())
+
+    def swapped(lost: int, won: int) -> torch.Tensor:
+        """The first named block of a key, for the last one of another key that is not named."""
+        other, (key, there) = named.clone(), blocks
+        at = int((there.all(dim=1) & (key == lost)).nonzero()[4]), int((~there.any(dim=1) & (key == won)).nonzero()[-1])
+        for block, value in zip(at, (False, True), strict=True):
+            other[0, block * size : (block + 1) * size] = value
+        return other
+
+    def gate(candidates: torch.Tensor, among: torch.Tensor, rows: int = 8) -> Any:
+        listed = prefixes.selector.select_among(arrays, problem.q[:rows], prefixes.args, among)
+        return prefixes.gate([listed.positions], [candidates.nonzero()[:, 1].view(1, -1).int()])
+
+    tied, low = swapped(last + 1, last), swapped(last + 1, last - 3)
+    assert gate(tied, tied).figures == {"wrong_candidates": 0.0, "wrong_share": 0.0}
+    assert gate(tied, named).error > 1, "sums of another sample"
+    assert gate(tied, tied, rows=7).error > 1, "a request that was not asked"
+    assert gate(low, low).figures == {"wrong_candidates": size / named.sum()}, "a block of another rank"
+    assert not gate(low, low).green

@@ -128,6 +128,12 @@ class TwoLevelOp(CombinedOp, AheadOp):
         assert self._pack is not None
         self._pack.run(size, queries, sm_scale, self._lists)
 
+    def candidates_of(self, groups: Sequence[SelectionGroup]) -> list[Tensor]:
+        """int32 [num_kv_heads, candidates] of each group of the plan, views: what `run` or `run_behind` last read."""
+        assert self._second.candidates is not None
+        first, _ = self._levels(groups)
+        return [group.lists_in(self._second.candidates, self._heads) for group in first]
+
     def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
         entries = self._heads * sum(map(list_stride, self._counts(lengths, budgets)))
         ahead = self._pack is None or (entries <= self._entries and self._pack.fits(lengths))
