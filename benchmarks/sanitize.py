@@ -94,7 +94,11 @@ CASES = (
     Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "every_method and union"),
     Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),
     Case(("attend_tiles_kernel",), "triton/test_prefill_attention.py", "as_the_reference and (extend or decode)"),
-    Case(("look_up_kernel", "fetch_kernel"), "triton/test_residents.py", "steps_as_the or reuse or without_groups"),
+    Case(
+        ("look_up_kernel", "count_kernel", "fetch_kernel"),
+        "triton/test_residents.py",
+        "steps_as_the or reuse or without_groups",
+    ),
 )
 
 
