@@ -29,6 +29,8 @@ WAIT_S = 60.0
 """For so long a request waits for a file, at most; then it is prefilled. Behind it reading and writing hang."""
 _RETRY_S = 60.0
 """For so long a file that could not be read is as if it were not there."""
+_LOOK_S = 1.0
+"""For so long what a look at the disk has found is taken as true."""
 _LOOKED = 4096
 """Prefixes of which is remembered whether there is a file, at most."""
 _FAILED, _DONE = 1, 2
@@ -165,7 +167,7 @@ class OffloadAgreement:
         return number, -number, self._here.may(one), *facts[digest]
 
     def _filed(self, digest: str) -> bool:
-        """Whether there is a file, as was true within the last second."""
+        """Whether there is a file, as of the last look at the disk."""
         if self._files is None:
             return False
         now = time.monotonic()
@@ -176,7 +178,7 @@ class OffloadAgreement:
                 there = self._files.path(digest).exists()
             if len(self._looked) >= _LOOKED:
                 self._looked.clear()
-            self._looked[digest] = now + 1.0, there
+            self._looked[digest] = now + _LOOK_S, there
         return there
 
     # -- moves -----------------------------------------------------------------------------------------------
@@ -207,7 +209,8 @@ class OffloadAgreement:
             if move.error is not None:
                 what = "read from" if move.loads else "written to"
                 logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
-                self._looked[offload.digest] = time.monotonic() + _RETRY_S, False
+                gone = isinstance(move.error, FileNotFoundError)  # it had been there within the last second
+                self._looked[offload.digest] = time.monotonic() + (_LOOK_S if gone else _RETRY_S), False
                 if isinstance(move.error, KVFileError) and self._files is not None:
                     with suppress(OSError):  # of another user, or of a folder that is read only
                         self._files.path(offload.digest).unlink(missing_ok=True)

@@ -156,6 +156,22 @@ def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.
     assert served.offloading.snapshot()["problem"] is None
 
 
+def test_a_file_that_another_server_removed_is_looked_for_again(tmp_path: Path) -> None:
+    """Not a minute later, as one that cannot be read: another server may write it anew."""
+    served, file = stored(tmp_path, "wait_complete")
+    queue, away = waiting(), file.with_suffix(".away")
+    served.offloading._agreed.settle([queue[0][1]])  # type: ignore[list-item]
+    file.rename(away)
+    assert served.offloading.before_batch(queue, SLOTS), "it was there a moment ago"  # type: ignore[arg-type]
+    happens(served, "load_failed")
+    away.rename(file)
+    deadline = time.monotonic() + 10
+    while not served.offloading.snapshot()["events"].get("loaded"):
+        assert time.monotonic() < deadline
+        served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        time.sleep(0.01)
+
+
 # -- prompts without room in the KV pool ---------------------------------------------------------------------
 
 

@@ -67,6 +67,14 @@ class Asked:
             future.exception(20)
             yield
 
+    def flushed_while_read(self) -> None:
+        """What is read then is of no use, and its memory is given back."""
+        self.server.flush()
+        with self.held():
+            self.server.flush()
+            assert self.server.state()["offload"]["prefixes"] == {}
+        self.balanced()
+
 
 @pytest.mark.boot("offload-faults")
 def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path) -> None:
@@ -93,12 +101,7 @@ def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Pat
     loads += 1
     one.happens("loaded", loads)
     one.right(hosted=True)
-    # A flush in between: what is read then is of no use, and its memory is given back.
-    server.flush()
-    with one.held():
-        server.flush()
-        assert server.state()["offload"]["prefixes"] == {}
-    one.balanced()
+    one.flushed_while_read()
     one.right(hosted=True)
     loads += 1
     one.happens("loaded", loads)

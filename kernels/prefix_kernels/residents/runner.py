@@ -154,7 +154,6 @@ class Residents:
             return
         from prefix_kernels.residents.kernels import count_kernel, look_up_kernel
 
-        heads, stretches = self.shape.num_kv_heads, _STRETCHES
         arguments = self._arguments(number) | {
             "groups_ptr": self._table,
             "host_pages_ptr": host_pages,
@@ -167,7 +166,8 @@ class Residents:
             "TILE": _LOOK_UP_TILE,
             "BLOCK_P": self._part_counts.shape[0],
         }
-        for kernel, grid in (look_up_kernel, (heads * stretches,)), (count_kernel, (heads, stretches)):
+        heads = self.shape.num_kv_heads
+        for kernel, grid in (look_up_kernel, (heads * _STRETCHES,)), (count_kernel, (heads, _STRETCHES)):
             launch_behind(kernel, grid, arguments_of(kernel, arguments), num_warps=_LOOK_UP_WARPS)
         self._fetch(number, host, pool, None, lists.slots)
 
