@@ -71,7 +71,8 @@ class Operator(Ours):
                 sum(array.nbytes for one in own.arrays for array in part_arrays(one, part).values())
                 for part in ("first", "second")
             )
-            candidates = spec.num_candidates(own.prefix_len, own.budget)
+            named = spec.first_level(self._groups[0])
+            candidates = spec.tokens_of(named, own.prefix_len)
             index = second * candidates // own.prefix_len + (0 if ahead and not names else first)
         return index + self._attended(self._found(self._lists.positions)).kv_bytes("sparse")
 

@@ -163,7 +163,8 @@ class Prefixes:
         """[num_kv_heads, prefix_len]: what a step of the reference's selector ranks tokens by."""
         getattr(self.selector, step)(self.arrays[number], self.q[list(self.rows[number])], self.args, *among)
         (ranked,) = self.ranked
-        return ranked
+        # Blocks' tokens are ranked together, see `TwoLevelSpec.entry_tokens`.
+        return ranked.repeat_interleave(-(-self.prefix_len // ranked.shape[1]), dim=1)[:, : self.prefix_len]
 
     def _wrong(self, positions: Tensor, limit: Limit, rank: Callable[[], Tensor]) -> float:
         """Share of the lists that ranks too low, or that tokens which rank too high to be left out would be."""

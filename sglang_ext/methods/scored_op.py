@@ -124,12 +124,23 @@ class ScoredOp(ScoringOp):
             # Arrays themselves are not kept: residency may let them go.
             addresses = [array_addresses(self.shape, self.arrays(layer)) for layer in index.layers]
             layers = list(index.layers) if len(self._heads) else [index.layers[0]]
-            rows = self.rows(layers, index.prefix_len)
-            length = index.prefix_len
+            rows = self.placed(layers, index.prefix_len)
+            length = self.entries(index.prefix_len)
             heads = [ScoredGroup((0,), length, one.first_rows, none, (), one.block_sizes).heads for one in rows]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
             self._known[index] = KnownIndex(next(_numbers), rows[0], *found)
         return self._known[index].number
+
+    def placed(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
+        """As `rows`, with sizes of blocks in entries of the lists that are made."""
+        each = self.shape.entry_tokens if self.shape.form.is_block else 1
+        return [
+            one._replace(block_sizes=tuple(n // each for n in one.block_sizes)) for one in self.rows(layers, prefix_len)
+        ]
+
+    def entries(self, prefix_len: int) -> int:
+        """What a prefix has of them."""
+        return -(-prefix_len // self.shape.entry_tokens) if self.shape.form.is_block else prefix_len
 
     def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
         return self._sizes.hold(lengths)
@@ -226,12 +237,13 @@ class ScoredOp(ScoringOp):
 
         Args:
             size, rows, groups: as there.
-            listed, lengths: of listed candidates, where each group's lists are, and tokens of its prefix.
+            listed: of listed candidates, where each group's lists are.
+            lengths: tokens of each prefix, where groups have other numbers of candidates.
         """
         lengths = lengths or [group.prefix_len for group in groups]
         self._probed = [self.made_up(length) for length in lengths]
         arrays = [self.arrays(layer) for layer in self._probed]
-        places = [self.rows([layer], length)[0] for layer, length in zip(self._probed, lengths, strict=True)]
+        places = [self.placed([layer], length)[0] for layer, length in zip(self._probed, lengths, strict=True)]
         self._of(size).plan(self._scored(rows, groups, arrays, places, listed), groups)
 
     def made_up(self, prefix_len: int) -> LayerArrays:

@@ -79,7 +79,7 @@ class TokenProblem(Problem):
         keys: of each group, [KV_HEADS, prefix_len, head_dim] that the codes stand for, 0 on channels that they do not
             keep.
         tile: query rows that are rounded to units of their own in INT8, as Hopper's kernel has them; 0: none are.
-        candidates: int32, of listed tokens: those of all lists, which lie as `scored` says.
+        candidates: int32, of listed tokens: those of all lists, which lie as `scored` says, an entry for `entry_tokens`.
     """
 
     shape: ScoreShape
@@ -114,7 +114,8 @@ class TokenProblem(Problem):
         """See the base."""
         if self.candidates is None:
             return places
-        return self.candidates[self.scored[group].list_begins[head] + places.long()]
+        each, begin = self.shape.entry_tokens, self.scored[group].list_begins[head]
+        return self.candidates[begin + places.long() // each] * each + places % each
 
 
 def problem(
@@ -132,12 +133,14 @@ def problem(
     gqa: int = GQA,
     rising: float = 0.0,
     by_list: bool = False,
+    entry_tokens: int = 1,
     **more: Any,
 ) -> TokenProblem:
     """Token indexes of groups.
 
     Args:
         by_list: what is said of tokens is said of candidates, every third one of a prefix or so.
+        entry_tokens: of these lists.
         same: all tokens are one and the same, so all of them tie.
         rising: how far later keys point the way of the first row's queries: scores leave any first step behind.
         more: fields of the problem.
@@ -165,10 +168,12 @@ def problem(
         full = full.scatter_(2, kept[:, None].expand(-1, length, -1), dequantize(codes))
         list_begins = ()
         if by_list:
-            tokens = torch.rand(KV_HEADS, length, generator=gen).argsort(dim=1)[:, :count].sort(dim=1).values
+            entries, listed_entries = length // entry_tokens, -(-count // entry_tokens)
+            order = torch.rand(KV_HEADS, entries, generator=gen).argsort(dim=1)[:, :listed_entries].sort(dim=1).values
+            tokens = (order[..., None] * entry_tokens + torch.arange(entry_tokens)).flatten(1)[:, :count]
             full = torch.stack([own[of] for own, of in zip(full, tokens.to(device), strict=True)])
-            list_begins = tuple(len(lists) + head * count for head in range(KV_HEADS))
-            lists = torch.cat([lists, tokens.flatten().int()])
+            list_begins = tuple(len(lists) + head * listed_entries for head in range(KV_HEADS))
+            lists = torch.cat([lists, order.flatten().int()])
         keys.append(full)
         stride = -(-count // 4) * 4
         firsts = tuple(head * length for head in range(KV_HEADS))
@@ -179,7 +184,9 @@ def problem(
         selected.append(SelectionGroup(count, budget, sink, recent, slot_start=table_at))
         at += KV_HEADS * stride
         table_at += length
-    shape = ScoreShape(KV_HEADS * gqa, KV_HEADS, channels, bits, hopper or channels < dim, pooling, sum_every, form)
+    shape = ScoreShape(
+        KV_HEADS * gqa, KV_HEADS, channels, bits, hopper or channels < dim, pooling, sum_every, form, entry_tokens
+    )
     more.setdefault("limit", FP32_LIMIT if dtype is torch.float32 else FP16_LIMIT)
     return TokenProblem(
         q=q.to(device, dtype), scored=scored, selected=pack_lists(selected, KV_HEADS), room=at + 4, keys=keys,

@@ -353,9 +353,9 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
 
 
 def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
-    """The listing of a selection comes while its scores are made, and writes nothing until they are."""
+    """The listing of a selection comes while its scores are made, attention while these are listed."""
     for case, follows, meetings in (
-        ("specialized attention of 64 rows", (False,), 1),
+        ("specialized attention of 64 rows", (True,), 1),
         ("selection of tokens in one launch", (False, False), 1),
         ("specialized selection of tokens", (False, True), 1),
     ):
@@ -365,7 +365,7 @@ def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_k
             assert bool(wait) == one.options.get("launch_pdl", False) == later
             assert not (wait and re.search(r"(st|red|atom)\.global", before))
             assert ptx.count("atom.global.gpu.acq_rel") == meetings * one.options.get("launch_cooperative_grid", 0)
-        assert ("griddepcontrol.launch_dependents" in found[0][1]) == case.startswith("specialized selection")
+        assert ("griddepcontrol.launch_dependents" in found[0][1]) == case.startswith("specialized")
 
 
 def test_pages_are_copied_by_16_bytes_behind_the_launch_that_gives_them_cells() -> None:

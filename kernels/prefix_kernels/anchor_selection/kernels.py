@@ -107,7 +107,7 @@ def score_kernel(
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     arrays_ptr,  # int64 [num_groups, 5], see `addresses`
-    candidates_ptr,  # int32, positions of LISTED candidates
+    candidates_ptr,  # int32, lists of LISTED candidates, ENTRY tokens an entry
     raw_ptr,  # fp32, raw scores, kept for the second phase where REREAD
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
@@ -122,7 +122,7 @@ def score_kernel(
     REREAD: tl.constexpr, RAW_M: tl.constexpr, RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
-    TILE: tl.constexpr, FORM: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, each alone or with the programs that have the group's others."""
     head = tl.program_id(1).to(tl.int64)
@@ -158,7 +158,7 @@ def score_kernel(
                     raw_base, scores, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row,
                     q_stride_head, raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS,
                     BITS, LISTED_CHANNELS, False, REREAD, SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES,
-                    COMPUTE, PRECISION, ASSEMBLY, FORM,
+                    COMPUTE, PRECISION, ASSEMBLY, FORM, ENTRY,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE == 2:
                 meet(arrived_ptr + row, chunk, num_chunks)
@@ -169,6 +169,7 @@ def score_kernel(
                     raw_stride_row, raw_stride_candidate, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS,
                     LISTED_CHANNELS, REREAD, False, SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M,
                     RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY, FORM,
+                    ENTRY,
                 )  # fmt: skip
                 # A barrier ends each tile of scores: all of the program's are there.
                 # Wide rows of codes, and fp32, need most of what shared memory a launch has unless it asks for more.
@@ -188,10 +189,10 @@ def list_kernel(
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 arena of lists, written
     slots_ptr,  # int32 arena of lists, written with HAS_SLOTS
-    candidates_ptr,  # int32, positions of LISTED candidates
+    candidates_ptr,  # int32, lists of LISTED candidates, ENTRY tokens an entry
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
     ITEM_FIELDS: tl.constexpr, STRETCH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, OVERLAPPED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): lists what was selected of the stretches of its items.
 
@@ -247,7 +248,8 @@ def list_kernel(
             keys = tl.where(selected < prefix_len, keys, 1)
             listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)
             if FORM == LISTED:
-                token = tl.load(candidates_ptr + shift + token, mask=chosen, other=0)
+                entry = tl.load(candidates_ptr + shift + token // ENTRY, mask=chosen, other=0)
+                token = entry * ENTRY + token % ENTRY
             tl.store(positions + listed, token, mask=chosen)
             if HAS_SLOTS:
                 slot = tl.load(slot_table + token, mask=chosen, other=0)

@@ -56,6 +56,8 @@ _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
 _MOST_TOKENS = 2**30
 _CHUNKS_AT_ONCE = 32
+_MORE_CHUNKS = 64
+"""Of more programs to a KV head, lest a second round be for one of them."""
 
 
 class Form(Enum):
@@ -423,7 +425,7 @@ class AnchorSelection:
             "counts_ptr": lists.counts,
             "HAS_SLOTS": lists.slots is not None,
             "OVERLAPPED": False,
-            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
+            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE if self.programs_of_a_head <= _CHUNKS_AT_ONCE else _MORE_CHUNKS,
             "TILE": 32 * self._list_warps * TOKENS_OF_A_THREAD,
         }
         # Programs of scores that wait for each other are all on the GPU before they let these come.

@@ -198,7 +198,7 @@ def score_items_sm90_kernel(
     groups_ptr,  # int32 [num_groups, 4]: first of `rows`, requests, most candidates, 0
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, 0, 0
-    candidates_ptr,  # int32, positions of LISTED candidates
+    candidates_ptr,  # int32, lists of LISTED candidates, ENTRY tokens an entry
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
@@ -209,13 +209,13 @@ def score_items_sm90_kernel(
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
-    FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, FORM: gl.constexpr,
+    FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, FORM: gl.constexpr, ENTRY: gl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): the phases of scores of its items."""
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
     PIECES: gl.constexpr = CHANNELS // 32
-    BY_LIST: gl.constexpr = FORM == LISTED
+    BY_LIST: gl.constexpr = ENTRY if FORM == LISTED else 0
     few_mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
     few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, BY_LIST)
     if BLOCK_M <= FEW_ROWS:
@@ -251,7 +251,7 @@ def score_items_sm90_kernel(
         packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
         scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
         listed_ptr = candidates_ptr
-        if BY_LIST:
+        if BY_LIST > 0:
             listed_ptr += gl.load(heads_ptr + row * 4 + 2)
         begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows

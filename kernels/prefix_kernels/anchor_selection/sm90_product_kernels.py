@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
 from prefix_kernels.anchor_selection.sm90_exchange_kernels import barrier, sums_of_threads
-from prefix_kernels.pooled_scores.kernels import summed_candidate, summed_weight
+from prefix_kernels.pooled_scores.kernels import listed_token, summed_candidate, summed_weight
 
 FEW_ROWS = gl.constexpr(32)
 """Up to so many query rows a warp multiplies on its own, with the queries in its registers: a warp group's
@@ -30,6 +30,7 @@ LARGEST = gl.constexpr(2.0**100)
 # What is summed is the same as in the kernel for all GPUs.
 _summed_candidate = gluon.jit(summed_candidate.fn)
 _summed_weight = gluon.jit(summed_weight.fn)
+_listed_token = gluon.jit(listed_token.fn)
 
 
 def words_layout(block_n: int, num_warps: int) -> gl.DistributedLinearLayout:
@@ -121,10 +122,10 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
 @gluon.jit
 def _rows(codes, n, sizes: gl.constexpr):
     """Of the codes: of the candidates at places n."""
-    BY_LIST: gl.constexpr = sizes[8]
+    ENTRY: gl.constexpr = sizes[8]
     _, first_row, listed_ptr, _, _ = codes
-    if BY_LIST:
-        n = gl.load(listed_ptr + n)
+    if ENTRY > 0:
+        n = _listed_token(listed_ptr, n, ENTRY)
     return first_row + n
 
 
@@ -133,10 +134,10 @@ def step_of(codes, start, sizes: gl.constexpr):
     """Of a list, where the codes of the step from `start` on are: asked for a turn before these."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
-    BY_LIST: gl.constexpr = sizes[8]
+    ENTRY: gl.constexpr = sizes[8]
     _, _, _, _, end = codes
     rows = 0
-    if BY_LIST:
+    if ENTRY > 0:
         rows = _rows(codes, gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1), sizes)
     return rows
 
@@ -146,9 +147,9 @@ def load_step(codes, rows, start, sizes: gl.constexpr):
     """Codes of the step from `start` on, whose `step_of` is there. Past the end the last candidate's are read again."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
-    BY_LIST: gl.constexpr = sizes[8]
+    ENTRY: gl.constexpr = sizes[8]
     packed_ptr, first_row, _, _, end = codes
-    if not BY_LIST:
+    if ENTRY == 0:
         rows = gl.minimum(first_row + start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), first_row + end - 1)
     return load_rows(packed_ptr, rows, sizes)
 

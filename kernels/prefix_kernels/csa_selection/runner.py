@@ -412,6 +412,7 @@ class CsaSelection:
             "TILE": 32 * _WARPS * _TOKENS_OF_A_THREAD,
             "STRETCH": STEP_POSITIONS,
             "FORM": CandidateForm.TOKEN.value,
+            "ENTRY": 1,
             "candidates_ptr": self._lists,
             "HAS_SLOTS": lists.slots is not None,
             "OVERLAPPED": False,

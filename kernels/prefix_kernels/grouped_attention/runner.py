@@ -17,7 +17,7 @@ from prefix_kernels.grouped_attention.config import (
 )
 from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.launching import block_of, launch, programs_at_once, send
+from prefix_kernels.launching import block_of, launch, launch_behind, programs_at_once, send
 from prefix_kernels.types import PagedKV, check_arena, check_int32
 
 _MERGED_AT_ONCE = 64
@@ -417,7 +417,7 @@ def _check_inputs(q: Tensor, kv: PagedKV, scale: float) -> None:
 def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
     from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
 
-    launch(
+    launch_behind(
         attend_items_sm90_kernel,
         (num_kv_heads, one.programs),
         {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},

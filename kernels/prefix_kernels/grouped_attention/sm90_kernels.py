@@ -12,11 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from prefix_kernels.grouped_attention.sm90_merge_kernels import LN2, merge_parts
+from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
 _copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 """Renamed after Triton 3.6."""
+_wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 
 
 @gluon.jit
@@ -244,12 +246,13 @@ def attend_items_sm90_kernel(
     batch,  # rows of q, out and lse
     q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
     out_stride_head, GQA: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, RING: gl.constexpr, NUM_SPANS: gl.constexpr,
+    BLOCK_N: gl.constexpr, RING: gl.constexpr, NUM_SPANS: gl.constexpr, OVERLAPPED: gl.constexpr,
 ):  # fmt: skip
     """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other.
 
     Then the programs of a KV head wait for each other and share the rows to be merged. NUM_SPANS of 0: they do not,
-    `kernels.merge_items_kernel` follows.
+    `kernels.merge_items_kernel` follows. Tables of the plan are read before the kernel before has ended, which writes none
+    of them; all else after it.
     """
     head = gl.program_id(0).to(gl.int64)
     num_heads = gl.num_programs(0)
@@ -277,6 +280,8 @@ def attend_items_sm90_kernel(
         hopper.mbarrier.init(v_full.index(place), count=128)
         hopper.mbarrier.init(k_free.index(place), count=HALVES)
         hopper.mbarrier.init(v_free.index(place), count=HALVES)
+    # The fetching warps begin after it.
+    _wait_for_the_kernel_before(OVERLAPPED)
     queue = (items_ptr, first, num_items, counts_ptr, source, head, num_heads)
     ring = (k_ring, v_ring, k_full, k_free, v_full, v_free)
     pool = (k_ptr, v_ptr, slots_ptr, head_slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head)

@@ -255,6 +255,14 @@ def row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHU
 
 
 @triton.jit
+def listed_token(list_ptr, candidate, ENTRY: tl.constexpr):
+    """Which token a candidate of a list is, of whose entries each stands for ENTRY tokens that follow each other."""
+    # By bits: numbers may be negative to the compiler, whose quotients take three instructions more.
+    SHIFT: tl.constexpr = 4 if ENTRY == 16 else 0
+    return (tl.load(list_ptr + (candidate >> SHIFT)) << SHIFT) + (candidate & (ENTRY - 1))
+
+
+@triton.jit
 def _pool(scores, lse, weight, POOL: tl.constexpr):
     """[BLOCK_N] natural log of the largest, or of `weight` times the summed, share of attention of a candidate."""
     scores = scores - lse[None, :]
@@ -284,7 +292,7 @@ def _step(
     ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr,
     SAMPLED: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
     UNIT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
-    FORM: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, ENTRY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
     n = start + tl.arange(0, BLOCK_N)
@@ -297,7 +305,7 @@ def _step(
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
     else:
         more_ptr, more_queries, lengths = more
-        place = first_row + (tl.load(more_ptr + entry) if FORM == LISTED else entry).to(tl.int64)
+        place = first_row + (listed_token(more_ptr, entry, ENTRY) if FORM == LISTED else entry).to(tl.int64)
         scores = _product(
             tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, place, queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE,
             PRECISION, ASSEMBLY, TAIL,
@@ -356,7 +364,7 @@ def score_stretch(
     LISTED_CHANNELS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, SUM_EVERY: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FORM: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
     """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
 
@@ -425,13 +433,14 @@ def score_stretch(
                 start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
                 first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW,
                 STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM,
-                False,
+                ENTRY, False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(
                 full, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
                 first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW,
-                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, True,
+                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM,
+                ENTRY, True,
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)

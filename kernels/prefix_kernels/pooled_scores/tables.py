@@ -37,6 +37,8 @@ class ScoreShape:
         pooling: over the rows and query heads of a group.
         sum_every: how few candidates enter the sums of the softmax, see `pooling.pool_scores`.
         form: what stands for a candidate.
+        entry_tokens: that an entry of a list stands for, 1 or 16: of the list of listed candidates, or of the lists
+            that blocks make. Entry e is the tokens from 16 e on, and all counts of blocks are then of entries.
     """
 
     num_qo_heads: int
@@ -47,6 +49,7 @@ class ScoreShape:
     pooling: Pooling = Pooling.MAX
     sum_every: int = 1
     form: CandidateForm = CandidateForm.TOKEN
+    entry_tokens: int = 1
 
     @property
     def gqa(self) -> int:
@@ -72,7 +75,8 @@ class ScoredGroup:
             [num_kv_heads, channels]) or None; codes (uint8, or fp16 with 16 bits); scale (fp32 [num_kv_heads,
             channels]) or None with 16 bits. Of blocks the codes are of the means, or of the minima; then two more
             follow: the maxima's codes and scale, or the radii (fp16, a row's each) and None.
-        block_sizes: per KV head, tokens of a block, a power of 2 from 16 on; none: candidates are tokens.
+        block_sizes: per KV head, tokens of a block, a power of 2 from 16 on (or entries, from 1 on:
+            `ScoreShape.entry_tokens`); none: candidates are tokens.
         list_begins: per KV head, where its list begins in `ScoreInputs.candidates`; none: they are the prefix's.
     """
 
@@ -114,7 +118,7 @@ class ScoreInputs:
             rows: the second pass then reads them back instead of scoring again.
         arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
         heads: int64 [max_groups, num_kv_heads, HEAD_FIELDS], another layer's `ScoredGroup.heads`; None for the plan's.
-        candidates: int32, positions of listed candidates, ascending in each list; with that form only.
+        candidates: int32, lists of candidates, ascending, `entry_tokens` an entry; with that form only.
     """
 
     q: Tensor
@@ -276,6 +280,7 @@ class ScoreTables:
             "BITS": shape.bits,
             "LISTED_CHANNELS": shape.listed_channels,
             "FORM": shape.form.value,
+            "ENTRY": shape.entry_tokens,
             "candidates_ptr": self._rows if inputs.candidates is None else inputs.candidates,
             "SUM_EVERY": shape.sum_every,
             # Codes are exact in fp16, and a query's channel keeps 11 bits there.
@@ -377,9 +382,12 @@ def _check_array(shape: ScoreShape, kind: str, array: Tensor) -> None:
 
 def _check_blocks(shape: ScoreShape, group: ScoredGroup) -> None:
     sizes, heads = group.block_sizes, shape.num_kv_heads
-    known = all(size >= LEAST_BLOCK and size & (size - 1) == 0 for size in sizes)
+    least = LEAST_BLOCK // shape.entry_tokens
+    known = all(size >= least and size & (size - 1) == 0 for size in sizes)
     if len(sizes) != (heads if shape.form.is_block else 0) or not known:
-        wanted = "powers of 2 from 16 on, one for each KV head" if shape.form.is_block else "no block sizes for tokens"
+        wanted = (
+            f"powers of 2 from {least} on, one for each KV head" if shape.form.is_block else "no block sizes for tokens"
+        )
         raise ValueError(f"expected {wanted}, got {sizes}")
     if len(group.list_begins) != (heads if shape.form is CandidateForm.LISTED else 0):
         raise ValueError(f"expected list_begins of {heads} KV heads for listed candidates alone, got {group}")

@@ -154,6 +154,7 @@ class UnionSelection:
             "HAS_SLOTS": lists.slots is not None,
             "OVERLAPPED": False,
             "FORM": CandidateForm.TOKEN.value,
+            "ENTRY": 1,
         }
         grid = (self._programs, self._heads)
         depths = (_PARTS * min(num_groups or self._max_groups, self._max_groups), self._heads, 2)

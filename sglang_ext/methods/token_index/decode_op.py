@@ -24,6 +24,7 @@ class TokenIndexOp(ScoredOp):
     Args:
         shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
         form: of candidates: all tokens, or listed ones.
+        entry_tokens: of their lists, see `ScoreShape`.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class TokenIndexOp(ScoredOp):
         sizes: ListSizes,
         device: torch.device,
         form: CandidateForm = CandidateForm.TOKEN,
+        entry_tokens: int = 1,
     ) -> None:
         scored = ScoreShape(
             shape.num_qo_heads,
@@ -45,6 +47,7 @@ class TokenIndexOp(ScoredOp):
             pooling=Pooling(config.pooling),
             sum_every=config.summed_every,
             form=form,
+            entry_tokens=entry_tokens,
         )
         halves = device.type == "cuda" and shape.dtype is not torch.float32
         super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=halves)

@@ -13,7 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from prefix_kernels.pooled_scores.tables import LEAST_BLOCK
 from prefix_kernels.top_k_selection import rank_by_keys
+from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import Selection
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import (
@@ -70,6 +72,29 @@ class TwoLevelSpec(CombinedSpec):
         wanted = max(self.candidate_ratio * prefix_len, self.candidate_factor * budget)
         return min(prefix_len, max(1, math.ceil(round(wanted, 6))))
 
+    @property
+    def entry_tokens(self) -> int:
+        """Tokens that are candidates together: 16 of blocks, which have one score, and lists of 16 times fewer."""
+        return LEAST_BLOCK if isinstance(self.first, ABSparseSpec) else 1
+
+    def first_level(self, group: SelectionGroup) -> SelectionGroup:
+        """What the first level selects, in entries of so many tokens: a group's `num_candidates`, windows included.
+
+        An entry is named whole. The last one, which may be short of tokens, is always named then.
+        """
+        each, length = self.entry_tokens, group.prefix_len
+        entries = -(-length // each)
+        recent = max(group.num_recent, 1) if length % each else group.num_recent
+        windows = -(-group.num_sink // each), entries - max(length - recent, 0) // each
+        wanted = max(sum(windows), -(-self.num_candidates(length, group.budget) // each))
+        return replace(
+            group, prefix_len=entries, budget=max(1, min(entries, wanted)), num_sink=windows[0], num_recent=windows[1]
+        )
+
+    def tokens_of(self, first: SelectionGroup, prefix_len: int) -> int:
+        """How many tokens of a prefix the first level names, by what `first_level` tells."""
+        return first.count * self.entry_tokens - (-prefix_len % self.entry_tokens)
+
 
 @dataclass(frozen=True)
 class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
@@ -83,27 +108,33 @@ class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
 
     def candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
         """See the base. Sink and recent window are among them."""
-        return self._named(arrays, q, replace(args, budget=self.spec.num_candidates(args.prefix_len, args.budget)))
+        return self._named(arrays, q, args)
 
     def select_among(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Selection:
         return args.top_k(rank_by_keys(self._ranked(arrays, q, args, candidates)))
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base: the second method's scores, -inf outside the first one's candidates."""
-        first = replace(args, budget=self.spec.num_candidates(args.prefix_len), num_sink=0, num_recent=0)
-        chosen = self._named(arrays, q, first)
+        chosen = self._named(arrays, q, replace(args, budget=1, num_sink=0, num_recent=0))
         return self._ranked(arrays, q, args, chosen if candidates is None else chosen & candidates)
 
     def _level(self, spec: IndexSpec) -> Selector[IndexSpec]:
         return make_selector(spec, self.sum_every if METHODS[spec.method].samples_sums else 1)
 
     def _named(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
-        """bool [num_kv_heads, prefix_len]: what the first method selects."""
-        chosen = self._level(self.spec.first).select(part_arrays(arrays, "first"), q, args)
-        mask = torch.zeros(chosen.num_kv_heads, args.prefix_len + 1, dtype=torch.bool, device=q.device)
+        """bool [num_kv_heads, prefix_len]: what the first method selects, its windows included."""
+        group = self.spec.first_level(SelectionGroup(args.prefix_len, args.budget, args.num_sink, args.num_recent))
+        level, own, each = self._level(self.spec.first), part_arrays(arrays, "first"), self.spec.entry_tokens
+        args = replace(args, budget=group.budget, num_sink=group.num_sink, num_recent=group.num_recent)
+        if each == 1:
+            chosen = level.select(own, q, args)
+        else:
+            chosen = args.top_k(rank_by_keys(level.token_scores(own, q, args)[:, ::each]))
+        mask = torch.zeros(chosen.num_kv_heads, group.prefix_len + 1, dtype=torch.bool, device=q.device)
         # Padding (-1) goes to a column of its own.
-        index = torch.where(chosen.positions < 0, args.prefix_len, chosen.positions).long()
-        return mask.scatter_(1, index, True)[:, :-1]
+        index = torch.where(chosen.positions < 0, group.prefix_len, chosen.positions).long()
+        named = mask.scatter_(1, index, True)[:, :-1]
+        return named.repeat_interleave(each, dim=1)[:, : args.prefix_len]
 
     def _ranked(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Tensor:
         """[num_kv_heads, prefix_len] fp32: the second method's scores of the candidates."""

@@ -11,8 +11,10 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_stride, pack_lists
 from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
-from sglang_ext.decode.select_op import AheadOp, ListSizes, graph_op
+from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, graph_op
 from sglang_ext.decode.types import Index
+from sglang_ext.methods.ab_sparse import ABSparseSpec
+from sglang_ext.methods.ab_sparse.decode_op import ABSparseOp
 from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.score_pack import ScorePack
 from sglang_ext.methods.scored_op import ScoredOp
@@ -53,13 +55,18 @@ class TwoLevelOp(CombinedOp, AheadOp):
             )
         self._spec, self._heads = spec, shape.num_kv_heads
         # Of each prefix no more candidates than tokens.
-        entries = self._heads * (sizes.room + sizes.max_groups * list_stride(1))
+        each = spec.entry_tokens
+        entries = self._heads * (-(-sizes.room // each) + sizes.max_groups * list_stride(1))
         if sizes.ahead:
-            longest = spec.num_candidates(sizes.max_prefix_len, config.budget(sizes.max_prefix_len))
+            longest = self._first_levels([sizes.max_prefix_len], [config.budget(sizes.max_prefix_len)])[0].count
             entries = _entries_of_a_layer(entries, len(sizes.ahead), self._heads * list_stride(longest))
         of_first = replace(sizes, list_entries=entries)
-        self._first = graph_op(shape, config, spec.first, num_layers, of_first, device)
-        self._second = TokenIndexOp(shape, config, spec.second, num_layers, sizes, device, CandidateForm.LISTED)
+        if isinstance(spec.first, ABSparseSpec):
+            self._first: SelectOp = ABSparseOp(shape, config, spec.first, num_layers, of_first, device, each)
+        else:
+            self._first = graph_op(shape, config, spec.first, num_layers, of_first, device)
+        of_lists = CandidateForm.LISTED
+        self._second = TokenIndexOp(shape, config, spec.second, num_layers, sizes, device, of_lists, each)
         self._entries, count = entries, max(1, len(sizes.ahead))
         self._pack: ScorePack | None = None
         self._lists = new_lists(count * entries, (count * sizes.max_groups, self._heads), device, with_slots=False)
@@ -88,15 +95,19 @@ class TwoLevelOp(CombinedOp, AheadOp):
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         first, second = self._levels(groups)
-        self._first.plan_probe(size, rows, first)
-        self._second.plan_probe(size, rows, second, listed=first, lengths=[group.prefix_len for group in groups])
+        lengths = [group.prefix_len for group in groups]
+        if isinstance(self._first, ScoredOp):
+            self._first.plan_probe(size, rows, first, lengths=lengths)
+        else:
+            self._first.plan_probe(size, rows, first)
+        self._second.plan_probe(size, rows, second, listed=first, lengths=lengths)
         if self._pack is not None:
-            self._pack.plan_probe(size, rows, first)
+            self._pack.plan_probe(size, rows, first, lengths)
 
     def _levels(self, groups: Sequence[SelectionGroup]) -> tuple[list[SelectionGroup], list[SelectionGroup]]:
         """What each level selects. Windows are candidates, and so as many at either end of their list."""
-        counts = self._counts([group.prefix_len for group in groups], [group.budget for group in groups])
-        first = [replace(group, budget=count) for group, count in zip(groups, counts, strict=True)]
+        first = [self._spec.first_level(group) for group in groups]
+        counts = [self._spec.tokens_of(of, group.prefix_len) for of, group in zip(first, groups, strict=True)]
         second = [replace(group, prefix_len=count) for group, count in zip(groups, counts, strict=True)]
         return pack_lists(first, self._heads), second
 
@@ -129,13 +140,16 @@ class TwoLevelOp(CombinedOp, AheadOp):
         self._pack.run(size, queries, sm_scale, self._lists)
 
     def candidates_of(self, groups: Sequence[SelectionGroup]) -> list[Tensor]:
-        """int32 [num_kv_heads, candidates] of each group of the plan, views: what `run` or `run_behind` last read."""
+        """int32 positions [num_kv_heads, candidates] of each group of the plan: what `run` or `run_behind` read."""
         assert self._second.candidates is not None
-        first, _ = self._levels(groups)
-        return [group.lists_in(self._second.candidates, self._heads) for group in first]
+        first, second = self._levels(groups)
+        named = [group.lists_in(self._second.candidates, self._heads) for group in first]
+        each = torch.arange(self._spec.entry_tokens, dtype=torch.int32, device=self._second.candidates.device)
+        tokens = [(of[..., None] * len(each) + each).flatten(1) for of in named]
+        return [of[:, : group.prefix_len] for of, group in zip(tokens, second, strict=True)]
 
     def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
-        entries = self._heads * sum(map(list_stride, self._counts(lengths, budgets)))
+        entries = self._heads * sum(list_stride(group.count) for group in self._first_levels(lengths, budgets))
         ahead = self._pack is None or (entries <= self._entries and self._pack.fits(lengths))
         return ahead and super().fits(lengths, budgets)
 
@@ -143,9 +157,10 @@ class TwoLevelOp(CombinedOp, AheadOp):
         """See the base; queries of several layers lie as many apart as a batch has."""
         return super().tile(size) if self._pack is None else (super().tile(size), size)
 
-    def _counts(self, lengths: Sequence[int], budgets: Sequence[int]) -> list[int]:
-        """Candidates of each prefix."""
-        return [self._spec.num_candidates(*of) for of in zip(lengths, budgets, strict=True)]
+    def _first_levels(self, lengths: Sequence[int], budgets: Sequence[int]) -> list[SelectionGroup]:
+        """What is named of each prefix, without windows, which a budget holds."""
+        groups = (SelectionGroup(*of) for of in zip(lengths, budgets, strict=True))
+        return [self._spec.first_level(group) for group in groups]
 
     @property
     def nbytes(self) -> int:

@@ -132,12 +132,15 @@ def test_sums_of_a_sample(
     assert (far > 2 * FP16_LIMIT) == (length > 4095)
 
 
+@pytest.mark.parametrize("entry_tokens", [1, 16])
 @pytest.mark.parametrize(("length", "sum_every"), [(703, 1), (4303, 16)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_listed_candidates(dtype: torch.dtype, length: int, sum_every: int, form: Form, device: torch.device) -> None:
+def test_listed_candidates(
+    dtype: torch.dtype, length: int, sum_every: int, entry_tokens: int, form: Form, device: torch.device
+) -> None:
     """Their sums are of a sample of each list."""
     sizes = [((0, 3), length, 333), ((2,), 601, 151), ((1,), 90, 90)]
-    made = problem(device, sizes, dtype=dtype, sum_every=sum_every, by_list=True)
+    made = problem(device, sizes, dtype=dtype, sum_every=sum_every, by_list=True, entry_tokens=entry_tokens)
     check(made, *select(runner(made, form), made))
 
 
