@@ -79,7 +79,7 @@ class TokenProblem(Problem):
         keys: of each group, [KV_HEADS, prefix_len, head_dim] that the codes stand for, 0 on channels that they do not
             keep.
         tile: query rows that are rounded to units of their own in INT8, as Hopper's kernel has them; 0: none are.
-        candidates: int32, of listed tokens: those of all lists, which lie as `scored` says, an entry for `entry_tokens`.
+        candidates: int32, of listed tokens: the entries of all lists, which lie as `scored` says.
     """
 
     shape: ScoreShape

@@ -251,8 +251,8 @@ def attend_items_sm90_kernel(
     """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other.
 
     Then the programs of a KV head wait for each other and share the rows to be merged. NUM_SPANS of 0: they do not,
-    `kernels.merge_items_kernel` follows. Tables of the plan are read before the kernel before has ended, which writes none
-    of them; all else after it.
+    `kernels.merge_items_kernel` follows. Tables of the plan are read before the kernel before has ended, which writes
+    none of them; all else after it.
     """
     head = gl.program_id(0).to(gl.int64)
     num_heads = gl.num_programs(0)
