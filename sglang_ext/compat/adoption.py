@@ -1,9 +1,9 @@
 """Adopting the attention backend that SGLang built: its own object, with `forward` routed through ours.
 
-The object keeps its identity, its attributes and every method and class flag of its own class, because its
-class becomes a subclass of what it was. So whatever a release of SGLang asks a backend for, the answer is
-the inner backend's; only `forward` differs, and only while a runtime has something to do in the running
-step.
+The object keeps its identity, its attributes and every class flag of its own class, because its class becomes a
+subclass of what it was. So whatever a release of SGLang asks a backend for, the answer is the inner backend's. Only
+`forward` differs, and what is prepared before a replay, and both only while a runtime has something to do in the
+running step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _forward(
 ) -> Any:
     """One layer: grouped sparse decode where the running step has a plan, else the inner backend.
 
-    The only method that RadixAttention calls per layer, and the only one that an adopted backend changes.
+    The only method that RadixAttention calls per layer.
     """
     runtime: SparseRuntime = getattr(backend, _RUNTIME)
     refusal = getattr(backend, _LAYER_REFUSAL)(layer, kwargs) if runtime.planned else None
@@ -56,6 +57,31 @@ def _forward(
         return out
     inner = getattr(backend, _INNER)
     return inner.forward(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+
+def _init_forward_metadata_out_graph(backend: Any, forward_batch: Any, in_capture: bool = False) -> None:
+    """What the inner backend's kernels read in a forward, made before it; nothing where a graph of ours is replayed.
+
+    No kernel of the inner backend is in such a graph: a layer that had to stay dense in a capture ends all planning
+    (`SparseRuntime.attend`), so a step with a plan replays a graph whose layers are all ours. The plan stands before
+    SGLang prepares the replay, and chooses its graph behind this. Kernels of known backends need nothing of an earlier
+    step's: what a later step of SGLang's own reads is made in that step.
+    """
+    runtime: SparseRuntime = getattr(backend, _RUNTIME)
+    if in_capture or not _replays_ours(runtime, forward_batch):
+        getattr(backend, _INNER).init_forward_metadata_out_graph(backend, forward_batch, in_capture=in_capture)
+
+
+def _replays_ours(runtime: SparseRuntime, forward_batch: Any) -> bool:
+    """Whether the running step replays a decode graph of ours. Only the view of a batch that SGLang makes for a replay
+    has an actual mode: a step without a graph may still fall back to the inner backend, in any layer.
+    """
+    mode = getattr(forward_batch, "actual_forward_mode", None)
+    if mode is None or runtime.path is None or runtime.eager or not runtime.view.decode_graphs:
+        return False
+    if not (mode.is_decode() and forward_batch.forward_mode.is_decode()):
+        return False
+    return not torch.cuda.is_current_stream_capturing()  # a graph of the preparation, for steps of all kinds
 
 
 def refusal(backend: object) -> str | None:
@@ -98,6 +124,7 @@ def adopt(backend: Any, runtime: SparseRuntime, layer_refusal: LayerRefusal) -> 
     inner = type(backend)
     # One base only: then the object's layout stays what it is, which assigning __class__ asks for.
     members = {"forward": _forward, _INNER: inner, "__qualname__": inner.__qualname__, "__module__": inner.__module__}
+    members["init_forward_metadata_out_graph"] = _init_forward_metadata_out_graph
     backend.__class__ = type(inner.__name__, (inner,), members)
     setattr(backend, _RUNTIME, runtime)
     setattr(backend, _LAYER_REFUSAL, layer_refusal)

@@ -1,4 +1,4 @@
-"""Adopting a backend changes `forward` and nothing else, for every backend that is known."""
+"""Adopting a backend changes `forward` and what is prepared before a replay, for every backend that is known."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
 from sglang_ext.compat.adoption import KNOWN_BACKENDS, adopt, is_adopted, refusal
+from sglang_ext.decode.types import StepPath
 
 pytestmark = pytest.mark.usefixtures("mends")
 
@@ -79,7 +83,7 @@ def test_every_known_backend_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", _BACKENDS)
-def test_only_forward_differs_on_an_adopted_backend(name: str) -> None:
+def test_two_methods_differ_on_an_adopted_backend(name: str) -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
     backend = _bare(name)
@@ -93,7 +97,10 @@ def test_only_forward_differs_on_an_adopted_backend(name: str) -> None:
     old, new = _attributes(inner), _attributes(type(adopted))
     identity = {"__doc__", "__module__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl"}
     changed = {key for key in new if key not in old or new[key] is not old[key]} - identity
-    assert {key for key in changed if not key.startswith("_sparse_attn")} == {"forward"}
+    assert {key for key in changed if not key.startswith("_sparse_attn")} == {
+        "forward",
+        "init_forward_metadata_out_graph",
+    }
     assert old.keys() <= new.keys()
     missing = [key for key in dir(AttentionBackend) if not hasattr(type(adopted), key)]
     assert missing == []
@@ -104,14 +111,90 @@ def test_only_forward_differs_on_an_adopted_backend(name: str) -> None:
     assert not is_adopted(_bare(name))
 
 
-def test_forward_has_the_signature_that_radix_attention_calls() -> None:
+@pytest.mark.parametrize("name", ["forward", "init_forward_metadata_out_graph"])
+def test_methods_have_the_signature_that_sglang_calls(name: str) -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-    from sglang_ext.compat.adoption import _forward
+    from sglang_ext.compat import adoption
 
-    theirs = list(inspect.signature(AttentionBackend.forward).parameters)
-    ours = list(inspect.signature(_forward).parameters)
+    theirs = list(inspect.signature(getattr(AttentionBackend, name)).parameters)
+    ours = list(inspect.signature(getattr(adoption, f"_{name}")).parameters)
     assert ours[1:] == theirs[1:]
+
+
+def _replay_view(captured: ForwardMode, actual: ForwardMode, size: int = 3, padded: int = 4) -> Any:
+    """What the installed release's decode graph runner hands to a backend before a replay."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+
+    batch = ForwardBatch(
+        forward_mode=actual,
+        batch_size=size,
+        input_ids=torch.zeros(size, dtype=torch.int64),
+        req_pool_indices=torch.arange(size),
+        seq_lens=torch.full((size,), 5),
+        out_cache_loc=torch.arange(size),
+        seq_lens_sum=5 * size,
+    )
+    names = ("input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu", "mamba_track_indices")
+    buffers = SimpleNamespace(**{name: torch.ones(padded, dtype=torch.int64) for name in names})
+    given = {
+        "forward_batch": batch, "buffers": buffers, "bs": padded, "raw_bs": size, "num_tokens": padded,
+        "seq_len_fill_value": 1, "capture_forward_mode": captured, "is_encoder_decoder": False,
+        "global_num_tokens_cpu": None,
+    }  # fmt: skip
+    return build_replay_fb_view(**{key: given[key] for key in inspect.signature(build_replay_fb_view).parameters})
+
+
+@pytest.mark.parametrize("name", _BACKENDS)
+def test_what_the_inner_backend_reads_is_made_but_for_a_replay_of_our_graphs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, made = _bare(name), []
+
+    def make(self: Any, forward_batch: Any, in_capture: bool = False) -> None:
+        assert self is backend
+        made.append((forward_batch, in_capture))
+
+    monkeypatch.setattr(type(backend), "init_forward_metadata_out_graph", make)
+    runtime = SimpleNamespace(path=None, eager=False, view=SimpleNamespace(decode_graphs=True))
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    adopted = adopt(backend, runtime, lambda layer, kwargs: None)
+    decode, idle, verify = ForwardMode.DECODE, ForwardMode.IDLE, ForwardMode.TARGET_VERIFY
+    view = _replay_view(decode, decode)
+
+    def makes(forward_batch: Any, **more: bool) -> bool:
+        before = len(made)
+        adopted.init_forward_metadata_out_graph(forward_batch, **more)
+        assert made[before:] in ([], [(forward_batch, more.get("in_capture", False))])
+        return len(made) > before
+
+    assert makes(view), "no plan"
+    for path in StepPath:
+        runtime.path = path
+        assert not makes(view)
+        assert makes(view, in_capture=True)
+        assert makes(_replay_view(decode, idle)), "no decode step"
+        assert makes(_replay_view(verify, decode)), "a graph of drafts"
+        assert makes(object.__new__(ForwardBatch)), "no graph"
+        capturing = True
+        assert makes(view), "SGLang captures the preparation, for steps of all kinds"
+        capturing, runtime.eager = False, True
+        assert makes(view), "attended twice, or from host memory"
+        runtime.eager = False
+    runtime.path = None
+    assert makes(view), "a later step of SGLang's own"
+
+
+def test_a_plan_stands_before_a_replay_is_prepared_and_its_graph_is_chosen_behind_that() -> None:
+    """Else what is left out for our graph would be missing in another one."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner as Runner
+
+    load = inspect.getsource(Runner.load_batch)
+    recapture = load.find("self.recapture_if_needed(")  # of 0.5.16; the step has no plan behind it
+    prepare = max(load.find("init_forward_metadata_out_graph("), load.find("self._init_replay_attn_metadata("))
+    assert recapture < prepare < load.rindex("self._resolve_lora_variant(")
+    assert "self.load_batch(" in inspect.getsource(Runner.execute), "inside ModelRunner.forward, behind the plan"
 
 
 @pytest.mark.parametrize("name", _BACKENDS)
