@@ -99,8 +99,8 @@ def lists_moved(self):
     self._lists.positions[:8] += 8
 
 def unranked_candidates(self, *arguments):
-    # Of 1024 tokens and 2 KV heads 400 each: the first ones, and the window.
-    self._of_all.positions[:800].view(2, 400)[:, :-64] = torch.arange(336)
+    # Of 64 entries and 2 KV heads 25 each, 28 apart: the first ones, and the window.
+    self._of_all.positions[:56].view(2, 28)[:, :21] = torch.arange(21)
     behind(self, *arguments)
 
 selections = {"unsorted": kernel_selection.Torch, "lists_moved": kernel_selection.Ours}
@@ -225,7 +225,7 @@ def test_a_candidate_that_ties_at_the_edge_is_no_error_and_all_others_are(bench)
     prefixes = own.Prefixes(spec, shape, problem.q, [arrays], problem.prefix_slots, 2048)
     named = prefixes.selector.candidates(arrays, problem.q, prefixes.args)
     keys = prefixes.ranked[0][0].floor()
-    blocks = keys[::size].long(), named.view(-1, size)
+    blocks = keys.long(), named.view(-1, size)
     last = int(blocks[0][blocks[1].all(dim=1)][4:-4].min())
 
     def swapped(lost: int, won: int) -> torch.Tensor:
