@@ -56,15 +56,11 @@ def test_the_documented_times_of_the_methods() -> None:
 
 def test_the_documented_times_of_a_layers_operators() -> None:
     rows = rows_of(RESULTS / "kernels-h100-operators.jsonl")
-    red = {row["case"]: row for row in rows if not row["green"]}
-    assert {(row["context"], row["batch"], row["groups"], row["budget"]) for row in red.values()} == {
-        (131072, 8, 1, 1024)
-    }
-    assert f"{red['two_level']['gate']['wrong_share']:.2%} of 1,024 tokens were others" in prose("kernels")
+    assert all(row["green"] for row in rows)
     us = {
         (row["case"], row["context"], row["batch"], row["groups"]): f"{row['us']:,.1f}"
         for row in rows
-        if row["green"] and row["budget"] in (None, 2048)
+        if row["budget"] in (None, 2048)
     }
     cases = "flashinfer", "token_index", "two_level", "two_level_ahead", "two_level_behind"
     sizes = [(131072, 1, 1), (131072, 8, 1), (131072, 8, 8), (32768, 1, 1), (32768, 8, 8)]
