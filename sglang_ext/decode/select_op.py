@@ -39,6 +39,7 @@ class ListSizes:
         room: tokens of all prefixes of a batch, at most.
         groups_of_a_row: that a request may stand in, each with other tokens.
         ahead: anchor layers, ascending, whose candidates a step names for the next one; none: each names its own.
+        entry_tokens: of the lists that it writes, see `pooled_scores.ScoreShape`.
     """
 
     max_groups: int
@@ -48,6 +49,7 @@ class ListSizes:
     room: int
     groups_of_a_row: int
     ahead: tuple[int, ...] = ()
+    entry_tokens: int = 1
 
     def hold(self, lengths: Sequence[int]) -> bool:
         """Whether groups of so many tokens can be scored in one step."""

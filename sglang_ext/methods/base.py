@@ -54,6 +54,8 @@ class IndexSpec(ABC):
     """
 
     method: ClassVar[str] = ""
+    scored_together: ClassVar[int] = 1
+    """Tokens from a multiple of this on that always share a score; `two_level` names them as one candidate."""
 
     @classmethod
     def from_dict(cls: type[S], data: Mapping[str, Any]) -> S:

@@ -96,13 +96,12 @@ class ScorePack:
         heads = [one.heads[self._layers if len(one.heads) > 1 else [0] * len(self._layers)] for one in known]
         self._plan(size, rows, groups, arrays, [one.first for one in known], addresses, heads)
 
-    def plan_probe(
-        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], lengths: Sequence[int]
-    ) -> None:
-        """As `plan`, on made-up arrays of prefixes of so many tokens: others for each layer, up to `_COLD_BYTES`."""
+    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+        """As `plan`, on made-up arrays: others for each layer, up to `_COLD_BYTES`."""
         self._probed, layers = [], range(len(self._layers))
         arrays, firsts, addresses, heads = [], [], [], []
-        for group, length in zip(groups, lengths, strict=True):
+        for group in groups:
+            length = group.prefix_len * self._op.entry_tokens
             made = [self._op.made_up(length)]
             bytes_of_one = len(groups) * sum(array.nbytes for array in made[0].values())
             distinct = min(len(layers), -(-_COLD_BYTES // bytes_of_one))
@@ -132,8 +131,8 @@ class ScorePack:
         if not groups:
             selection.plan((), ())
             return
-        entry = self._op.shape.entry_tokens
-        begins = place_scores([-(-group.prefix_len * entry // self._tokens) for group in groups], self._heads)
+        lengths = [group.prefix_len * self._op.entry_tokens for group in groups]
+        begins = place_scores([-(-length // self._tokens) for length in lengths], self._heads)
         scored = [
             ScoredGroup(own, group.prefix_len, first.first_rows, begin, of, first.block_sizes)
             for own, group, first, begin, of in zip(rows, groups, firsts, begins, arrays, strict=True)

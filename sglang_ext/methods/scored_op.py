@@ -125,7 +125,7 @@ class ScoredOp(ScoringOp):
             addresses = [array_addresses(self.shape, self.arrays(layer)) for layer in index.layers]
             layers = list(index.layers) if len(self._heads) else [index.layers[0]]
             rows = self.placed(layers, index.prefix_len)
-            length = self.entries(index.prefix_len)
+            length = -(-index.prefix_len // self.entry_tokens)
             heads = [ScoredGroup((0,), length, one.first_rows, none, (), one.block_sizes).heads for one in rows]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
             self._known[index] = KnownIndex(next(_numbers), rows[0], *found)
@@ -133,14 +133,13 @@ class ScoredOp(ScoringOp):
 
     def placed(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
         """As `rows`, with sizes of blocks in entries of the lists that are made."""
-        each = self.shape.entry_tokens if self.shape.form.is_block else 1
-        return [
-            one._replace(block_sizes=tuple(n // each for n in one.block_sizes)) for one in self.rows(layers, prefix_len)
-        ]
+        rows = self.rows(layers, prefix_len)
+        return [one._replace(block_sizes=tuple(n // self.entry_tokens for n in one.block_sizes)) for one in rows]
 
-    def entries(self, prefix_len: int) -> int:
-        """What a prefix has of them."""
-        return -(-prefix_len // self.shape.entry_tokens) if self.shape.form.is_block else prefix_len
+    @property
+    def entry_tokens(self) -> int:
+        """Tokens of an entry of the lists that are made."""
+        return self.shape.entry_tokens if self.shape.form.is_block else 1
 
     def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
         return self._sizes.hold(lengths)
@@ -237,10 +236,9 @@ class ScoredOp(ScoringOp):
 
         Args:
             size, rows, groups: as there.
-            listed: of listed candidates, where each group's lists are.
-            lengths: tokens of each prefix, where groups have other numbers of candidates.
+            listed, lengths: of listed candidates, where each group's lists are, and tokens of its prefix.
         """
-        lengths = lengths or [group.prefix_len for group in groups]
+        lengths = lengths or [group.prefix_len * self.entry_tokens for group in groups]
         self._probed = [self.made_up(length) for length in lengths]
         arrays = [self.arrays(layer) for layer in self._probed]
         places = [self.placed([layer], length)[0] for layer, length in zip(self._probed, lengths, strict=True)]

@@ -179,8 +179,9 @@ SIZES: list[dict[str, Any]] = [
     *({"count": count, "sum_every": 16} for count in (333, 4203)),
     *({"count": 333, "programs": programs} for programs in (1, 3)),
     *({"count": 4203, "sum_every": 16, "programs": programs} for programs in (1, 3)),
-    *({"count": count, "by_list": True} for count in (41, 333)),
+    *({"count": count, "by_list": True, "entry_tokens": each} for count in (41, 333) for each in (1, 16)),
     *({"count": 4203, "sum_every": 16, "by_list": True, "programs": programs} for programs in (0, 3)),
+    {"count": 4203, "sum_every": 16, "by_list": True, "entry_tokens": 16, "programs": 3},
     *({"count": 333, "size": size} for size in (0.0, 2.0**-22, 2.0**-18, 2.0**-14)),
 ]
 

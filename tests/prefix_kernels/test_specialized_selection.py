@@ -70,12 +70,14 @@ def test_sums_of_a_sample(sum_every: int, config: AnchorConfig, form: Form) -> N
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("sum_every", [1, 16])
-def test_listed_candidates(sum_every: int, config: AnchorConfig, form: Form) -> None:
-    for length in (1, 65, 1000, 4999):
-        made = problem([((0, 1, 2), length, max(1, length // 4)), ((3,), 300, 80)], sum_every=sum_every, by_list=True)
+@pytest.mark.parametrize("entry_tokens", [1, 16])
+def test_listed_candidates(entry_tokens: int, sum_every: int, config: AnchorConfig, form: Form) -> None:
+    listed: dict[str, Any] = {"sum_every": sum_every, "by_list": True, "entry_tokens": entry_tokens}
+    for length in (entry_tokens, 65, 1000, 4999):
+        made = problem([((0, 1, 2), length, max(1, length // 4)), ((3,), 300, 80)], **listed)
         for num_programs in (2, 2 * 7, None):
             check(made, config, form, num_programs)
-    check(problem([(tuple(range(33)), 20_011, 5000)], sum_every=sum_every, by_list=True), config, form)
+    check(problem([(tuple(range(33)), 20_011, 5000)], **listed), config, form)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

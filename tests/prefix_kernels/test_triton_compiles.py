@@ -94,7 +94,8 @@ def tables(rows: int, *, form: Form = Form.FUSED, **sizes: Any) -> None:
 def blocks(rows: int, form: CandidateForm, bits: int = 4, *, dim: int = DIM, hopper: bool = False) -> None:
     """A selection by blocks, or of listed candidates."""
     listed = form is CandidateForm.LISTED
-    shape = ScoreShape(HEADS, KV_HEADS, 64 if listed else dim, bits, listed, sum_every=16 if listed else 1, form=form)
+    kept, every = (64, 16) if listed else (dim, 1)
+    shape = ScoreShape(HEADS, KV_HEADS, kept, bits, listed, sum_every=every, form=form, entry_tokens=16)
     config, device = default_config(shape, rows, specialized=hopper), torch.device("cpu")
     select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, num_programs=264)
     inputs = ScoreInputs(q(rows, dim=dim), 0.1, candidates=torch.zeros(64, dtype=torch.int32))
@@ -484,3 +485,11 @@ def test_before_the_scores_are_made_only_tables_are_read(case: str) -> None:
     assert not any(".v" in load or ".cg" in load for load in loads)
     assert len(others) == 2, "once where there is work, and once for all at the end"
     assert not re.search(r"(ld|st|red|atom)\.global", others[-1]), "nothing is left to do"
+
+
+def test_before_the_lists_are_made_attention_reads_tables_only() -> None:
+    """How many items, whether any is a part, whose list a KV head reads, and the eight numbers of the first item."""
+    (attend,) = launches("specialized attention of 64 rows")
+    before, _, _ = compiled(attend, 90).asm["ptx"].partition("griddepcontrol.wait")
+    assert len(re.findall(r"ld\.global\S*", before)) == 11
+    assert not re.search(r"(ld\.global\S*\.v|cp\.async\S*\.global)", before)

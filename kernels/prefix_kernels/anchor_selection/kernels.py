@@ -29,6 +29,7 @@ from prefix_kernels.pooled_scores.kernels import (
     LISTED,
     MEAN,
     addresses,
+    listed_token,
     num_summed,
     score_stretch,
     stretch_of,
@@ -248,8 +249,7 @@ def list_kernel(
             keys = tl.where(selected < prefix_len, keys, 1)
             listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)
             if FORM == LISTED:
-                entry = tl.load(candidates_ptr + shift + token // ENTRY, mask=chosen, other=0)
-                token = entry * ENTRY + token % ENTRY
+                token = listed_token(candidates_ptr + shift, token, chosen, ENTRY)
             tl.store(positions + listed, token, mask=chosen)
             if HAS_SLOTS:
                 slot = tl.load(slot_table + token, mask=chosen, other=0)

@@ -215,14 +215,14 @@ def score_items_sm90_kernel(
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
     PIECES: gl.constexpr = CHANNELS // 32
-    BY_LIST: gl.constexpr = ENTRY if FORM == LISTED else 0
+    LIST_ENTRY: gl.constexpr = ENTRY if FORM == LISTED else 0
     few_mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
-    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, BY_LIST)
+    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, LIST_ENTRY)
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = few_mma
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, BY_LIST)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, LIST_ENTRY)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     few_smem = q_smem
@@ -251,7 +251,7 @@ def score_items_sm90_kernel(
         packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
         scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
         listed_ptr = candidates_ptr
-        if BY_LIST > 0:
+        if LIST_ENTRY > 0:
             listed_ptr += gl.load(heads_ptr + row * 4 + 2)
         begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows

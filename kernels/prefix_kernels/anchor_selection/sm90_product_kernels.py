@@ -125,31 +125,64 @@ def _rows(codes, n, sizes: gl.constexpr):
     ENTRY: gl.constexpr = sizes[8]
     _, first_row, listed_ptr, _, _ = codes
     if ENTRY > 0:
-        n = _listed_token(listed_ptr, n, ENTRY)
+        n = _listed_token(listed_ptr, n, None, ENTRY)
     return first_row + n
 
 
 @gluon.jit
 def step_of(codes, start, sizes: gl.constexpr):
-    """Of a list, where the codes of the step from `start` on are: asked for a turn before these."""
-    BLOCK_N: gl.constexpr = sizes[2]
-    LAYOUT: gl.constexpr = sizes[6]
+    """Of a list, the entries of the step from `start` on: asked for a turn before their codes."""
     ENTRY: gl.constexpr = sizes[8]
-    _, _, _, _, end = codes
-    rows = 0
+    _, _, listed_ptr, _, end = codes
+    entries = 0
     if ENTRY > 0:
-        rows = _rows(codes, gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1), sizes)
-    return rows
+        entries = gl.load(listed_ptr + gl.minimum(_entries_of(start, sizes), (end - 1) // ENTRY))
+    return entries
 
 
 @gluon.jit
-def load_step(codes, rows, start, sizes: gl.constexpr):
+def _by_entries(sizes: gl.constexpr):
+    """int32 [BLOCK_N / ENTRY, ENTRY]: the numbers of a step's candidates."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    LAYOUT: gl.constexpr = sizes[6]
+    ENTRY: gl.constexpr = sizes[8]
+    return gl.reshape(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), [BLOCK_N // ENTRY, ENTRY])
+
+
+@gluon.jit
+def _entries_of(start, sizes: gl.constexpr):
+    """The numbers of the entries of the step from `start` on, a multiple of ENTRY."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    ENTRY: gl.constexpr = sizes[8]
+    like: gl.constexpr = _by_entries(sizes).type.layout
+    return start // ENTRY + gl.arange(0, BLOCK_N // ENTRY, gl.SliceLayout(1, like))
+
+
+@gluon.jit
+def _rows_of(entries, codes, start, sizes: gl.constexpr):
+    """[BLOCK_N]: of the codes, those of a step's entries; past the end the last candidate's again."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    LAYOUT: gl.constexpr = sizes[6]
+    ENTRY: gl.constexpr = sizes[8]
+    _, first_row, _, _, end = codes
+    like: gl.constexpr = _by_entries(sizes).type.layout
+    last = end - 1
+    limit = gl.where(_entries_of(start, sizes) < last // ENTRY, ENTRY - 1, last % ENTRY)
+    place = gl.minimum(gl.arange(0, ENTRY, gl.SliceLayout(0, like))[None, :], limit[:, None])
+    tokens = gl.reshape(entries[:, None] * ENTRY + place, [BLOCK_N])
+    return first_row + gl.convert_layout(tokens, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def load_step(codes, entries, start, sizes: gl.constexpr):
     """Codes of the step from `start` on, whose `step_of` is there. Past the end the last candidate's are read again."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     ENTRY: gl.constexpr = sizes[8]
     packed_ptr, first_row, _, _, end = codes
-    if ENTRY == 0:
+    if ENTRY > 0:
+        rows = _rows_of(entries, codes, start, sizes)
+    else:
         rows = gl.minimum(first_row + start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), first_row + end - 1)
     return load_rows(packed_ptr, rows, sizes)
 

@@ -255,11 +255,14 @@ def row_lse(peak_ptr, total_ptr, stats, num_chunks, max_rows, m, live, BLOCK_CHU
 
 
 @triton.jit
-def listed_token(list_ptr, candidate, ENTRY: tl.constexpr):
-    """Which token a candidate of a list is, of whose entries each stands for ENTRY tokens that follow each other."""
+def listed_token(list_ptr, candidate, there, ENTRY: tl.constexpr):
+    """Which token a candidate of a list is, of whose entries each stands for ENTRY tokens that follow each other.
+
+    there: of which candidates; None: of all.
+    """
     # By bits: numbers may be negative to the compiler, whose quotients take three instructions more.
     SHIFT: tl.constexpr = 4 if ENTRY == 16 else 0
-    return (tl.load(list_ptr + (candidate >> SHIFT)) << SHIFT) + (candidate & (ENTRY - 1))
+    return (tl.load(list_ptr + (candidate >> SHIFT), mask=there) << SHIFT) + (candidate & (ENTRY - 1))
 
 
 @triton.jit
@@ -305,7 +308,7 @@ def _step(
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
     else:
         more_ptr, more_queries, lengths = more
-        place = first_row + (listed_token(more_ptr, entry, ENTRY) if FORM == LISTED else entry).to(tl.int64)
+        place = first_row + (listed_token(more_ptr, entry, None, ENTRY) if FORM == LISTED else entry).to(tl.int64)
         scores = _product(
             tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, place, queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE,
             PRECISION, ASSEMBLY, TAIL,

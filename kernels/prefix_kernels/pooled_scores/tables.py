@@ -177,6 +177,12 @@ class ScoreTables:
             )
         if not 1 <= shape.sum_every <= MOST_APART:
             raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {shape.sum_every}; 1 sums all candidates")
+        entries = (1,) if shape.form is CandidateForm.TOKEN else (1, LEAST_BLOCK)
+        if shape.entry_tokens not in entries:
+            raise ValueError(
+                f"expected entry_tokens of {' or '.join(map(str, entries))} for candidates of form {shape.form.name}, "
+                f"got {shape.entry_tokens}; 1 lists every token"
+            )
         self.shape = shape
         self.max_batch, self.max_groups = max_batch, max_groups
         self.max_rows = (max_group or max_batch) * shape.gqa

@@ -26,7 +26,6 @@ class ABSparseOp(ScoredOp):
 
     Args:
         shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
-        entry_tokens: of a list, see `ScoreShape`.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class ABSparseOp(ScoredOp):
         num_layers: int,
         sizes: ListSizes,
         device: torch.device,
-        entry_tokens: int = 1,
     ) -> None:
         self._ab_sparse = spec
         scored = ScoreShape(
@@ -47,7 +45,7 @@ class ABSparseOp(ScoredOp):
             bits=BITS.get(spec.quantization, 16),
             pooling=Pooling(config.pooling),
             form=_FORMS[spec.representation],
-            entry_tokens=entry_tokens,
+            entry_tokens=sizes.entry_tokens,
         )
         alike = spec.sizes == "uniform"
         super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=False, alike=alike)

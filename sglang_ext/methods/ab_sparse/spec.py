@@ -39,6 +39,7 @@ class ABSparseSpec(IndexSpec):
     """
 
     method: ClassVar[str] = "ab_sparse"
+    scored_together: ClassVar[int] = min(BLOCK_SIZES)
     block_size: int = 16
     sizes: str = "uniform"
     representation: str = "mean"

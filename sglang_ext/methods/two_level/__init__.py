@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from prefix_kernels.pooled_scores.tables import LEAST_BLOCK
 from prefix_kernels.top_k_selection import rank_by_keys
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import Selection
@@ -74,8 +73,8 @@ class TwoLevelSpec(CombinedSpec):
 
     @property
     def entry_tokens(self) -> int:
-        """Tokens that are candidates together: 16 of blocks, which have one score, and lists of 16 times fewer."""
-        return LEAST_BLOCK if isinstance(self.first, ABSparseSpec) else 1
+        """Tokens of an entry of the candidates' lists: those that the first level cannot tell apart."""
+        return self.first.scored_together
 
     def first_level(self, group: SelectionGroup) -> SelectionGroup:
         """What the first level selects, in entries of so many tokens: a group's `num_candidates`, windows included.

@@ -11,10 +11,8 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_stride, pack_lists
 from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
-from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, graph_op
+from sglang_ext.decode.select_op import AheadOp, ListSizes, graph_op
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.ab_sparse import ABSparseSpec
-from sglang_ext.methods.ab_sparse.decode_op import ABSparseOp
 from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.score_pack import ScorePack
 from sglang_ext.methods.scored_op import ScoredOp
@@ -60,11 +58,8 @@ class TwoLevelOp(CombinedOp, AheadOp):
         if sizes.ahead:
             longest = self._first_levels([sizes.max_prefix_len], [config.budget(sizes.max_prefix_len)])[0].count
             entries = _entries_of_a_layer(entries, len(sizes.ahead), self._heads * list_stride(longest))
-        of_first = replace(sizes, list_entries=entries)
-        if isinstance(spec.first, ABSparseSpec):
-            self._first: SelectOp = ABSparseOp(shape, config, spec.first, num_layers, of_first, device, each)
-        else:
-            self._first = graph_op(shape, config, spec.first, num_layers, of_first, device)
+        of_first = replace(sizes, list_entries=entries, entry_tokens=each)
+        self._first = graph_op(shape, config, spec.first, num_layers, of_first, device)
         of_lists = CandidateForm.LISTED
         self._second = TokenIndexOp(shape, config, spec.second, num_layers, sizes, device, of_lists, each)
         self._entries, count = entries, max(1, len(sizes.ahead))
@@ -95,14 +90,10 @@ class TwoLevelOp(CombinedOp, AheadOp):
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         first, second = self._levels(groups)
-        lengths = [group.prefix_len for group in groups]
-        if isinstance(self._first, ScoredOp):
-            self._first.plan_probe(size, rows, first, lengths=lengths)
-        else:
-            self._first.plan_probe(size, rows, first)
-        self._second.plan_probe(size, rows, second, listed=first, lengths=lengths)
+        self._first.plan_probe(size, rows, first)
+        self._second.plan_probe(size, rows, second, listed=first, lengths=[group.prefix_len for group in groups])
         if self._pack is not None:
-            self._pack.plan_probe(size, rows, first, lengths)
+            self._pack.plan_probe(size, rows, first)
 
     def _levels(self, groups: Sequence[SelectionGroup]) -> tuple[list[SelectionGroup], list[SelectionGroup]]:
         """What each level selects. Windows are candidates, and so as many at either end of their list."""

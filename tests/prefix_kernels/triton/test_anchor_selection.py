@@ -17,7 +17,7 @@ from prefix_kernels.launching import recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import HEADROOM, Pooling
 from prefix_kernels.top_k_selection import rank_by_keys, top_k_selection
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import CandidateForm, SelectedLists
 from tests.examples import examples
 from tests.prefix_kernels.selecting import (
     FP16_LIMIT,
@@ -291,6 +291,12 @@ def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> Non
         ((1, 1, 1, 1), {"bits": 32}, "bits of 2, 4, 8 or 16"),
         ((1, 1, 1, 1), {"num_kv_heads": 3}, "num_qo_heads as a multiple"),
         ((1, 1, 1, 1), {"channels": 18}, "channels as a multiple of 4"),
+        ((1, 1, 1, 1), {"entry_tokens": 16}, "entry_tokens of 1 for candidates of form TOKEN, got 16"),
+        (
+            (1, 1, 1, 1),
+            {"entry_tokens": 8, "form": CandidateForm.LISTED},
+            "entry_tokens of 1 or 16 for candidates of form LISTED, got 8",
+        ),
     ],
 )
 def test_runners_that_cannot_be(
