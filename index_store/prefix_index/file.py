@@ -187,7 +187,7 @@ class FileStore(IndexStore):
     def get(self, key: IndexLookup) -> IndexFile:
         digest = self._digest(key)
         path = self.path_of(digest)
-        fd, status = self._open_offered(digest)
+        fd, status = self._open_in_time(digest)
         signature = Signature.of(status)
         try:
             used = self._touch(fd, status)
@@ -206,14 +206,11 @@ class FileStore(IndexStore):
                 if self._is_open:
                     self._books.report(digest, signature, err)
             raise
-        if self._has_expired(digest):
-            index.close()
-            raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
         self.served(digest, copy=copy is not None)
         return index
 
     def touch(self, key: IndexLookup) -> None:
-        fd, status = self._open_offered(self._digest(key))
+        fd, status = self._open_in_time(self._digest(key))
         with closing_fd(fd):
             self._touch(fd, status)
 
@@ -354,6 +351,15 @@ class FileStore(IndexStore):
         if reported is not None:
             os.close(fd)
             raise reported.at(self.path_of(digest))
+        return fd, status
+
+    def _open_in_time(self, digest: str) -> tuple[int, os.stat_result]:
+        """As ``_open_offered``; an index that expired is not found, and asking for it is no use of it."""
+        fd, status = self._open_offered(digest)
+        if self._has_expired(digest):
+            os.close(fd)
+            path = self._books.path_of(digest)
+            raise IndexNotFound("index", "one in time", "one that expired", "build it again", path)
         return fd, status
 
     def _touch(self, fd: int, status: os.stat_result) -> float:

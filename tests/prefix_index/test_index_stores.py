@@ -18,6 +18,7 @@ import pytest
 
 from prefix_index import (
     ArrayKey,
+    FileStore,
     IndexCorrupt,
     IndexFile,
     IndexIdentity,
@@ -80,6 +81,17 @@ def test_touch_is_a_use_and_an_index_that_is_not_there_has_none(store: IndexStor
     assert read_fill(store) == 0
     with pytest.raises(IndexNotFound):
         store.touch(sample_identity(PROMPT[:64]))
+
+
+def test_asking_for_an_index_that_expired_is_no_use_of_it(tmp_path: Path) -> None:
+    with FileStore(tmp_path) as store:
+        store.put(sample_payload(), retention=Retention(expires=1.0))
+        (path,) = tmp_path.glob("??/*.pfxindex")
+        os.utime(path, (1e9, path.stat().st_mtime))
+        for ask in (store.get, store.touch):
+            with pytest.raises(IndexNotFound, match="expected one in time, found one that expired"):
+                ask(sample_identity())
+        assert path.stat().st_atime == 1e9
 
 
 def test_put_replaces_and_open_readers_keep_the_old(store: IndexStore) -> None:
