@@ -59,6 +59,8 @@ OF_TOKENS = Limit(5, 1e-3)
 OF_BLOCKS = Limit(2, 1e-5)
 """Queries are rounded to fp16, which moves a block's score, and that of the last one, by less than a key: no block is
 off (one of 16 tokens is more than that share of 8 heads' lists)."""
+OF_CANDIDATES = Limit(5, 1e-5)
+"""Hopper's kernel rounds queries to INT8, which moves no block by more."""
 OF_UNION = Limit(5, 1e-2)
 """Ranks are depths, which all tokens of a key share: beside a key's edge they are a whole key's tokens apart."""
 
@@ -142,19 +144,18 @@ class Prefixes:
                 as the reference names them. Lists of wrong ones are not looked at.
         """
         if not candidates:
-            return self._compared("wrong_share", lists, self.spec, "select")
-        named = self._compared("wrong_candidates", candidates, self.spec.nested["first"], "candidates")
+            return self._compared("wrong_share", lists, _limit_of(self.spec), "select")
+        named = self._compared("wrong_candidates", candidates, OF_CANDIDATES, "candidates")
         if not named.green:
             return named
         masks = [of.new_zeros(len(of), self.prefix_len, dtype=torch.bool) for of in candidates]
         among = [mask.scatter_(1, of.long(), True) for mask, of in zip(masks, candidates, strict=True)]
-        chosen = self._compared("wrong_share", lists, self.spec, "select_among", among)
+        chosen = self._compared("wrong_share", lists, _limit_of(self.spec), "select_among", among)
         return Gate(max(named.error, chosen.error), {**named.figures, **chosen.figures})
 
     def _compared(
-        self, figure: str, lists: Sequence[Tensor], spec: IndexSpec, step: str, *among: Sequence[Tensor]
+        self, figure: str, lists: Sequence[Tensor], limit: Limit, step: str, *among: Sequence[Tensor]
     ) -> Gate:
-        limit = _limit_of(spec)
         ranks = [partial(self._rank, number, step, *(of[number] for of in among)) for number in range(len(lists))]
         wrong = max(self._wrong(of, limit, rank) for of, rank in zip(lists, ranks, strict=True))
         return Gate(wrong / limit.share, {figure: wrong})

@@ -14,7 +14,7 @@ from torch import Tensor
 from prefix_kernels.anchor_selection import AnchorSelection
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.kernels import COARSE, NUM_BINS
-from prefix_kernels.pooled_scores import LEAST_BLOCK, Layers, ScoredGroup, ScoreInputs, array_addresses
+from prefix_kernels.pooled_scores import Layers, ScoreInputs, array_addresses
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_stride, place_scores
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.select_op import ListSizes
@@ -26,6 +26,8 @@ SCORE_BYTES = 160 << 20
 """Of the scores of all layers, at most."""
 GROUP_BYTES = 96 << 20
 """Of what kernels of one height of a tile keep of each layer's groups, at most: sums of rows, and counts of keys."""
+RAW_BYTES = 96 << 20
+"""Of their raw scores, at most."""
 _LIST_WARPS = 8
 """A program lists a whole prefix, or half of one."""
 _COLD_BYTES = 128 << 20
@@ -49,10 +51,10 @@ class ScorePack:
         self._op, self._sizes, self._list_entries = op, sizes, list_entries
         self._layers, self._heads = list(sizes.ahead), shape.num_kv_heads
         count = len(self._layers)
-        self._tokens = LEAST_BLOCK if op.shape.form.is_block else 1
-        wanted = self._heads * (-(-sizes.room // self._tokens) + ALIGNED * sizes.max_groups)
+        wanted = self._heads * (-(-sizes.room // op.candidate_tokens) + ALIGNED * sizes.max_groups)
         self._stride = min(wanted, SCORE_BYTES // (4 * count)) // ALIGNED * ALIGNED
         self._scores = torch.zeros(count * self._stride, dtype=torch.float32, device=device)
+        self._raw: dict[int, Tensor] = {}
         queries = (count * sizes.max_batch, shape.num_qo_heads, shape.head_dim)
         self._queries = torch.zeros(queries, dtype=shape.dtype, device=device)
         self._most_groups = self._groups_of(sizes.max_batch)
@@ -67,7 +69,7 @@ class ScorePack:
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """Whether groups of so many tokens can be scored at all layers at once."""
-        entries = self._heads * sum(list_stride(-(-length // self._tokens)) for length in lengths)
+        entries = self._heads * sum(list_stride(-(-length // self._op.candidate_tokens)) for length in lengths)
         return len(lengths) <= self._most_groups and entries <= self._stride
 
     def _of(self, size: int) -> AnchorSelection:
@@ -77,6 +79,18 @@ class ScorePack:
             sizes = count * requests, count * self._groups_of(requests), count * self._list_entries
             self._found[config.block_m] = self._op.selection(config, *sizes, max_group=requests, list_warps=_LIST_WARPS)
         return self._found[config.block_m]
+
+    def _stride_of(self, size: int) -> int:
+        """From the scores of one layer to those of the next: as many as a batch of that size may have."""
+        _, requests = self._op.tile_of(size)
+        return min(self._stride, self._op.score_entries(self._groups_of(requests)))
+
+    def _raw_scores(self, size: int) -> Tensor | None:
+        """Room for raw scores of a batch of that size; made at the first call."""
+        wanted = self._op.raw_shape(size, len(self._layers) * self._stride_of(size), RAW_BYTES)
+        if wanted is not None and size not in self._raw:
+            self._raw[size] = torch.zeros(wanted, dtype=torch.float32, device=self._scores.device)
+        return self._raw.get(size)
 
     def plan(
         self,
@@ -109,7 +123,7 @@ class ScorePack:
             own = torch.tensor([array_addresses(self._op.shape, self._op.arrays(one)) for one in made])
             first = self._op.placed(made[:1], length)[0]
             nowhere = (0,) * self._heads
-            of_heads = ScoredGroup((0,), group.prefix_len, first.first_rows, nowhere, (), first.block_sizes).heads
+            of_heads = first.group((0,), group.prefix_len, nowhere).heads
             arrays.append(self._op.arrays(made[0]))
             firsts.append(first)
             addresses.append(own[[layer % distinct for layer in layers]])
@@ -128,17 +142,18 @@ class ScorePack:
         heads: Sequence[Tensor],
     ) -> None:
         selection = self._of(size)
+        self._raw_scores(size)  # made before a capture
         if not groups:
             selection.plan((), ())
             return
         lengths = [group.prefix_len * self._op.entry_tokens for group in groups]
-        begins = place_scores([-(-length // self._tokens) for length in lengths], self._heads)
+        begins = place_scores([-(-length // self._op.candidate_tokens) for length in lengths], self._heads)
         scored = [
-            ScoredGroup(own, group.prefix_len, first.first_rows, begin, of, first.block_sizes)
+            first.group(own, group.prefix_len, begin, of)
             for own, group, first, begin, of in zip(rows, groups, firsts, begins, arrays, strict=True)
         ]
         tables = torch.stack(list(addresses), dim=1), torch.stack(list(heads), dim=1)
-        selection.plan(scored, groups, Layers(*tables, size, self._stride, self._list_entries))
+        selection.plan(scored, groups, Layers(*tables, size, self._stride_of(size), self._list_entries))
 
     def run(self, size: int, queries: Sequence[Tensor], sm_scale: float, lists: SelectedLists) -> None:
         """Select as planned, by the queries [size or more, num_qo_heads, head_dim] of each layer.
@@ -153,9 +168,9 @@ class ScorePack:
         # One launch, whatever the strides: queries lie beside keys and values.
         of_layers = packed.view(len(self._layers), size, *packed.shape[1:])
         torch.stack([q[:size] for q in queries], out=of_layers[:, : len(queries[0])])
-        self._of(size).run(ScoreInputs(packed, sm_scale), self._scores, lists)
+        self._of(size).run(ScoreInputs(packed, sm_scale, self._raw_scores(size)), self._scores, lists)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the buffers of fixed place; scratch of the kernels apart."""
-        return self._scores.nbytes + self._queries.nbytes
+        return sum(one.nbytes for one in (self._scores, self._queries, *self._raw.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from prefix_kernels.pooled_scores import (
     ScoreShape,
     array_addresses,
 )
-from prefix_kernels.top_k_selection.plan import SelectionGroup, place_scores
+from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, place_scores
 from prefix_kernels.types import CandidateForm, SelectedLists
 from sglang_ext.decode.select_op import ListSizes, ScoringOp
 from sglang_ext.decode.types import Index
@@ -32,8 +31,10 @@ from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
-_RAW_ROWS, _RAW_BYTES = 8, 256 << 20
-"""Query rows, and device memory, at most, of raw scores that are kept: beyond, codes are scored twice."""
+_RAW_ROWS = 8
+"""Query rows, at most, of which raw scores are kept: of more, codes are scored twice."""
+_RAW_BYTES = 256 << 20
+"""Of raw scores, at most; likewise."""
 
 _numbers = itertools.count()
 
@@ -44,10 +45,25 @@ class LayerRows(NamedTuple):
     Attributes:
         first_rows: per KV head, first of its rows among the codes.
         block_sizes: per KV head, tokens of a block; none: a row is a token.
+        row_tokens: per KV head, as `ScoredGroup.row_tokens`.
     """
 
     first_rows: tuple[int, ...]
     block_sizes: tuple[int, ...] = ()
+    row_tokens: tuple[int, ...] = ()
+
+    def group(
+        self,
+        rows: tuple[int, ...],
+        count: int,
+        score_begins: tuple[int, ...],
+        arrays: tuple[Tensor | None, ...] = (),
+        list_begins: tuple[int, ...] = (),
+    ) -> ScoredGroup:
+        """What `rows` of a batch choose from."""
+        return ScoredGroup(
+            rows, count, self.first_rows, score_begins, arrays, self.block_sizes, list_begins, self.row_tokens
+        )
 
 
 class KnownIndex(NamedTuple):
@@ -126,20 +142,25 @@ class ScoredOp(ScoringOp):
             layers = list(index.layers) if len(self._heads) else [index.layers[0]]
             rows = self.placed(layers, index.prefix_len)
             length = -(-index.prefix_len // self.entry_tokens)
-            heads = [ScoredGroup((0,), length, one.first_rows, none, (), one.block_sizes).heads for one in rows]
+            heads = [one.group((0,), length, none).heads for one in rows]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
             self._known[index] = KnownIndex(next(_numbers), rows[0], *found)
         return self._known[index].number
 
     def placed(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
-        """As `rows`, with sizes of blocks in entries of the lists that are made."""
-        rows = self.rows(layers, prefix_len)
-        return [one._replace(block_sizes=tuple(n // self.entry_tokens for n in one.block_sizes)) for one in rows]
+        """As `rows`, with sizes of blocks in entries of the lists that are made. Where entries are what is scored, they
+        share a block's row."""
+        found = []
+        for one in self.rows(layers, prefix_len):
+            sizes = tuple(size // self.entry_tokens for size in one.block_sizes)
+            blocks = self.shape.form.is_block
+            found.append(LayerRows(one.first_rows, sizes if blocks else (), () if blocks else sizes))
+        return found
 
     @property
     def entry_tokens(self) -> int:
         """Tokens of an entry of the lists that are made."""
-        return self.shape.entry_tokens if self.shape.form.is_block else 1
+        return self._sizes.entry_tokens
 
     def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:
         return self._sizes.hold(lengths)
@@ -205,7 +226,7 @@ class ScoredOp(ScoringOp):
             listed: of listed candidates, where each group's lists are.
         """
         selection = self._of(size)
-        self._raw_scores(selection, size)  # made before a capture
+        self._raw_scores(size)  # made before a capture
         if not groups:
             self._probed = []
             selection.plan((), ())
@@ -269,53 +290,51 @@ class ScoredOp(ScoringOp):
         lists = [tuple(one.list_begin + head * one.head_stride for head in heads) for one in listed]
         for number, (group, place) in enumerate(zip(groups, places, strict=True)):
             of_list = lists[number] if lists else ()
-            one = ScoredGroup(
-                rows[number],
-                group.prefix_len,
-                place.first_rows,
-                begins[number],
-                arrays[number],
-                place.block_sizes,
-                of_list,
-            )
-            scored.append(one)
+            scored.append(place.group(rows[number], group.prefix_len, begins[number], arrays[number], of_list))
         return scored
 
     def run(
         self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
     ) -> None:
         """See the base; how many launches that are, `AnchorSelection.run` says."""
-        selection = self._of(size)
-        selection.run(self._inputs(selection, size, q, sm_scale, layer), self._scores, lists, slot_table=slot_table)
+        self._of(size).run(self._inputs(size, q, sm_scale, layer), self._scores, lists, slot_table=slot_table)
 
     def stretches(self, size: int) -> dict[int, tuple[int, int]]:
         return self._of(size).stretches
 
     def score(self, size: int, q: Tensor, sm_scale: float, layer: int | None) -> ScoredTokens:
-        selection = self._of(size)
-        return selection.score(self._inputs(selection, size, q, sm_scale, layer), self._scores)
+        return self._of(size).score(self._inputs(size, q, sm_scale, layer), self._scores)
 
-    def _inputs(
-        self, selection: AnchorSelection, size: int, q: Tensor, sm_scale: float, layer: int | None
-    ) -> ScoreInputs:
-        most = selection.max_groups
+    def _inputs(self, size: int, q: Tensor, sm_scale: float, layer: int | None) -> ScoreInputs:
+        most = self._of(size).max_groups
         arrays = None if layer is None else self._addresses[layer, :most]
         heads = None if layer is None or not len(self._heads) else self._heads[layer, :most]
-        return ScoreInputs(q[:size], sm_scale, self._raw_scores(selection, size), arrays, heads, self.candidates)
+        return ScoreInputs(q[:size], sm_scale, self._raw_scores(size), arrays, heads, self.candidates)
 
-    def _raw_scores(self, selection: AnchorSelection, size: int) -> Tensor | None:
-        """Room for raw scores of so few rows that it pays, where they are kept and fit; made at the first call."""
-        rows = size * self.shape.gqa
-        tokens = self.shape.form is CandidateForm.TOKEN
-        if not tokens or rows > _RAW_ROWS or selection.config.specialized or self.shape.sum_every > 1:
-            return None
+    def _raw_scores(self, size: int) -> Tensor | None:
+        """Room for raw scores of a batch of that size; made at the first call."""
         groups = min(size * self._sizes.groups_of_a_row, self._sizes.max_groups)
-        wanted = (groups, self.shape.num_kv_heads, self._sizes.max_prefix_len, rows)
-        if 4 * math.prod(wanted) > _RAW_BYTES:
-            return None
-        if size not in self._raw:
-            self._raw[size] = torch.zeros(wanted, dtype=torch.float32, device=self._device).transpose(2, 3)
-        return self._raw[size]
+        wanted = self.raw_shape(size, min(len(self._scores), self.score_entries(groups)), _RAW_BYTES)
+        if wanted is not None and size not in self._raw:
+            self._raw[size] = torch.zeros(wanted, dtype=torch.float32, device=self._device)
+        return self._raw.get(size)
+
+    def score_entries(self, groups: int) -> int:
+        """Of scores of so many groups, at most."""
+        longest = -(-self._sizes.max_prefix_len // self.candidate_tokens)
+        return groups * self.shape.num_kv_heads * list_stride(longest)
+
+    @property
+    def candidate_tokens(self) -> int:
+        """Tokens that a score is of, at least."""
+        return LEAST_BLOCK if self.shape.form.is_block else self.entry_tokens
+
+    def raw_shape(self, size: int, entries: int, most: int) -> tuple[int, int] | None:
+        """Of raw scores of a batch of that size, of so few rows that it pays to keep them and in so many bytes at most;
+        None: codes are scored twice."""
+        rows = size * self.shape.gqa
+        kept = self.shape.form is CandidateForm.TOKEN and self.shape.sum_every == 1 and rows <= _RAW_ROWS
+        return (entries, rows) if kept and 4 * entries * rows <= most else None
 
     @property
     def nbytes(self) -> int:

@@ -240,7 +240,7 @@ def test_a_candidate_that_ties_at_the_edge_is_no_error_and_all_others_are(bench)
         listed = prefixes.selector.select_among(arrays, problem.q[:rows], prefixes.args, among)
         return prefixes.gate([listed.positions], [candidates.nonzero()[:, 1].view(1, -1).int()])
 
-    tied, low = swapped(last + 1, last), swapped(last + 1, last - 3)
+    tied, low = swapped(last + 1, last), swapped(last + 1, last - 6)
     assert gate(tied, tied).figures == {"wrong_candidates": 0.0, "wrong_share": 0.0}
     assert gate(tied, named).error > 1, "sums of another sample"
     assert gate(tied, tied, rows=7).error > 1, "a request that was not asked"

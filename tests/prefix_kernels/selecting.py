@@ -134,6 +134,7 @@ def problem(
     rising: float = 0.0,
     by_list: bool = False,
     entry_tokens: int = 1,
+    row_tokens: int = 1,
     **more: Any,
 ) -> TokenProblem:
     """Token indexes of groups.
@@ -141,6 +142,7 @@ def problem(
     Args:
         by_list: what is said of tokens is said of candidates, every third one of a prefix or so.
         entry_tokens: of these lists.
+        row_tokens: that share a row of codes.
         same: all tokens are one and the same, so all of them tie.
         rising: how far later keys point the way of the first row's queries: scores leave any first step behind.
         more: fields of the problem.
@@ -155,17 +157,18 @@ def problem(
     lists = torch.full((7,), POISON, dtype=torch.int32)
     spread = 3 if by_list else 1
     for rows, count, budget in sizes:
-        length = spread * count
-        values = torch.randn(KV_HEADS, 1 if same else length, channels, generator=gen) + 0.7
+        length, coded = spread * count, -(-spread * count // row_tokens)
+        values = torch.randn(KV_HEADS, 1 if same else coded, channels, generator=gen) + 0.7
         kept = torch.rand(KV_HEADS, dim, generator=gen).argsort(dim=1)[:, :channels]
         kept = kept if hopper or channels < dim else kept.sort(dim=1).values
         way = q[rows[0]].unflatten(0, (KV_HEADS, gqa)).mean(1).gather(1, kept)
-        values = values + torch.linspace(0, rising, length)[None, :, None] * way[:, None] if rising else values
-        codes = quantize(values.expand(-1, length, -1).to(device), bits)
+        values = values + torch.linspace(0, rising, coded)[None, :, None] * way[:, None] if rising else values
+        codes = quantize(values.expand(-1, coded, -1).to(device), bits)
         kept = kept.to(device)
         listed = kept.short() if hopper or channels < dim else None
-        full = torch.zeros(KV_HEADS, length, dim, device=device)
-        full = full.scatter_(2, kept[:, None].expand(-1, length, -1), dequantize(codes))
+        full = torch.zeros(KV_HEADS, coded, dim, device=device)
+        full = full.scatter_(2, kept[:, None].expand(-1, coded, -1), dequantize(codes))
+        full = full.repeat_interleave(row_tokens, dim=1)[:, :length]
         list_begins = ()
         if by_list:
             entries, listed_entries = length // entry_tokens, -(-count // entry_tokens)
@@ -176,17 +179,19 @@ def problem(
             lists = torch.cat([lists, order.flatten().int()])
         keys.append(full)
         stride = -(-count // 4) * 4
-        firsts = tuple(head * length for head in range(KV_HEADS))
+        firsts = tuple(head * coded for head in range(KV_HEADS))
         begins = tuple(at + head * stride for head in range(KV_HEADS))
         arrays = (listed, codes.packed, codes.scale)
-        scored.append(ScoredGroup(rows, count, firsts, begins, arrays, list_begins=list_begins))
+        shared = (row_tokens,) * KV_HEADS if row_tokens > 1 else ()
+        scored.append(ScoredGroup(rows, count, firsts, begins, arrays, list_begins=list_begins, row_tokens=shared))
         sink, recent = windows if budget >= sum(windows) else (0, 0)
         selected.append(SelectionGroup(count, budget, sink, recent, slot_start=table_at))
         at += KV_HEADS * stride
         table_at += length
     shape = ScoreShape(
-        KV_HEADS * gqa, KV_HEADS, channels, bits, hopper or channels < dim, pooling, sum_every, form, entry_tokens
-    )
+        KV_HEADS * gqa, KV_HEADS, channels, bits, hopper or channels < dim, pooling, sum_every, form, entry_tokens,
+        row_tokens > 1,
+    )  # fmt: skip
     more.setdefault("limit", FP32_LIMIT if dtype is torch.float32 else FP16_LIMIT)
     return TokenProblem(
         q=q.to(device, dtype), scored=scored, selected=pack_lists(selected, KV_HEADS), room=at + 4, keys=keys,

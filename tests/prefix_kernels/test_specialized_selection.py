@@ -81,6 +81,25 @@ def test_listed_candidates(entry_tokens: int, sum_every: int, config: AnchorConf
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_tokens_that_share_a_row_of_codes(config: AnchorConfig, form: Form) -> None:
+    for each, length in ((2, 65), (4, 4999), (4, 1)):
+        check(problem([((0, 1, 2), length, -(-length // 4)), ((3,), 300, 80)], row_tokens=each), config, form)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("by_list", [False, True])
+@pytest.mark.parametrize("length", [1, 300, 4999, 120_000])
+def test_scores_that_are_kept_are_not_made_again(length: int, by_list: bool, form: Form) -> None:
+    made, config = problem([((0, 2), length, max(1, length // 7)), ((1,), 300, 80)], by_list=by_list), CONFIGS["8x256"]
+    raw = torch.full((made.room, 8), torch.nan, device=DEVICE)
+    one = AnchorSelection(made.shape, 3, 2, 130_000, 100_000, config, DEVICE, form=form)
+    kept, lists = select(one, made, times=3, raw=raw)
+    selecting.check(replace(made, tile=8), kept, lists)
+    assert torch.equal(kept.nan_to_num(), select(one, made)[0].nan_to_num())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(("length", "sum_every"), [(40_001, 3), (40_001, 16), (120_000, 2)])
 def test_sums_of_a_sample_of_long_prefixes(length: int, sum_every: int, form: Form) -> None:
     made = problem([((0, 1, 2), length, 900)], sum_every=sum_every)
@@ -161,5 +180,6 @@ def test_what_it_has_not_is_refused() -> None:
     one = AnchorSelection(made.shape, 1, 1, 100, 64, CONFIGS["8x128"], DEVICE)
     one.plan(made.scored, made.selected)
     scores = torch.zeros(made.room, device="cuda")
-    with pytest.raises(ValueError, match="positive scale"):
-        one.run(ScoreInputs(made.q, -1.0), scores, one.new_lists())
+    for inputs in (ScoreInputs(made.q, -1.0), ScoreInputs(made.q, 1.0, torch.zeros(made.room, 16, device="cuda"))):
+        with pytest.raises(ValueError, match=r"positive scale.* at most 8 rows"):
+            one.run(inputs, scores, one.new_lists())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -158,6 +159,8 @@ def default_config(
     if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
         block_n = 256 if block_m <= 16 else 128 if block_m <= 32 else 64
+        # Codes that are on their way lie in registers.
+        block_n = block_n // 2 if shape.channels > 96 and block_m <= _FEW_ROWS else block_n
         # A list of one request or two is too short for more: each program reads what all of them counted.
         programs = 1 if block_m == 8 and shape.form is CandidateForm.LISTED else 2
         return AnchorConfig(block_m, block_n, 4, 3, programs, specialized=True)
@@ -428,7 +431,8 @@ class AnchorSelection:
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE if self.programs_of_a_head <= _CHUNKS_AT_ONCE else _MORE_CHUNKS,
             "TILE": 32 * self._list_warps * TOKENS_OF_A_THREAD,
         }
-        # Programs of scores that wait for each other are all on the GPU before they let these come.
+        # Programs of scores that wait for each other are all on the GPU before they let these come. Scores themselves
+        # are not launched behind what is before them: their programs would stand where that ends first.
         start = launch_behind if self.form is Form.FUSED and self.config.specialized else launch
         start(list_kernel, self._grid, arguments_of(list_kernel, arguments), num_warps=self._list_warps)
 
@@ -453,7 +457,7 @@ class AnchorSelection:
             )
         joined = self.form is Form.FUSED
         if self.config.specialized:
-            _check_inputs(inputs)
+            _check_inputs(inputs, self.config.block_m)
         kernel, own = self._scoring(inputs)
         for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
             phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
@@ -476,11 +480,10 @@ class AnchorSelection:
                 "FEW_LAYOUT": words_layout(config.stretch, config.num_warps),
             }
         # Raw scores of few rows fill a tile that is not as wide, and higher.
-        raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[2]))
+        raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[1]))
         return score_kernel, {
             **config.arguments(self.shape),
             "POOL": _POOL[self.shape.pooling],
-            "REREAD": inputs.raw is not None,
             "RAW_M": raw_m,
             "RAW_N": config.block_n * config.block_m // raw_m,
             "TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
@@ -543,11 +546,11 @@ def _check_fits(shape: ScoreShape, device: torch.device) -> None:
         raise ValueError(f"expected sm_90 for sm_90's own kernel, got {name}; use a configuration not specialized")
 
 
-def _check_inputs(inputs: ScoreInputs) -> None:
-    """It takes the largest score before it scales, multiplies in INT8, and reads no raw scores."""
-    if not inputs.sm_scale > 0 or inputs.raw is not None or inputs.q.dtype is torch.float32:
+def _check_inputs(inputs: ScoreInputs, most: int) -> None:
+    """It takes the largest score before it scales, multiplies in INT8, and keeps raw scores of one tile."""
+    room = (0, 0) if inputs.raw is None else tuple(inputs.raw.shape)
+    if not inputs.sm_scale > 0 or inputs.q.dtype is torch.float32 or room[1] > most or math.prod(room) >= _MOST_ROWS:
         raise ValueError(
-            "expected a positive scale, q in fp16 or bf16 and no raw scores for sm_90's own kernel, got "
-            f"{inputs.sm_scale}, {inputs.q.dtype} and raw={inputs.raw is not None}; use a configuration that is not "
-            "specialized"
+            f"expected a positive scale, q in fp16 or bf16 and raw scores of at most {most} rows for sm_90's own "
+            f"kernel, got {inputs.sm_scale}, {inputs.q.dtype} and {room}; use a configuration that is not specialized"
         )

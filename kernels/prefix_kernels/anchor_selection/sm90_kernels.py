@@ -21,11 +21,11 @@ from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
 )
 from prefix_kernels.anchor_selection.sm90_product_kernels import (
     FEW_ROWS,
-    load_step,
-    product,
+    load_again,
+    product_again,
     put_queries,
     right_sides,
-    step_of,
+    step_again,
     sum_item,
     sum_sample_item,
 )
@@ -76,16 +76,16 @@ def _put_scores(pooled, n, end, tile, put):
 
 @gluon.jit
 def _first_words(codes, sizes: gl.constexpr):
-    """Codes of a stretch's first four steps, and what those of the next two are loaded by."""
+    """Codes or scores of a stretch's first four steps, and what those of the next two are loaded by."""
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, _, begin, _ = codes
-    s0, s1 = step_of(codes, begin, sizes), step_of(codes, begin + BLOCK_N, sizes)
-    s2, s3 = step_of(codes, begin + 2 * BLOCK_N, sizes), step_of(codes, begin + 3 * BLOCK_N, sizes)
-    s4, s5 = step_of(codes, begin + 4 * BLOCK_N, sizes), step_of(codes, begin + 5 * BLOCK_N, sizes)
-    w0 = load_step(codes, s0, begin, sizes)
-    w1 = load_step(codes, s1, begin + BLOCK_N, sizes)
-    w2 = load_step(codes, s2, begin + 2 * BLOCK_N, sizes)
-    w3 = load_step(codes, s3, begin + 3 * BLOCK_N, sizes)
+    _, _, _, begin, _, _, _ = codes
+    s0, s1 = step_again(codes, begin, sizes), step_again(codes, begin + BLOCK_N, sizes)
+    s2, s3 = step_again(codes, begin + 2 * BLOCK_N, sizes), step_again(codes, begin + 3 * BLOCK_N, sizes)
+    s4, s5 = step_again(codes, begin + 4 * BLOCK_N, sizes), step_again(codes, begin + 5 * BLOCK_N, sizes)
+    w0 = load_again(codes, s0, begin, sizes)
+    w1 = load_again(codes, s1, begin + BLOCK_N, sizes)
+    w2 = load_again(codes, s2, begin + 2 * BLOCK_N, sizes)
+    w3 = load_again(codes, s3, begin + 3 * BLOCK_N, sizes)
     return w0, w1, w2, w3, s4, s5
 
 
@@ -96,19 +96,19 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
     MMA: gl.constexpr = sizes[7]
-    _, _, _, begin, end = codes
+    _, _, _, begin, end, _, _ = codes
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
     w0, w1, w2, w3, s4, s5 = words
     for start in range(begin, end, 2 * BLOCK_N):
-        highest = highest_of_columns(product(w0, queries, base, sizes), sizes)
+        highest = highest_of_columns(product_again(w0, queries, base, sizes), sizes)
         w0 = w2
-        w2 = load_step(codes, s4, start + 4 * BLOCK_N, sizes)
-        s4 = step_of(codes, start + 6 * BLOCK_N, sizes)
-        more = highest_of_columns(product(w1, queries, base, sizes), sizes)
+        w2 = load_again(codes, s4, start + 4 * BLOCK_N, sizes)
+        s4 = step_again(codes, start + 6 * BLOCK_N, sizes)
+        more = highest_of_columns(product_again(w1, queries, base, sizes), sizes)
         w1 = w3
-        w3 = load_step(codes, s5, start + 5 * BLOCK_N, sizes)
-        s5 = step_of(codes, start + 7 * BLOCK_N, sizes)
+        w3 = load_again(codes, s5, start + 5 * BLOCK_N, sizes)
+        s5 = step_again(codes, start + 7 * BLOCK_N, sizes)
         highest, place = highest_of_two_steps(highest, more, sizes)
         _put_scores(highest.to(gl.float32) * (unit * LN2), start + place, end, tile, scores)
 
@@ -177,7 +177,7 @@ def _score_item(
         unit = sum_sample_item(summed, query, put, own, factor, sizes)
     if FIRST_PHASE == 1 and SUM_EVERY == 1:
         unit = sum_item(codes, query, put, own, factor, sizes)
-    # The first codes are asked for before the others are waited for.
+    # What comes first is asked for before the others are waited for.
     words = _first_words(codes, sizes)
     if FIRST_PHASE == 1 and LAST_PHASE > 1:
         _meet(arrived_ptr, chunk, num_chunks)
@@ -199,6 +199,7 @@ def score_items_sm90_kernel(
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, 0, 0
     candidates_ptr,  # int32, lists of LISTED candidates, ENTRY tokens an entry
+    raw_ptr,  # fp32 [arena, RAW_ROWS], as int32: scores kept for the second phase; RAW_ROWS of 0: none
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
@@ -210,6 +211,7 @@ def score_items_sm90_kernel(
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
     FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, FORM: gl.constexpr, ENTRY: gl.constexpr,
+    RAW_ROWS: gl.constexpr, SHARED_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): the phases of scores of its items."""
     head = gl.program_id(1).to(gl.int64)
@@ -217,12 +219,12 @@ def score_items_sm90_kernel(
     PIECES: gl.constexpr = CHANNELS // 32
     LIST_ENTRY: gl.constexpr = ENTRY if FORM == LISTED else 0
     few_mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
-    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, LIST_ENTRY)
+    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, LIST_ENTRY, 0)
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = few_mma
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, LIST_ENTRY)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, LIST_ENTRY, RAW_ROWS)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
     few_smem = q_smem
@@ -246,17 +248,21 @@ def score_items_sm90_kernel(
         num_rows = gl.load(groups_ptr + group * 4 + 1)
         count = gl.load(heads_ptr + row * 4).to(gl.int32)
         first_row = gl.load(heads_ptr + row * 4 + 1).to(gl.int32)
-        scores = (scores_ptr + gl.load(heads_ptr + row * 4 + 3), num_sink, recent_begin)
+        score_begin = gl.load(heads_ptr + row * 4 + 3)
+        scores = (scores_ptr + score_begin, num_sink, recent_begin)
         channels_ptr = gl.load(arrays_ptr + group * 5).to(gl.pointer_type(gl.int16)) + head * CHANNELS
         packed_ptr = gl.multiple_of(gl.load(arrays_ptr + group * 5 + 1).to(gl.pointer_type(gl.int32)), 16)
         scale_ptr = gl.load(arrays_ptr + group * 5 + 2).to(gl.pointer_type(gl.float32)) + head * CHANNELS
-        listed_ptr = candidates_ptr
+        listed_ptr, shift = candidates_ptr, 0
         if LIST_ENTRY > 0:
             listed_ptr += gl.load(heads_ptr + row * 4 + 2)
+        if SHARED_ROWS:
+            shift = gl.load(heads_ptr + row * 4 + 2).to(gl.int32)
         begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows
         if selected < prefix_len:
-            codes = (packed_ptr, first_row, listed_ptr, begin, end)
+            raw = raw_ptr.to(gl.pointer_type(gl.int32)) + score_begin * RAW_ROWS
+            codes = (packed_ptr, first_row, listed_ptr, begin, end, raw, shift)
             of_group = (row_begin, num_rows, head)
             query = (q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, (q_stride_row, q_stride_head))
             counts = (at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS), counts_at)

@@ -123,17 +123,17 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
 def _rows(codes, n, sizes: gl.constexpr):
     """Of the codes: of the candidates at places n."""
     ENTRY: gl.constexpr = sizes[8]
-    _, first_row, listed_ptr, _, _ = codes
+    _, first_row, listed_ptr, _, _, _, shift = codes
     if ENTRY > 0:
         n = _listed_token(listed_ptr, n, None, ENTRY)
-    return first_row + n
+    return first_row + (n >> shift)
 
 
 @gluon.jit
 def step_of(codes, start, sizes: gl.constexpr):
     """Of a list, the entries of the step from `start` on: asked for a turn before their codes."""
     ENTRY: gl.constexpr = sizes[8]
-    _, _, listed_ptr, _, end = codes
+    _, _, listed_ptr, _, end, _, _ = codes
     entries = 0
     if ENTRY > 0:
         entries = gl.load(listed_ptr + gl.minimum(_entries_of(start, sizes), (end - 1) // ENTRY))
@@ -164,7 +164,7 @@ def _rows_of(entries, codes, start, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     ENTRY: gl.constexpr = sizes[8]
-    _, first_row, _, _, end = codes
+    _, first_row, _, _, end, _, _ = codes
     like: gl.constexpr = _by_entries(sizes).type.layout
     last = end - 1
     limit = gl.where(_entries_of(start, sizes) < last // ENTRY, ENTRY - 1, last % ENTRY)
@@ -179,11 +179,12 @@ def load_step(codes, entries, start, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     ENTRY: gl.constexpr = sizes[8]
-    packed_ptr, first_row, _, _, end = codes
+    packed_ptr, first_row, _, _, end, _, shift = codes
     if ENTRY > 0:
         rows = _rows_of(entries, codes, start, sizes)
     else:
-        rows = gl.minimum(first_row + start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), first_row + end - 1)
+        n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        rows = gl.minimum(first_row + (n >> shift), first_row + (end - 1 >> shift))
     return load_rows(packed_ptr, rows, sizes)
 
 
@@ -336,6 +337,57 @@ def _sums(scores, unit, reference, sizes: gl.constexpr):
 
 
 @gluon.jit
+def _kept(codes, start, sizes: gl.constexpr):
+    """([BLOCK_N, BLOCK_M] addresses of the scores of a step that are kept, which of them there are)."""
+    BLOCK_M: gl.constexpr = sizes[1]
+    BLOCK_N: gl.constexpr = sizes[2]
+    MMA: gl.constexpr = sizes[7]
+    RAW_ROWS: gl.constexpr = sizes[9]
+    _, _, _, _, end, raw_ptr, _ = codes
+    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
+    return raw_ptr + n[:, None] * RAW_ROWS + m[None, :], (n < end)[:, None] & (m < RAW_ROWS)[None, :]
+
+
+@gluon.jit
+def _keep(scores, codes, start, sizes: gl.constexpr):
+    """Of few rows, keep what `product` would be without its base; of more there is no room."""
+    if sizes[9] > 0:
+        at, there = _kept(codes, start, sizes)
+        gl.store(at, scores.to(gl.int32, bitcast=True) - WHOLE_BITS, mask=there)
+
+
+@gluon.jit
+def step_again(codes, start, sizes: gl.constexpr):
+    """`step_of`, where `load_again` asks for codes."""
+    entries = 0
+    if sizes[9] == 0:
+        entries = step_of(codes, start, sizes)
+    return entries
+
+
+@gluon.jit
+def load_again(codes, entries, start, sizes: gl.constexpr):
+    """Of a step whose sums were taken: its scores if they are kept, which this very thread wrote, else its codes."""
+    if sizes[9] > 0:
+        at, there = _kept(codes, start, sizes)
+        found = gl.load(at, mask=there, other=0)
+    else:
+        found = load_step(codes, entries, start, sizes)
+    return found
+
+
+@gluon.jit
+def product_again(found, queries, base, sizes: gl.constexpr):
+    """`product` of what `load_again` found."""
+    if sizes[9] > 0:
+        scores = found + base
+    else:
+        scores = product(found, queries, base, sizes)
+    return scores
+
+
+@gluon.jit
 def _highest(words, queries, start, end, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: WHOLE plus the highest of a thread's scores of a step; LOWEST where there is none."""
     scores = _before(_whole(words, queries, sizes), start, end, sizes)
@@ -346,19 +398,23 @@ def _highest(words, queries, start, end, sizes: gl.constexpr):
 def _sum_steps(words, ahead, codes, queries, unit, reference, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: sums of all steps of a stretch, of which the first two are there."""
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, _, begin, end = codes
+    _, _, _, begin, end, _, _ = codes
     total = reference * 0.0
     whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
     # Two steps a turn, each into the registers that it came from: nothing is moved.
     for start in range(begin, whole, 2 * BLOCK_N):
         scores = _whole(words, queries, sizes)
         words = load_words(codes, start + 2 * BLOCK_N, sizes)
+        _keep(scores, codes, start, sizes)
         total += _sums(scores, unit, reference, sizes)
         scores = _whole(ahead, queries, sizes)
         ahead = load_words(codes, start + 3 * BLOCK_N, sizes)
+        _keep(scores, codes, start + BLOCK_N, sizes)
         total += _sums(scores, unit, reference, sizes)
     for start in range(whole, end, BLOCK_N):
-        total += _sums(_before(_whole(words, queries, sizes), start, end, sizes), unit, reference, sizes)
+        scores = _whole(words, queries, sizes)
+        _keep(scores, codes, start, sizes)
+        total += _sums(_before(scores, start, end, sizes), unit, reference, sizes)
         words = ahead
     return total
 
@@ -372,7 +428,7 @@ def _sum_stretch(words, ahead, codes, q_smem, unit, sizes: gl.constexpr):
     summed again.
     """
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, _, begin, end = codes
+    _, _, _, begin, end, _, _ = codes
     queries = right_sides(q_smem, sizes)
     peak = _highest(words, queries, begin, end, sizes)
     total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
@@ -393,7 +449,7 @@ def _summed_words(summed, start, sizes: gl.constexpr):
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     codes, _, end, step = summed
-    packed_ptr, _, _, _, _ = codes
+    packed_ptr, _, _, _, _, _, _ = codes
     place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
     return load_rows(packed_ptr, _rows(codes, _summed_candidate(place, step), sizes), sizes)
 
@@ -477,7 +533,7 @@ def sum_item(codes, query, put, own, factor, sizes: gl.constexpr):
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, _, begin, _ = codes
+    _, _, _, begin, _, _, _ = codes
     q_smem, _, _, _, _, of_group, _ = query
     _, num_rows, _ = of_group
     unit = factor

@@ -23,6 +23,7 @@ FIRST_SUMMED = tl.constexpr(pooling.FIRST_SUMMED)
 LEAST_SUMMED = tl.constexpr(pooling.LEAST_SUMMED)
 GOLDEN = tl.constexpr(pooling.GOLDEN)
 HEADROOM = tl.constexpr(pooling.HEADROOM)
+TOKEN = tl.constexpr(CandidateForm.TOKEN.value)
 LISTED = tl.constexpr(CandidateForm.LISTED.value)
 MEAN = tl.constexpr(CandidateForm.MEAN.value)
 MINMAX = tl.constexpr(CandidateForm.MINMAX.value)
@@ -291,8 +292,8 @@ def pool_tiles(first, second, POOL: tl.constexpr):
 @triton.jit
 def _step(
     start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr, first_row,
-    step, factor, raw_stride_row, raw_stride_candidate, GQA: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr,
+    shift, step, factor, GQA: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr,
+    LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, RAW_ROWS: tl.constexpr,
     SAMPLED: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
     UNIT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
     FORM: tl.constexpr, ENTRY: tl.constexpr, MASKED: tl.constexpr,
@@ -303,12 +304,17 @@ def _step(
     entry = tl.minimum(n, end - 1) if MASKED else n
     if SAMPLED:
         entry = summed_candidate(entry, step)
-    raw_ptrs = raw_base + entry[:, None].to(tl.int64) * raw_stride_candidate + m[None, :].to(tl.int64) * raw_stride_row
+    raw_ptrs = raw_base + entry[:, None].to(tl.int64) * RAW_ROWS + m[None, :]
     if LOAD_RAW:
         scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
     else:
         more_ptr, more_queries, lengths = more
-        place = first_row + (listed_token(more_ptr, entry, None, ENTRY) if FORM == LISTED else entry).to(tl.int64)
+        place = entry
+        if FORM == LISTED:
+            place = listed_token(more_ptr, entry, None, ENTRY)
+        elif FORM == TOKEN:
+            place = entry >> shift
+        place = first_row + place.to(tl.int64)
         scores = _product(
             tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, place, queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE,
             PRECISION, ASSEMBLY, TAIL,
@@ -360,11 +366,14 @@ def stretch_of(chunk, num_chunks, count, BLOCK_N: tl.constexpr):
 def score_stretch(
     begin, end, q_ptr, rows_ptr, row_begin, num_rows, head,
     arrays,  # `addresses`; LISTED: in the fourth place a pointer to the positions of the head's candidates
-    first_row, step, raw_base, out_ptr, peak_ptr, total_ptr,
+    first_row,
+    shift,  # tokens: log2 of those of a row
+    step, raw_base, out_ptr, peak_ptr, total_ptr,
     stats,  # where the sums of this group and head begin
-    chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, raw_stride_row, raw_stride_candidate, max_rows,
+    chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, max_rows,
     GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr,
-    LISTED_CHANNELS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, SUM_EVERY: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, RAW_ROWS: tl.constexpr,
+    SUM_EVERY: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
@@ -372,7 +381,7 @@ def score_stretch(
     """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
 
     With SUM_EVERY above 1 sums are of a sample: places among the candidates that are summed, one of each `step`. With
-    STORE_RAW scores are kept in the first pass, and read in the second one with LOAD_RAW.
+    STORE_RAW scores are kept in the first pass, RAW_ROWS a candidate, and read in the second one with LOAD_RAW.
     """
     SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
     PARTS: tl.constexpr = 1 if BITS >= 8 else 4
@@ -434,16 +443,14 @@ def score_stretch(
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             peak, total = _step(
                 start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
-                first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW,
-                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM,
-                ENTRY, False,
+                first_row, shift, step, factor, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW, STORE_RAW, RAW_ROWS, SAMPLED,
+                POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, ENTRY, False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(
                 full, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
-                first_row, step, factor, raw_stride_row, raw_stride_candidate, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW,
-                STORE_RAW, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM,
-                ENTRY, True,
+                first_row, shift, step, factor, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW, STORE_RAW, RAW_ROWS, SAMPLED,
+                POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, ENTRY, True,
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)

@@ -17,8 +17,8 @@ from prefix_kernels.types import CandidateForm
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_FIELDS = 4
-"""int64 fields of a group's KV head: candidates; first row of codes; of blocks the log2 of their tokens, of listed
-candidates where their list begins; first score."""
+"""int64 fields of a group's KV head: candidates; first row of codes; of blocks the log2 of their tokens, of tokens that
+of those of a row, of listed candidates where their list begins; first score."""
 LEAST_BLOCK = 16
 """Tokens of a block: lists are made 16 tokens at a time or more."""
 ARRAYS = 5
@@ -39,6 +39,7 @@ class ScoreShape:
         form: what stands for a candidate.
         entry_tokens: that an entry of a list stands for, 1 or 16: of the list of listed candidates, or of the lists
             that blocks make. Entry e is the tokens from 16 e on, and all counts of blocks are then of entries.
+        shared_rows: whether tokens may share a row of codes (`ScoredGroup.row_tokens`).
     """
 
     num_qo_heads: int
@@ -50,6 +51,7 @@ class ScoreShape:
     sum_every: int = 1
     form: CandidateForm = CandidateForm.TOKEN
     entry_tokens: int = 1
+    shared_rows: bool = False
 
     @property
     def gqa(self) -> int:
@@ -78,6 +80,8 @@ class ScoredGroup:
         block_sizes: per KV head, tokens of a block, a power of 2 from 16 on (or entries, from 1 on:
             `ScoreShape.entry_tokens`); none: candidates are tokens.
         list_begins: per KV head, where its list begins in `ScoreInputs.candidates`; none: they are the prefix's.
+        row_tokens: per KV head, tokens that share a row of codes, a power of 2; none: each has its own. The first row
+            is that of the first token.
     """
 
     rows: tuple[int, ...]
@@ -87,6 +91,7 @@ class ScoredGroup:
     arrays: tuple[Tensor | None, ...] = ()
     block_sizes: tuple[int, ...] = ()
     list_begins: tuple[int, ...] = ()
+    row_tokens: tuple[int, ...] = ()
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -97,7 +102,7 @@ class ScoredGroup:
     @property
     def heads(self) -> list[tuple[int, ...]]:
         """[num_kv_heads][HEAD_FIELDS]: the table that kernels read."""
-        shifts = tuple(size.bit_length() - 1 for size in self.block_sizes)
+        shifts = tuple(size.bit_length() - 1 for size in self.block_sizes or self.row_tokens)
         own = shifts or self.list_begins or (0,) * len(self.first_rows)
         return list(zip(self.counts, self.first_rows, own, self.score_begins, strict=True))
 
@@ -114,8 +119,8 @@ class ScoreInputs:
     Attributes:
         q: [batch, num_qo_heads, head_dim] post-RoPE queries.
         sm_scale: multiplies q.k before the softmax.
-        raw: room for raw scores, fp32 [max_groups, num_kv_heads, rows, candidates] by its strides, worth it for few
-            rows: the second pass then reads them back instead of scoring again.
+        raw: room for raw scores, fp32 [arena, rows], at the places of scores, worth it for few rows: the second pass
+            then reads them back instead of scoring again.
         arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
         heads: int64 [max_groups, num_kv_heads, HEAD_FIELDS], another layer's `ScoredGroup.heads`; None for the plan's.
         candidates: int32, lists of candidates, ascending, `entry_tokens` an entry; with that form only.
@@ -177,6 +182,8 @@ class ScoreTables:
             )
         if not 1 <= shape.sum_every <= MOST_APART:
             raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {shape.sum_every}; 1 sums all candidates")
+        if shape.shared_rows and shape.form is not CandidateForm.TOKEN:
+            raise ValueError(f"expected shared_rows of candidates of form TOKEN, got {shape.form.name}")
         entries = (1,) if shape.form is CandidateForm.TOKEN else (1, LEAST_BLOCK)
         if shape.entry_tokens not in entries:
             raise ValueError(
@@ -193,7 +200,7 @@ class ScoreTables:
         self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
         self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
         self._most_rows = self._scores_end = 0
-        self._raw_shape = (0, 0, 0, 0)
+        self._raw_shape = (0, 0)
 
     def plan(self, groups: Sequence[ScoredGroup], layers: Layers | None = None) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
@@ -251,7 +258,7 @@ class ScoreTables:
         self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
         self._scores_end = max((group.scores_end for group in groups), default=0)
         self._scores_end += 0 if layers is None else (count - 1) * layers.scores
-        self._raw_shape = (count * len(groups), num_heads, most, max((group.count for group in groups), default=0))
+        self._raw_shape = (self._scores_end, most)
 
     def arguments(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
         """What kernels are told of the plan, the queries and the index, by parameter name.
@@ -262,7 +269,6 @@ class ScoreTables:
         self._check_queries(inputs, scores)
         self._check_raw(inputs)
         shape, q, raw, arrays = self.shape, inputs.q, inputs.raw, inputs.arrays
-        raw_strides = (0, 0, 0, 1) if raw is None else raw.stride()
         half = q.dtype is not torch.float32
         return {
             "q_ptr": q,
@@ -271,14 +277,11 @@ class ScoreTables:
             "heads_ptr": self._heads if inputs.heads is None else inputs.heads,
             "arrays_ptr": self._arrays if arrays is None else arrays,
             "raw_ptr": self._no_scores if raw is None else raw,
+            "RAW_ROWS": 0 if raw is None else raw.shape[1],
             "scores_ptr": scores,
             "sm_scale": float(inputs.sm_scale),
             "q_stride_row": q.stride(0),
             "q_stride_head": q.stride(1),
-            "raw_stride_group": raw_strides[0],
-            "raw_stride_head": raw_strides[1],
-            "raw_stride_row": raw_strides[2],
-            "raw_stride_candidate": raw_strides[3],
             "max_rows": self.max_rows,
             "GQA": shape.gqa,
             "CHANNELS": shape.channels,
@@ -287,6 +290,7 @@ class ScoreTables:
             "LISTED_CHANNELS": shape.listed_channels,
             "FORM": shape.form.value,
             "ENTRY": shape.entry_tokens,
+            "SHARED_ROWS": shape.shared_rows,
             "candidates_ptr": self._rows if inputs.candidates is None else inputs.candidates,
             "SUM_EVERY": shape.sum_every,
             # Codes are exact in fp16, and a query's channel keeps 11 bits there.
@@ -327,11 +331,11 @@ class ScoreTables:
         raw = inputs.raw
         if raw is None:
             return
-        small = raw.dim() != 4 or any(a < b for a, b in zip(raw.shape, self._raw_shape, strict=True))
-        if small or raw.dtype is not torch.float32:
+        small = raw.dim() != 2 or any(a < b for a, b in zip(raw.shape, self._raw_shape, strict=True))
+        if small or raw.dtype is not torch.float32 or not raw.is_contiguous():
             raise ValueError(
-                f"expected raw [max_groups, num_kv_heads, rows, candidates] of {self._raw_shape} or more, as planned, "
-                f"fp32, got {tuple(raw.shape)} {raw.dtype}"
+                f"expected raw [arena, rows] of {self._raw_shape} or more, as planned, fp32, contiguous, got "
+                f"{tuple(raw.shape)} {raw.dtype} of strides {raw.stride()}"
             )
         if self.shape.sum_every > 1:
             raise ValueError(
@@ -395,8 +399,13 @@ def _check_blocks(shape: ScoreShape, group: ScoredGroup) -> None:
             f"powers of 2 from {least} on, one for each KV head" if shape.form.is_block else "no block sizes for tokens"
         )
         raise ValueError(f"expected {wanted}, got {sizes}")
+    of_a_row = group.row_tokens or (1,) * heads
+    shared = all(size > 0 and size & (size - 1) == 0 for size in of_a_row) and len(of_a_row) == heads
+    if group.row_tokens and not (shape.shared_rows and shared):
+        raise ValueError(f"expected row_tokens as powers of 2, one for each KV head, with shared_rows, got {group}")
     if len(group.list_begins) != (heads if shape.form is CandidateForm.LISTED else 0):
         raise ValueError(f"expected list_begins of {heads} KV heads for listed candidates alone, got {group}")
-    codes, rows = group.arrays[1], max(map(sum, zip(group.first_rows, group.counts, strict=True)))
+    counts = (-(-count // size) for count, size in zip(group.counts, of_a_row, strict=True))
+    codes, rows = group.arrays[1], max(map(sum, zip(group.first_rows, counts, strict=True)))
     if codes is not None and codes[..., 0].numel() < rows:
         raise ValueError(f"expected {rows} rows of codes, got {tuple(codes.shape)}; are they of all KV heads?")

@@ -22,7 +22,8 @@ _FORMS = {"mean": CandidateForm.MEAN, "minmax": CandidateForm.MINMAX, "ball": Ca
 
 
 class ABSparseOp(ScoredOp):
-    """Scores blocks; a block's tokens share its score.
+    """Scores blocks; a block's tokens share its score. Entries of lists are scored by their blocks' mean keys as tokens
+    are.
 
     Args:
         shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
@@ -38,17 +39,19 @@ class ABSparseOp(ScoredOp):
         device: torch.device,
     ) -> None:
         self._ab_sparse = spec
+        alike, halves = spec.sizes == "uniform", device.type == "cuda" and shape.dtype is not torch.float32
+        of_entries = spec.representation == "mean" and sizes.entry_tokens > 1
         scored = ScoreShape(
             shape.num_qo_heads,
             shape.num_kv_heads,
             channels=shape.head_dim,
             bits=BITS.get(spec.quantization, 16),
             pooling=Pooling(config.pooling),
-            form=_FORMS[spec.representation],
-            entry_tokens=sizes.entry_tokens,
+            form=CandidateForm.TOKEN if of_entries else _FORMS[spec.representation],
+            entry_tokens=1 if of_entries else sizes.entry_tokens,
+            shared_rows=of_entries,
         )
-        alike = spec.sizes == "uniform"
-        super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=False, alike=alike)
+        super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=halves, alike=alike)
 
     def rows(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
         if self._ab_sparse.sizes == "profile":

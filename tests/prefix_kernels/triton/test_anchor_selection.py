@@ -56,6 +56,7 @@ PLAIN: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     **{f"{length} tokens": ([((0, 1, 2), length, length // 3)], {}, {}) for length in (65, 700, 1301)},
     # No key outside of them is as high as the threshold, the highest one there is.
     "windows that take the whole budget": ([((0, 1), 1301, 25)], {"windows": (5, 20)}, {}),
+    "rows of codes of four tokens": ([((0, 1, 2), 701, 233), ((3,), 90, 20)], {"row_tokens": 4}, {}),
     "more rows than a tile": ([((5, 0, 3, 2, 4, 6, 1), 500, 99)], {}, {}),
     # Stretches are numbered beyond what times 40,503 fits into 31 bits.
     "a sample of a long prefix": (
@@ -150,7 +151,7 @@ def test_sums_of_a_sample_keep_no_raw_scores(device: torch.device) -> None:
             AnchorSelection(ScoreShape(8, 2, 32, sum_every=every), 1, 1, 100, 100, CONFIG, device)
     made = problem(device, [((0,), 4100, 40)], sum_every=2)
     with pytest.raises(ValueError, match=r"sum_every 2.*leave it out"):
-        select(runner(made, FORMS[0], max_groups=1), made, raw=torch.zeros(1, KV_HEADS, GQA, 4100, device=device))
+        select(runner(made, FORMS[0], max_groups=1), made, raw=torch.zeros(made.room, GQA, device=device))
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (16, 0), (5, 20), (150, 60)], ids=str)
@@ -248,8 +249,11 @@ def test_a_group_is_scored_beside_others_as_alone(form: Form, device: torch.devi
 @pytest.mark.parametrize("rows", [1, 3])
 def test_raw_scores_of_few_rows_are_kept(rows: int, pooling: Pooling, form: Form, device: torch.device) -> None:
     made = problem(device, [(tuple(range(rows)), 1301, 300)], pooling=pooling)
-    raw = torch.full((1, KV_HEADS, 1301, rows * GQA), torch.nan, device=device).transpose(2, 3)
-    check(made, *select(runner(made, form, max_groups=1), made, raw=raw))
+    one, room = runner(made, form, max_groups=1), torch.full((made.room, rows * GQA), torch.nan, device=device)
+    check(made, *select(one, made, raw=room))
+    for raw in (room[:1300], room[:, 1:].contiguous(), room[:, ::2], room.double()):
+        with pytest.raises(ValueError, match=r"expected raw \[arena, rows\]"):
+            select(one, made, raw=raw)
 
 
 def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.device) -> None:
@@ -342,7 +346,6 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             one.plan([replace(scored, arrays=arrays)], [selected])
     one.plan(made.scored, made.selected)
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
-    room = torch.zeros(1, KV_HEADS, GQA, 300, device=device)
     lists, bare = one.new_lists(with_slots=True), one.new_lists()
     for arguments, table, message in (
         ((inputs, scores[:599], bare), None, "arena of 600 entries or more"),
@@ -354,8 +357,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ((replace(inputs, q=made.q[..., :32]), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
         ((replace(inputs, q=made.q.double()), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
         ((replace(inputs, q=made.q.expand(2, -1, -1)), scores, bare), None, "q .at most 1, 8, 64. in fp32"),
-        ((replace(inputs, raw=room[:, :, :3]), scores, bare), None, "raw .* of .1, 2, 4, 300. or more, as planned"),
-        ((replace(inputs, raw=room[..., :299]), scores, bare), None, "raw .* of .1, 2, 4, 300. or more, as planned"),
+        ((replace(inputs, raw=torch.zeros(600, 3)), scores, bare), None, "raw .* of .600, 4. or more, as planned"),
         ((replace(inputs, arrays=torch.zeros(1, 5).int()), scores, bare), None, "arrays .1, 5. int64 contiguous, got"),
     ):
         with pytest.raises(ValueError, match=message):
