@@ -302,6 +302,10 @@ class Selector(ABC, Generic[S]):
             ValueError: as `select`.
         """
 
+    def entry_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, each: int) -> Tensor:
+        """[num_kv_heads, entries] fp32: `token_scores` of entries of `each` tokens, which a method scores together."""
+        return self.token_scores(arrays, q, args)[:, ::each]
+
 
 @dataclass(frozen=True)
 class LeveledSelector(Selector[S]):

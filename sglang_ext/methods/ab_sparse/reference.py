@@ -18,13 +18,23 @@ class ABSparseSelector(Selector[ABSparseSpec]):
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base. Without candidates the softmax is over blocks. No array's values are read on the host."""
-        raw, sizes = self._block_scores(arrays, q, args.prefix_len)
-        token = torch.arange(args.prefix_len, device=q.device)
-        block = (token // (self.spec.block_size if sizes is None else sizes[:, None])).expand(raw.shape[0], -1)
+        raw, block = self._blocks(arrays, q, args.prefix_len)
         if candidates is None:
             return pool_scores(raw, args.sm_scale, args.pooling).gather(1, block)
-        tokens = raw.gather(3, block[:, None, None].expand(-1, *raw.shape[1:3], -1))
-        return pool_candidates(tokens, args, candidates)
+        return pool_candidates(_spread(raw, block), args, candidates)
+
+    def entry_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, each: int) -> Tensor:
+        """See the base. Of means the softmax is over entries: a block counts as often as it has some."""
+        if self.spec.representation != "mean":
+            return super().entry_scores(arrays, q, args, each)
+        raw, block = self._blocks(arrays, q, args.prefix_len)
+        return pool_scores(_spread(raw, block[:, ::each]), args.sm_scale, args.pooling)
+
+    def _blocks(self, arrays: Arrays, q: Tensor, prefix_len: int) -> tuple[Tensor, Tensor]:
+        """Raw scores of blocks, and [num_kv_heads, prefix_len] which block a token is of."""
+        raw, sizes = self._block_scores(arrays, q, prefix_len)
+        token = torch.arange(prefix_len, device=q.device)
+        return raw, (token // (self.spec.block_size if sizes is None else sizes[:, None])).expand(raw.shape[0], -1)
 
     def _block_scores(self, arrays: Arrays, q: Tensor, prefix_len: int) -> tuple[Tensor, Tensor | None]:
         """Raw scores [num_kv_heads, num_rows, gqa, most blocks] and block sizes [num_kv_heads] int64 where they differ.
@@ -54,3 +64,8 @@ class ABSparseSelector(Selector[ABSparseSpec]):
         if self.spec.quantization == "none":
             return arrays[part]
         return dequantize(LowBitTensor(*(arrays[f"{part}_{name}"] for name in LowBitTensor._fields)))
+
+
+def _spread(raw: Tensor, block: Tensor) -> Tensor:
+    """[num_kv_heads, num_rows, gqa, n]: of blocks [num_kv_heads, n]."""
+    return raw.gather(3, block[:, None, None].expand(-1, *raw.shape[1:3], -1))

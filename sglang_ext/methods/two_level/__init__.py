@@ -128,7 +128,7 @@ class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
         if each == 1:
             chosen = level.select(own, q, args)
         else:
-            chosen = args.top_k(rank_by_keys(level.token_scores(own, q, args)[:, ::each]))
+            chosen = args.top_k(rank_by_keys(level.entry_scores(own, q, args, each)))
         mask = torch.zeros(chosen.num_kv_heads, group.prefix_len + 1, dtype=torch.bool, device=q.device)
         # Padding (-1) goes to a column of its own.
         index = torch.where(chosen.positions < 0, group.prefix_len, chosen.positions).long()
