@@ -83,7 +83,7 @@ class ScorePack:
     def _stride_of(self, size: int) -> int:
         """From the scores of one layer to those of the next: as many as a batch of that size may have."""
         _, requests = self._op.tile_of(size)
-        return min(self._stride, self._op.score_entries(self._groups_of(requests)))
+        return min(self._stride, self._op.score_entries(min(size, self._groups_of(requests))))
 
     def _raw_scores(self, size: int) -> Tensor | None:
         """Room for raw scores of a batch of that size; made at the first call."""

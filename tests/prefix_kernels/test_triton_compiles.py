@@ -317,6 +317,8 @@ def test_kernels_compile_without_spilling(
         (CandidateForm.TOKEN, 8, 128, 128, torch.float16),
         (CandidateForm.TOKEN, 4, 256, 128, torch.float16),
         (CandidateForm.TOKEN, 4, 256, 256, torch.float16),
+        (CandidateForm.TOKEN, 16, 128, 128, torch.float32),
+        (CandidateForm.TOKEN, 16, 256, 256, torch.float16),
         (CandidateForm.MINMAX, 16, 128, 128, torch.float16),
         (CandidateForm.MINMAX, 16, 128, 128, torch.float32),
         (CandidateForm.MINMAX, 16, 256, 256, torch.float16),
@@ -328,10 +330,14 @@ def test_kernels_compile_without_spilling(
 def test_programs_of_wide_rows_share_a_multiprocessor(
     form: CandidateForm, bits: int, dim: int, channels: int, dtype: torch.dtype, rows: int, tmp_path: Path
 ) -> None:
-    """As many as the schedule says, as they wait for each other; of shared memory that CUDA does not refuse."""
-    tokens = form is CandidateForm.TOKEN
+    """As many as the schedule says, as they wait for each other; of shared memory that CUDA does not refuse. Halves are
+    those of blocks, whose tokens share a row."""
+    shared = form is CandidateForm.TOKEN and bits == 16
+    tokens = form is CandidateForm.TOKEN and not shared
     heads, kv_heads = (4, 2) if tokens else (HEADS, KV_HEADS)
-    shape = ScoreShape(heads, kv_heads, channels, bits, tokens, sum_every=16 if tokens else 1, form=form)
+    shape = ScoreShape(
+        heads, kv_heads, channels, bits, tokens, sum_every=16 if tokens else 1, form=form, shared_rows=shared
+    )
     config = default_config(shape, rows)
     select = AnchorSelection(shape, rows, 1, 4096, 600, config, torch.device("cpu"), num_programs=64)
     inputs = ScoreInputs(torch.zeros(rows, heads, dim, dtype=dtype), 0.1)

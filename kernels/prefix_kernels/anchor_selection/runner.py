@@ -167,7 +167,7 @@ def default_config(
     hopper = capability >= (9, 0)
     block_m = min(128 if hopper else 32, block_of(num_rows * shape.gqa, 8))
     halves = hopper and block_m >= 16
-    if shape.form.is_block:
+    if shape.form.is_block or shape.shared_rows:
         # Warp-group instructions, from 16 rows on, take two thirds of the time of others.
         return _config_of_blocks(shape, max(block_m, 16) if hopper else block_m, hopper)
     if block_m == 128:
