@@ -19,7 +19,7 @@ from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_st
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.scored_op import LayerRows, ScoredOp
+from sglang_ext.methods.scored_op import RAW_ROWS, LayerRows, RawScores, ScoredOp
 from sglang_ext.prefix.residency import LayerArrays
 
 SCORE_BYTES = 160 << 20
@@ -54,12 +54,13 @@ class ScorePack:
         wanted = self._heads * (-(-sizes.room // op.candidate_tokens) + ALIGNED * sizes.max_groups)
         self._stride = min(wanted, SCORE_BYTES // (4 * count)) // ALIGNED * ALIGNED
         self._scores = torch.zeros(count * self._stride, dtype=torch.float32, device=device)
-        self._raw: dict[int, Tensor] = {}
         queries = (count * sizes.max_batch, shape.num_qo_heads, shape.head_dim)
         self._queries = torch.zeros(queries, dtype=shape.dtype, device=device)
         self._most_groups = self._groups_of(sizes.max_batch)
         self._found: dict[int, AnchorSelection] = {}
         self._probed: list[list[LayerArrays]] = []
+        entries = [count * self._stride_of(size) for size in range(1, RAW_ROWS + 1)]
+        self._raw = RawScores(op.shape, entries, RAW_BYTES, device)
 
     def _groups_of(self, requests: int) -> int:
         """Groups of a batch, that a kernel for so many requests has room for; one at least."""
@@ -82,15 +83,7 @@ class ScorePack:
 
     def _stride_of(self, size: int) -> int:
         """From the scores of one layer to those of the next: as many as a batch of that size may have."""
-        _, requests = self._op.tile_of(size)
-        return min(self._stride, self._op.score_entries(min(size, self._groups_of(requests))))
-
-    def _raw_scores(self, size: int) -> Tensor | None:
-        """Room for raw scores of a batch of that size; made at the first call."""
-        wanted = self._op.raw_shape(size, len(self._layers) * self._stride_of(size), RAW_BYTES)
-        if wanted is not None and size not in self._raw:
-            self._raw[size] = torch.zeros(wanted, dtype=torch.float32, device=self._scores.device)
-        return self._raw.get(size)
+        return min(self._stride, self._op.score_entries(size))
 
     def plan(
         self,
@@ -142,7 +135,6 @@ class ScorePack:
         heads: Sequence[Tensor],
     ) -> None:
         selection = self._of(size)
-        self._raw_scores(size)  # made before a capture
         if not groups:
             selection.plan((), ())
             return
@@ -168,9 +160,9 @@ class ScorePack:
         # One launch, whatever the strides: queries lie beside keys and values.
         of_layers = packed.view(len(self._layers), size, *packed.shape[1:])
         torch.stack([q[:size] for q in queries], out=of_layers[:, : len(queries[0])])
-        self._of(size).run(ScoreInputs(packed, sm_scale, self._raw_scores(size)), self._scores, lists)
+        self._of(size).run(ScoreInputs(packed, sm_scale, self._raw.of(size)), self._scores, lists)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the buffers of fixed place; scratch of the kernels apart."""
-        return sum(one.nbytes for one in (self._scores, self._queries, *self._raw.values()))
+        return sum(one.nbytes for one in (self._scores, self._queries, self._raw))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -31,10 +32,10 @@ from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
-_RAW_ROWS = 8
+RAW_ROWS = 8
 """Query rows, at most, of which raw scores are kept: of more, codes are scored twice."""
 _RAW_BYTES = 256 << 20
-"""Of raw scores, at most; likewise."""
+"""Of raw scores, at most."""
 
 _numbers = itertools.count()
 
@@ -64,6 +65,34 @@ class LayerRows(NamedTuple):
         return ScoredGroup(
             rows, count, self.first_rows, score_begins, arrays, self.block_sizes, list_begins, self.row_tokens
         )
+
+
+class RawScores:
+    """Room for raw scores of batches of few rows, which share one buffer: their runs follow each other.
+
+    Args:
+        shape: what is scored.
+        entries: of scores of a batch of 1, of 2 and so on, at most.
+        most: bytes of the room. Of batches that want more, codes are scored twice.
+        device: where the room is made.
+    """
+
+    def __init__(self, shape: ScoreShape, entries: Sequence[int], most: int, device: torch.device) -> None:
+        kept = shape.form is CandidateForm.TOKEN and shape.sum_every == 1
+        wanted = {size: (count, size * shape.gqa) for size, count in enumerate(entries, 1) if kept}
+        few = {size: of for size, of in wanted.items() if of[1] <= RAW_ROWS and 4 * math.prod(of) <= most}
+        self._shapes = few
+        self._room = torch.zeros(max(map(math.prod, few.values()), default=0), dtype=torch.float32, device=device)
+
+    def of(self, size: int) -> Tensor | None:
+        """fp32 [entries, rows] of a batch of that size; None: there is no room."""
+        shape = self._shapes.get(size)
+        return None if shape is None else self._room[: math.prod(shape)].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory."""
+        return self._room.nbytes
 
 
 class KnownIndex(NamedTuple):
@@ -121,10 +150,11 @@ class ScoredOp(ScoringOp):
         self._addresses = torch.zeros(*tables, ARRAYS, dtype=torch.int64, device=device)
         heads = (0 if alike else num_layers, sizes.max_groups, shape.num_kv_heads, HEAD_FIELDS)
         self._heads = torch.zeros(heads, dtype=torch.int64, device=device)
-        self._raw: dict[int, Tensor] = {}
         self._probed: list[LayerArrays] = []
         self._found: dict[int, AnchorSelection] = {}
         self._known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
+        entries = [min(len(self._scores), self.score_entries(size)) for size in range(1, RAW_ROWS + 1)]
+        self._raw = RawScores(shape, entries, _RAW_BYTES, device)
 
     @abstractmethod
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
@@ -226,7 +256,6 @@ class ScoredOp(ScoringOp):
             listed: of listed candidates, where each group's lists are.
         """
         selection = self._of(size)
-        self._raw_scores(size)  # made before a capture
         if not groups:
             self._probed = []
             selection.plan((), ())
@@ -309,18 +338,11 @@ class ScoredOp(ScoringOp):
         most = self._of(size).max_groups
         arrays = None if layer is None else self._addresses[layer, :most]
         heads = None if layer is None or not len(self._heads) else self._heads[layer, :most]
-        return ScoreInputs(q[:size], sm_scale, self._raw_scores(size), arrays, heads, self.candidates)
+        return ScoreInputs(q[:size], sm_scale, self._raw.of(size), arrays, heads, self.candidates)
 
-    def _raw_scores(self, size: int) -> Tensor | None:
-        """Room for raw scores of a batch of that size; made at the first call."""
+    def score_entries(self, size: int) -> int:
+        """Of scores of a batch of that size, at most."""
         groups = min(size * self._sizes.groups_of_a_row, self._sizes.max_groups)
-        wanted = self.raw_shape(size, min(len(self._scores), self.score_entries(groups)), _RAW_BYTES)
-        if wanted is not None and size not in self._raw:
-            self._raw[size] = torch.zeros(wanted, dtype=torch.float32, device=self._device)
-        return self._raw.get(size)
-
-    def score_entries(self, groups: int) -> int:
-        """Of scores of so many groups, at most."""
         longest = -(-self._sizes.max_prefix_len // self.candidate_tokens)
         return groups * self.shape.num_kv_heads * list_stride(longest)
 
@@ -329,14 +351,7 @@ class ScoredOp(ScoringOp):
         """Tokens that a score is of, at least."""
         return LEAST_BLOCK if self.shape.form.is_block else self.entry_tokens
 
-    def raw_shape(self, size: int, entries: int, most: int) -> tuple[int, int] | None:
-        """Of raw scores of a batch of that size, of so few rows that it pays to keep them and in so many bytes at most;
-        None: codes are scored twice."""
-        rows = size * self.shape.gqa
-        kept = self.shape.form is CandidateForm.TOKEN and self.shape.sum_every == 1 and rows <= _RAW_ROWS
-        return (entries, rows) if kept and 4 * entries * rows <= most else None
-
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
-        return sum(one.nbytes for one in (self._scores, self._addresses, self._heads, *self._raw.values()))
+        return sum(one.nbytes for one in (self._scores, self._addresses, self._heads, self._raw))

@@ -183,7 +183,7 @@ class ScoreTables:
         if not 1 <= shape.sum_every <= MOST_APART:
             raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {shape.sum_every}; 1 sums all candidates")
         if shape.shared_rows and shape.form is not CandidateForm.TOKEN:
-            raise ValueError(f"expected shared_rows of candidates of form TOKEN, got {shape.form.name}")
+            raise ValueError(f"expected shared_rows of form TOKEN alone, got {shape.form.name}; leave it out")
         entries = (1,) if shape.form is CandidateForm.TOKEN else (1, LEAST_BLOCK)
         if shape.entry_tokens not in entries:
             raise ValueError(
@@ -402,7 +402,7 @@ def _check_blocks(shape: ScoreShape, group: ScoredGroup) -> None:
     of_a_row = group.row_tokens or (1,) * heads
     shared = all(size > 0 and size & (size - 1) == 0 for size in of_a_row) and len(of_a_row) == heads
     if group.row_tokens and not (shape.shared_rows and shared):
-        raise ValueError(f"expected row_tokens as powers of 2, one for each KV head, with shared_rows, got {group}")
+        raise ValueError(f"expected row_tokens as powers of 2, one for each KV head, with shared_rows, got {of_a_row}")
     if len(group.list_begins) != (heads if shape.form is CandidateForm.LISTED else 0):
         raise ValueError(f"expected list_begins of {heads} KV heads for listed candidates alone, got {group}")
     counts = (-(-count // size) for count, size in zip(group.counts, of_a_row, strict=True))
