@@ -82,6 +82,12 @@ class PagedKV:
         """Width of one key."""
         return self.k_cache.shape[2]
 
+    @property
+    def latent(self) -> bool:
+        """Whether values are the first channels of the keys, in the same memory, as in MLA's pools."""
+        k, v = self.k_cache, self.v_cache
+        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[2] > v.shape[2]
+
     def keys(self, slots: Tensor, dtype: torch.dtype, heads: slice = slice(None)) -> Tensor:
         """Keys as the model made them, but for the pool's rounding.
 

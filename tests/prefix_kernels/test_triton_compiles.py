@@ -62,12 +62,23 @@ def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | Non
 
 def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2) -> None:
     """A group of a tile's rows and a suffix of each, in one launch where the kernel can."""
-    rows = config.block_m // (HEADS // KV_HEADS)
-    shape = AttentionShape.of(q(rows, dtype, dim), pool(dtype, dim))
-    attention = GroupedAttention(shape, rows, [config] * passes, torch.device("cpu"))
+    attend(q(config.block_m // (HEADS // KV_HEADS), dtype, dim), pool(dtype, dim), config, passes)
+
+
+def latent(heads: int, rows: int) -> None:
+    """Queries of so many heads over one latent key of 576 channels, 512 of which are the value."""
+    keys = torch.zeros(64, 1, 576, dtype=torch.bfloat16)
+    queries = torch.zeros(rows, heads, 576, dtype=torch.bfloat16)
+    kv = PagedKV(keys, keys[..., :512])
+    attend(queries, kv, default_attention(AttentionShape.of(queries, kv), rows, specialized=True), 2)
+
+
+def attend(queries: torch.Tensor, kv: PagedKV, config: AttentionConfig, passes: int) -> None:
+    rows, heads, _ = queries.shape
+    attention = GroupedAttention(AttentionShape.of(queries, kv), rows, [config] * passes, torch.device("cpu"))
     attention.plan([Segment(tuple(range(rows)), 40)], [Segment((r,), 5, list_begin=40) for r in range(rows)])
-    queries, lse = q(rows, dtype, dim), torch.zeros(rows, HEADS)
-    attention.run(queries, pool(dtype, dim), torch.arange(64).int(), 0.1, torch.empty_like(queries), lse)
+    out, lse = queries.new_empty(rows, heads, kv.v_cache.shape[2]), torch.zeros(rows, heads)
+    attention.run(queries, kv, torch.arange(64).int(), 0.1, out, lse)
 
 
 def anchor(
@@ -163,6 +174,9 @@ CASES: dict[str, Callable[[], None]] = {
     "prefix_attention of 32 requests in fp32": lambda: prefix(32, torch.float32),
     "prefix_attention with heads of 96": lambda: prefix(1, dim=96),
     "attention with bounded registers": lambda: grouped(AttentionConfig(128, 64, 8, 3, 2, 128)),
+    "attention on latent keys": lambda: latent(16, 1),
+    "attention on latent keys for 4 requests": lambda: latent(16, 4),
+    "attention on latent keys with 64 heads": lambda: latent(64, 1),
     "specialized attention of 64 rows": lambda: grouped(SPECIALIZED),
     "specialized attention of 64 rows, one program": lambda: grouped(AttentionConfig(64, 32, 4, 10, 1, None, True)),
     "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
@@ -221,11 +235,15 @@ SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
+NOT_FOR |= {(f"attention on latent keys {of}", 80) for of in ("for 4 requests", "with 64 heads")}  # tiles of 64 rows
 NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith(("selection of blocks", "selection of l")) and "32" in case}
 #: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
 SPILLED = {
     "attention with bounded registers": 32,
+    "attention on latent keys": 64,
+    "attention on latent keys for 4 requests": 112,
+    "attention on latent keys with 64 heads": 144,
     "specialized attention of 128 rows": 16,
     # Numbers of the tables, outside of the loops.
     "specialized selection of tokens": 336,

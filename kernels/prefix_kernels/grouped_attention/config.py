@@ -16,6 +16,8 @@ MIN_BLOCK_M = 16
 MAX_BLOCK_M = 128
 SPECIALIZED_ROWS = 64
 """Of one group of multiplying warps on Hopper."""
+_WIDE = 256
+"""Channels of a key; wider ones are latent: shared memory has room for no values beside them."""
 _HOPPER = 9
 _SPECIALIZED_REGISTERS = {64: 112, 128: 168}
 _REGISTERS = 65536
@@ -94,6 +96,11 @@ def default_config(shape: AttentionShape, rows: int, *, specialized: bool = Fals
         programs, registers = (2, 128) if block_m <= MIN_BLOCK_M else (1, None)
         return AttentionConfig(tile, 64, 4, 3, programs, registers, specialized=True)
     exact = shape.dtype is torch.float32
+    if shape.head_dim > _WIDE and not exact:
+        # Of 64 rows a sum alone fills half of the registers: only Hopper's instructions leave room for them.
+        block_m = max(min(block_m, SPECIALIZED_ROWS if specialized else 32), block_m_for(1, shape.gqa))
+        low = block_m <= MIN_BLOCK_M
+        return AttentionConfig(block_m, 64 if low else 32, 8, 2 if low else 3, 1)
     if exact or shape.head_dim > 128:
         block_m = max(min(block_m, 16 if exact else 32), block_m_for(1, shape.gqa))
         return AttentionConfig(block_m, 16 if exact else 32, 8 if exact or block_m >= 32 else 4, 3, 1)

@@ -14,30 +14,45 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _values(v_ptrs, e, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
+    return tl.load(v_ptrs) if V_DIM == BLOCK_V else tl.load(v_ptrs, mask=e[None, :] < V_DIM, other=0.0)
+
+
+@triton.jit
 def _attend_block(
-    q, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+    q, rest, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    LATENT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_V], total and peak [BLOCK_M] (base 2)."""
+    """One block of keys: q [BLOCK_M, BLOCK_D], acc [BLOCK_M, BLOCK_V], total and peak [BLOCK_M] (base 2).
+
+    LATENT: q [BLOCK_M, BLOCK_V] of the channels that are the value's, too, and rest [BLOCK_M, BLOCK_D] of the others.
+    """
     column = start + tl.arange(0, BLOCK_N)
     # Columns past the end read the last key again and are masked after the product: no load is predicated, and no
     # row is read that is not listed.
     place = tl.minimum(column, end - 1) if MASKED else column
     slot = tl.load(list_ptr + place).to(tl.int64)
+    first = V_DIM if LATENT else 0
     d = tl.arange(0, BLOCK_D)
-    k_ptrs = k_base + slot[None, :] * k_stride_slot + d[:, None]
-    k = tl.load(k_ptrs) if HEAD_DIM == BLOCK_D else tl.load(k_ptrs, mask=d[:, None] < HEAD_DIM, other=0.0)
-    scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * qk_scale
+    e = tl.arange(0, BLOCK_V)
+    k_ptrs = k_base + first + slot[None, :] * k_stride_slot + d[:, None]
+    k = tl.load(k_ptrs) if HEAD_DIM - first == BLOCK_D else tl.load(k_ptrs, d[:, None] < HEAD_DIM - first, other=0.0)
+    v_ptrs = v_base + slot[:, None] * v_stride_slot + e[None, :]
+    if LATENT:
+        v = _values(v_ptrs, e, V_DIM, BLOCK_V)
+        scores = tl.dot(q, tl.trans(v.to(q.dtype)), input_precision=PRECISION)
+        scores = tl.dot(rest, k.to(q.dtype), scores, input_precision=PRECISION) * qk_scale
+    else:
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * qk_scale
     if MASKED:
         scores = tl.where((column < end)[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1))
     weight = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(peak - higher)
     total = total * shrink + tl.sum(weight, axis=1)
-    e = tl.arange(0, BLOCK_V)
-    v_ptrs = v_base + slot[:, None] * v_stride_slot + e[None, :]
-    v = tl.load(v_ptrs) if V_DIM == BLOCK_V else tl.load(v_ptrs, mask=e[None, :] < V_DIM, other=0.0)
+    if not LATENT:
+        v = _values(v_ptrs, e, V_DIM, BLOCK_V)
     acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
     return acc, total, higher
 
@@ -62,11 +77,13 @@ def attend_items_kernel(
     batch,  # rows of q, out and lse: a plan for more of them reads and writes nothing there
     q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
     out_stride_head, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LATENT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, item): one tile of rows over one stretch of one list; writes that part's state.
 
-    Of a direct tile, whose rows have no other part, that is the result.
+    Of a direct tile, whose rows have no other part, that is the result. LATENT: values are keys' first V_DIM channels,
+    read once for both; BLOCK_D is for the others.
     """
     head = tl.program_id(0).to(tl.int64)
     fields = items_ptr + tl.program_id(1).to(tl.int64) * 8
@@ -87,11 +104,16 @@ def attend_items_kernel(
         list_ptr = arena_ptr + list_begin + source * head_stride
 
         m = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, BLOCK_D)
         live = m < num_rows * GQA
         row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
-        q_ptrs = q_ptr + row[:, None] * q_stride_row + (head * GQA + m % GQA)[:, None] * q_stride_head + d[None, :]
-        q = tl.load(q_ptrs, mask=(live & (row < batch))[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        q_ptrs = q_ptr + row[:, None] * q_stride_row + (head * GQA + m % GQA)[:, None] * q_stride_head
+        there = (live & (row < batch))[:, None]
+        d = tl.arange(0, BLOCK_V if LATENT else BLOCK_D)[None, :]
+        q = tl.load(q_ptrs + d, mask=there & (d < (V_DIM if LATENT else HEAD_DIM)), other=0.0)
+        rest = q
+        if LATENT:
+            d = V_DIM + tl.arange(0, BLOCK_D)[None, :]
+            rest = tl.load(q_ptrs + d, mask=there & (d < HEAD_DIM), other=0.0)
 
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -102,13 +124,13 @@ def attend_items_kernel(
         full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             acc, total, peak = _attend_block(
-                q, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
-                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, False, PRECISION,
+                q, rest, k_base, v_base, list_ptr, start, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, LATENT, False, PRECISION,
             )  # fmt: skip
         if full < end:
             acc, total, peak = _attend_block(
-                q, k_base, v_base, list_ptr, full, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
-                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, True, PRECISION,
+                q, rest, k_base, v_base, list_ptr, full, end, k_stride_slot, v_stride_slot, qk_scale, acc, total, peak,
+                HEAD_DIM, BLOCK_D, V_DIM, BLOCK_V, BLOCK_N, LATENT, True, PRECISION,
             )  # fmt: skip
         empty = total == 0.0
         e = tl.arange(0, BLOCK_V)

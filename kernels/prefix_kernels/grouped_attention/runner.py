@@ -21,6 +21,8 @@ from prefix_kernels.launching import block_of, launch, launch_behind, programs_a
 from prefix_kernels.types import PagedKV, check_arena, check_int32
 
 _MERGED_AT_ONCE = 64
+_MERGED_NUMBERS = 64 * 128
+"""Of so many parts at most and numbers of them."""
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
 
@@ -258,9 +260,10 @@ class GroupedAttention:
                 (shape.num_kv_heads, one.programs),
                 {
                     **arguments,
-                    "BLOCK_D": block_of(shape.head_dim, _LEAST_BLOCK),
+                    "BLOCK_D": block_of(shape.head_dim - kv.latent * shape.v_head_dim, _LEAST_BLOCK),
                     "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
                     "STAGES": one.config.num_stages,
+                    "LATENT": kv.latent,
                     "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
                 },
                 num_warps=one.config.num_warps,
@@ -285,7 +288,7 @@ class GroupedAttention:
                 "V_DIM": shape.v_head_dim,
                 "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
                 "NUM_SPANS": len(self.passes),
-                "BLOCK_S": min(_MERGED_AT_ONCE, block_of(max(one.target for one in self.passes), _LEAST_BLOCK)),
+                "BLOCK_S": min(_merged_at_once(shape), block_of(max(one.target for one in self.passes), _LEAST_BLOCK)),
             },
             num_warps=4,
         )
@@ -370,6 +373,10 @@ class GroupedAttention:
             check_int32("counts", counts, (lists, heads))
         if head_map is not None:
             check_int32("head_map", head_map, (heads,))
+
+
+def _merged_at_once(shape: AttentionShape) -> int:
+    return min(_MERGED_AT_ONCE, _MERGED_NUMBERS // block_of(shape.v_head_dim, _LEAST_BLOCK))
 
 
 def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:

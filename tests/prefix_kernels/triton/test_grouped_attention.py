@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from prefix_kernels import PagedKV
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment, default_config
+from prefix_kernels.grouped_attention import (
+    AttentionConfig,
+    AttentionShape,
+    GroupedAttention,
+    Segment,
+    default_config,
+    passes_for,
+)
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from sglang_ext.decode.self_test import ERROR_BUDGET
 from tests.planted import dense_attention
@@ -125,6 +132,27 @@ def test_every_group_size_head_width_and_batch(
     q, keys, values, kv, slots = paged(prefix_len, rows, kv_heads, gqa, dim, v_dim, dtype, device)
     found = attended(q, kv, slots, [Segment(tuple(range(rows)), prefix_len)], dim**-0.5)
     close(*found, dense_attention(q, keys, values, dim**-0.5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "gqa", "dims"),
+    [(3, 8, (96, 64)), (1, 20, (80, 64)), (5, 16, (48, 24)), (2, 64, (48, 32)), (3, 16, (576, 512))],
+    ids=str,
+)
+def test_values_that_are_the_first_channels_of_keys(
+    rows: int, gqa: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    q, keys, _, pool, slots = paged(101, rows, 1, gqa, *dims, dtype, device)
+    kv = PagedKV(pool.k_cache, pool.k_cache[..., : dims[1]])
+    assert kv.latent
+    assert not pool.latent
+    shape = AttentionShape.of(q, kv)
+    attention = GroupedAttention(shape, rows, passes_for(shape, rows), q.device, num_programs=7)
+    suffixes = [Segment((row,), 11, list_begin=90) for row in range(rows)]
+    attention.plan([Segment(tuple(range(rows)), 90)], suffixes)
+    found = run(attention, q, kv, slots.int(), dims[0] ** -0.5)
+    close(*found, dense_attention(q, keys, keys[..., : dims[1]], dims[0] ** -0.5), dtype)
 
 
 @KERNELS

@@ -50,7 +50,7 @@ def test_groups_and_single_requests_with_and_without_an_index(
     walk_groups(server)
     kept = server.sparse.op._raw
     if kind[0] is torch.float32:
-        assert bool(kept) == (sum_every == 1)
+        assert bool(kept.nbytes) == (sum_every == 1)
 
 
 def _two_levels(first: IndexSpec) -> TwoLevelSpec:
