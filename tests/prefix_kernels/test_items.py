@@ -115,8 +115,8 @@ def shape_of(gqa: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | Non
         (shape_of(40, 128, torch.float32), 1, False, AttentionConfig(64, 16, 8, 3, 1)),
         (shape_of(144, 64, torch.bfloat16), 1, True, AttentionConfig(256, 64, 8, 3, 2)),
         (shape_of(16, 576, torch.bfloat16), 1, True, AttentionConfig(16, 64, 8, 2, 1)),
-        (shape_of(16, 576, torch.bfloat16), 32, True, AttentionConfig(64, 32, 8, 3, 1)),
-        (shape_of(16, 576, torch.bfloat16), 32, False, AttentionConfig(32, 32, 8, 3, 1)),
+        (shape_of(16, 576, torch.bfloat16), 32, True, AttentionConfig(64, 64, 8, 2, 1)),
+        (shape_of(16, 576, torch.bfloat16), 32, False, AttentionConfig(32, 64, 8, 2, 1)),
     ],
 )
 def test_launch_parameters_fit_the_kernel_that_has_the_shape(

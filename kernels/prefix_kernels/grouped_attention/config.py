@@ -99,8 +99,7 @@ def default_config(shape: AttentionShape, rows: int, *, specialized: bool = Fals
     if shape.head_dim > _WIDE and not exact:
         # Of 64 rows a sum alone fills half of the registers: only Hopper's instructions leave room for them.
         block_m = max(min(block_m, SPECIALIZED_ROWS if specialized else 32), block_m_for(1, shape.gqa))
-        low = block_m <= MIN_BLOCK_M
-        return AttentionConfig(block_m, 64 if low else 32, 8, 2 if low else 3, 1)
+        return AttentionConfig(block_m, 64, 8, 2, 1)
     if exact or shape.head_dim > 128:
         block_m = max(min(block_m, 16 if exact else 32), block_m_for(1, shape.gqa))
         return AttentionConfig(block_m, 16 if exact else 32, 8 if exact or block_m >= 32 else 4, 3, 1)
