@@ -65,9 +65,30 @@ def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, dim: i
     }
 
 
+def _latent_shape() -> Row:
+    """DeepSeek-V2-Lite's attention, and feed-forward layers as wide as the experts that one token takes."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
+    return _shape(2048, 8 * 1408, 27, 16, 16, 64, 102400, "bfloat16") | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 27,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "rope_scaling": {**rope, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+    }
+
+
 #: config.json of the models timed. `tiny` is for trying this script, not for figures.
 SHAPES = {
     "llama-3.1-8b": _shape(4096, 14336, 32, 32, 8, 128, 128256, "bfloat16"),
+    "deepseek-v2-lite": _latent_shape(),
     "tiny": _shape(256, 512, 2, 8, 2, 64, 1024, "float32"),
 }
 

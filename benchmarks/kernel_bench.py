@@ -325,8 +325,8 @@ def device_of(args: argparse.Namespace) -> torch.device:
 def shape_of(args: argparse.Namespace) -> AttentionShape:
     """Of the layer."""
     dtype = getattr(torch, args.dtype)
-    num_qo_heads, num_kv_heads, head_dim = args.shape
-    return AttentionShape(num_qo_heads, num_kv_heads, head_dim, head_dim, dtype, dtype)
+    num_qo_heads, num_kv_heads, head_dim, *v_head_dim = args.shape
+    return AttentionShape(num_qo_heads, num_kv_heads, head_dim, *(v_head_dim or [head_dim]), dtype, dtype)
 
 
 def timer_of(args: argparse.Namespace) -> Any:
@@ -368,7 +368,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--keep", type=float, default=0.05, help="share of the prefix, times sqrt(group) (%(default)s)")
     add("--suffix", type=int, metavar="TOKENS", help="suffix tokens of a request (64)")
     add("--page", type=int, default=16, metavar="TOKENS", help="of the pool (%(default)s)")
-    add("--shape", nargs=3, type=int, metavar=("QO", "KV", "DIM"), help="query heads, KV heads, head dim (32 8 128)")
+    add("--shape", **numbers, help="query heads, KV heads, channels; of values, if latent (32 8 128; 16 1 576 512)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of queries and KV (bfloat16)")
     add("--seed", type=int, default=0, help="of queries, KV and selections (%(default)s)")
     add("--commit", help="for the rows, where the tree is no git checkout")

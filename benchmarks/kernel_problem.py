@@ -134,7 +134,7 @@ class Problem:
         sizes, shape = self.sizes, self.shape
         prefix = {"all": sizes.context, "sparse": self.positions.shape[2], "suffix": 0}[reads]
         tokens = sizes.groups * prefix + sizes.batch * sizes.suffix
-        return tokens * shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
+        return tokens * slot_bytes(shape)
 
     def oracle(self, reads: str) -> AttnState:
         """Attention over `all`, over the `sparse` selection and the suffix, or over the `suffix` alone, in fp64."""
@@ -161,6 +161,12 @@ class Problem:
         return Gate(max(errors), figures)
 
 
+def slot_bytes(shape: AttentionShape) -> int:
+    """K and V of one token. Narrower values are latent: the first channels of the keys."""
+    width = shape.head_dim + shape.v_head_dim * (shape.v_head_dim == shape.head_dim)
+    return shape.num_kv_heads * width * shape.kv_dtype.itemsize
+
+
 def make_problem(
     shape: AttentionShape, sizes: Sizes, keep: float, device: torch.device, seed: int = 0, layers: int = 1
 ) -> Problem:
@@ -177,8 +183,7 @@ def make_problem(
     gen = torch.Generator(device).manual_seed(seed + 7 * sizes.context + sizes.batch)
     per_prefix, per_suffix = sizes.context // sizes.page, -(-sizes.suffix // sizes.page)
     used = sizes.groups * per_prefix + sizes.batch * per_suffix
-    slot_bytes = shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
-    least = _MIN_POOL_BYTES // (slot_bytes * sizes.page) if device.type == "cuda" else 0
+    least = _MIN_POOL_BYTES // (slot_bytes(shape) * sizes.page) if device.type == "cuda" else 0
     num_pages = max(used + used // 4 + 1, least)
     order = torch.randperm(num_pages, generator=gen, device=device).int()
     kv, *others = (_filled_pool(shape, sizes.page, num_pages, order[:used], gen) for _ in range(layers))
@@ -243,7 +248,9 @@ def _filled_pool(shape: AttentionShape, page: int, num_pages: int, used: Tensor,
             pages[some] = values.to(shape.kv_dtype)
         return pages.view(num_pages * page, shape.num_kv_heads, dim)
 
-    return PagedKV(cache(shape.head_dim), cache(shape.v_head_dim))
+    keys = cache(shape.head_dim)
+    latent = shape.v_head_dim < shape.head_dim
+    return PagedKV(keys, keys[..., : shape.v_head_dim] if latent else cache(shape.v_head_dim))
 
 
 def _beacons(length: int, count: int, gen: torch.Generator) -> Tensor:

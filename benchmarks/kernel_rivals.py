@@ -1,4 +1,4 @@
-"""FlashInfer's decode attention over the same pages, for `kernel_bench.py`. It is imported when a rival is measured."""
+"""Decode attention of FlashInfer and SGLang over the same pages, for `kernel_bench.py`. Imported when it is measured."""
 
 from __future__ import annotations
 
@@ -101,9 +101,44 @@ def cascade(problem: Problem) -> Case:
     return Case(each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
 
 
+def triton(problem: Problem) -> Case:
+    """SGLang's own kernels, as its triton backend calls them for MLA; every request lists all of its slots."""
+    try:
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+        from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
+    except ImportError as error:
+        raise RivalMissingError(f"expected SGLang's kernels, got {error!r}; install SGLang, or leave it out") from error
+    sizes, shape, device = problem.sizes, problem.shape, problem.q.device
+    length, heads = sizes.context + sizes.suffix, (sizes.batch, shape.num_qo_heads)
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    most = 1 << (cores - 1).bit_length()  # splits, as the backend bounds them
+    splits = torch.empty(sizes.batch, dtype=torch.int32, device=device)
+    lengths = torch.full((sizes.batch,), length, device=device)
+    counts = (sizes.batch, 1, shape.num_qo_heads, shape.num_kv_heads, most, cores)
+    get_num_kv_splits_triton[(1,)](splits, lengths, *counts, MAX_NUM_SEQ=256)
+    prefixes = problem.prefix_slots.repeat_interleave(sizes.rows, dim=0)
+    slots = torch.cat([prefixes, problem.suffix_slots], dim=1).flatten()
+    indptr = _indptr([length] * sizes.batch).to(device)
+    out = torch.empty(*heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+    parts = torch.empty(*heads, most, shape.v_head_dim, device=device)
+    lse = torch.empty(*heads, most, device=device)
+
+    def attend(kv: PagedKV) -> None:
+        decode_attention_fwd(
+            problem.q, kv.k_cache, kv.v_cache, out, indptr, slots, parts, lse, splits, most, problem.sm_scale,
+            1.0, 1.0, has_mla=kv.latent, use_pdl=True,
+        )  # fmt: skip
+
+    return Case(each_layer(problem, attend), out, None, "all", {"splits": int(splits[0])}, kept=(slots, parts))
+
+
 #: name -> builder. FlashInfer's decode kernels as SGLang's flashinfer backend calls them; on Hopper SGLang's default
 #: is fa3.
-RIVALS: dict[str, Callable[[Problem], Case]] = {"flashinfer": decode, "flashinfer_cascade": cascade}
+RIVALS: dict[str, Callable[[Problem], Case]] = {
+    "flashinfer": decode,
+    "flashinfer_cascade": cascade,
+    "sglang_triton": triton,
+}
 
 
 def _workspace(problem: Problem) -> Tensor:

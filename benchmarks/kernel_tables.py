@@ -33,9 +33,9 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def _title(row: Row) -> str:
-    qo, kv, dim = row["shape"]
+    qo, kv, *dims = row["shape"]
     parts = [f"{row['device']}, torch {row['torch']}, Triton {row['triton']}, FlashInfer {row['flashinfer']}"]
-    parts.append(f"{qo} query heads, {kv} KV heads of {dim}, {row['dtype']}")
+    parts.append(f"{qo} query heads, {kv} KV heads of {' and '.join(map(str, dims))}, {row['dtype']}")
     if row.get("layers", 1) > 1:
         parts.append(f"{row['layers']} layers a graph, times of one")
     if row.get("tuned"):
