@@ -12,12 +12,12 @@ import pytest
 from prefix_index import FileStore
 from tests.mla_model import LAYERS, RANK, ROPE, mla_model
 from tests.server.jobs import Prebuilt
+from tests.server.test_tensor_parallel import cores
 
 FIRST, SECOND, UNINDEXED = ([random.Random(seed).randrange(3, 2000) for _ in range(640)] for seed in range(3))
-TWO_LEVEL = {"first": {"method": "token_index", "num_channels": 16}}
 CONFIG: dict[str, Any] = {
     "method": "token_index",
-    "methods": {"token_index": {}, "two_level": TWO_LEVEL, "csattention": {"num_subspaces": 8}},
+    "methods": {"token_index": {}, "two_level": {}, "csattention": {"num_subspaces": 8}},
     "keep_ratio": 1.0,
     "layer_plan": ["anchor"] * LAYERS,
     "prefetch_policy": "wait_complete",
@@ -92,6 +92,24 @@ def test_some_positions_are_selected_in_every_step(serve: Any, stored: Prebuilt,
     _, delta = server.during(lambda: [server.generate(ask(FIRST, number), TOKENS) for number in range(2)])
     assert (delta.sparse_rows, delta.dense_rows, delta.fallbacks) == (2 * (TOKENS - 1), 0, {})
     assert delta.per_layer("attended_tokens_per_layer") == [len(FIRST) // 4 * delta.sparse_rows] * LAYERS
+
+
+@pytest.mark.full
+def test_two_ranks_attend_the_one_head_that_both_hold(serve: Any, stored: Prebuilt, model: Path) -> None:
+    server = serve(stored.store, CONFIG, model=model, tp_size="2", environment={"SGLANG_CPU_OMP_THREADS_BIND": cores()})
+    _, delta = server.compared([ask(FIRST, number) for number in range(2)], TOKENS)
+    assert delta.sparse_rows in server.rows(2 * (TOKENS - 1), 2)
+
+
+@pytest.mark.full
+def test_a_server_indexes_what_its_requests_share(serve: Any, model: Path, tmp_path: Path) -> None:
+    config = {**CONFIG, "build": "shared", "build_share": 1.0, "guard_every": 0}
+    server = serve(tmp_path, config, model=model)
+    for number in range(3):
+        server.generate(ask(FIRST, number), 60)
+    server.until(lambda state: state["builds"]["built"] == 1)
+    _, delta = server.compared([ask(FIRST, 3)], TOKENS)
+    assert (delta.hits, delta.dense_rows) == (1, 0)
 
 
 @pytest.mark.full
