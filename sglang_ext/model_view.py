@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -40,3 +41,8 @@ class ModelView(Protocol):
     def kv(self, layer: int) -> PagedKV: ...
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None: ...
     def fingerprint(self) -> ModelFingerprint: ...
+    def absorption(self, layer: Any) -> Callable[[Tensor], Tensor] | None:
+        """Of the RadixAttention that runs: [rows, num_qo_heads, any] queries, as it got them, to [rows, num_qo_heads,
+        head_dim], by which the KV pool's keys are scored. None: it got such.
+        """
+        ...

@@ -122,7 +122,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         methods: specs of the index parts that are built, by method name; empty: `method` with its defaults.
         profile: the model's profile, which completes `method`, `methods`, `keep_ratio` and `layer_plan` where they are
             not given: a path, null (the file that lies in the model's folder, if any), or "none". See `profiles`.
-        query_samples: recorded query rows per layer and KV head (reservoir size).
+        query_samples: recorded query rows per layer and KV head (reservoir size). Of a KV head with more than 64 query
+            heads (MLA) as many tokens are recorded as of one with 64.
         seed: of the reservoir and of k-means.
         build: `off` (serve), `shared` (index what requests turn out to share, beside serving), `prefill` (index every
             prompt this process prefills, while it waits) or `capture` (write down queries and keys of every

@@ -507,7 +507,7 @@ class SparseRuntime:
         """
         step = self._step
         if step.chunks and self.builds is not None:
-            self.builds.recorder.record(step.chunks, layer.layer_id, q, float(layer.scaling))
+            self.builds.record(step.chunks, layer, q)
         if (step.staged is not None or step.virtual) and refusal is not None:
             raise RuntimeError(
                 f"offload: expected layer {layer.layer_id} to be attended from host memory; it has {refusal}. Remove "

@@ -79,7 +79,9 @@ class RoundedQueries(TokenIndexSelector):
 
 
 class Server:
-    """A table of slots, KV of all layers, requests on indexed prefixes. Each layer of an fp8 pool has its scales."""
+    """A table of slots, KV of all layers, requests on indexed prefixes. Each layer of an fp8 pool has its scales. With
+    `latent` the pool is an MLA model's: one KV head, of whose keys so many first channels are the values.
+    """
 
     def __init__(
         self,
@@ -93,27 +95,28 @@ class Server:
         kernels: bool = True,
         spec: IndexSpec = SPEC,
         host: HostKV | None = None,
+        latent: int = 0,
         **changes: Any,
     ) -> None:
         gen = torch.Generator().manual_seed(0)
         self.device, self.gen, self.dtype, self.dim, self.spec = device, gen, dtype, dim, spec
         kv_dtype = kv_dtype or dtype
-        self.caches = []
+        self.caches, self.kv_heads = [], 1 if latent else KV_HEADS
         for layer in range(LAYERS):
             scales = (0.5 + layer, 2.0 - 0.25 * layer) if kv_dtype is FP8 else (1.0, 1.0)
-            pool = torch.randn(2, size * SLOTS, KV_HEADS, dim, generator=gen)
+            pool = torch.randn(2, size * SLOTS, self.kv_heads, dim, generator=gen)
             k_cache, v_cache = (one.div(by).to(device, kv_dtype) for one, by in zip(pool, scales, strict=True))
-            self.caches.append(PagedKV(k_cache, v_cache, *scales))
+            self.caches.append(PagedKV(k_cache, k_cache[..., :latent] if latent else v_cache, *scales))
         self.pools = self.caches
         self.table = torch.zeros(max_batch + 4, size * WIDTH, dtype=torch.int32, device=device)
         self.free = torch.randperm(size * SLOTS, generator=gen).int()
         self.config = config_from_dict({**CONFIG, "method": spec.method, "layer_plan": ROLES, **changes})
         roles = {"layers": changes.get("layer_plan", ROLES)}
-        self.plan = LayerPlan.from_dict(roles, num_layers=LAYERS, num_kv_heads=KV_HEADS)
+        self.plan = LayerPlan.from_dict(roles, num_layers=LAYERS, num_kv_heads=self.kv_heads)
         self.anchors = [i for i, role in enumerate(self.plan.layers) if role.mode is LayerMode.ANCHOR]
         self.tracker = SlotTracker(max_batch, 16, device)
-        self.shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, dim, dim, dtype, kv_dtype)
-        kept = ScoreShape(KV_HEADS * GQA, KV_HEADS, SPEC.kept_channels(dim))
+        self.shape = AttentionShape(KV_HEADS * GQA, self.kv_heads, dim, latent or dim, dtype, kv_dtype)
+        kept = ScoreShape(KV_HEADS * GQA, self.kv_heads, SPEC.kept_channels(dim))
         halves = kernels and device.type == "cuda" and dtype is not torch.float32
         specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept)
         of_tokens = spec.method == SPEC.method
@@ -157,7 +160,7 @@ class Server:
         index = ResidentIndex(SimpleNamespace(digest="d", created=1.0, identity=SimpleNamespace(num_tokens=length)))  # type: ignore[arg-type]
         for cache, sizes in zip(self.caches, BLOCK_SIZES, strict=True):
             keys = cache.keys(slots.long(), torch.float32)
-            queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen).to(self.device)
+            queries = torch.randn(self.kv_heads, 64, self.dim, generator=self.gen).to(self.device)
             builder = make_builder(self.spec, LayerProfile(block_sizes=sizes))
             index.layers.append(builder.build_layer(keys, queries))
         index.state = State.READY
@@ -207,8 +210,8 @@ class Server:
         assert lists.slots is not None
         assert self.sparse._planned is not None
         budgets = self.sparse._planned.selects.budgets
-        placed = pack_lists([SelectionGroup(budget, budget) for budget in budgets], KV_HEADS)[number]
-        counts, slots = lists.counts[number].clone(), placed.lists_in(lists.slots, KV_HEADS)
+        placed = pack_lists([SelectionGroup(budget, budget) for budget in budgets], self.kv_heads)[number]
+        counts, slots = lists.counts[number].clone(), placed.lists_in(lists.slots, self.kv_heads)
         listed = torch.arange(slots.shape[1], device=self.device) < counts[:, None]
         return Selection(torch.where(listed, places[slots.clamp(min=0).long()], -1), counts)
 
@@ -219,7 +222,7 @@ class Server:
         for number, group in enumerate(self.groups):
             found = self.listed(number, group.slots, layer)
             if self.path is StepPath.SPARSE or self.config.select_ahead:
-                wanted = self.oracle.select(q[group.rows], group, KV_HEADS, layer, sm_scale)
+                wanted = self.oracle.select(q[group.rows], group, self.kv_heads, layer, sm_scale)
                 assert found.counts.tolist() == wanted.counts.tolist()
                 for mine, theirs, count in zip(found.positions, wanted.positions, found.counts.tolist(), strict=True):
                     chosen = set(mine[:count].tolist())

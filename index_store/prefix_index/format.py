@@ -112,6 +112,12 @@ class ModelFingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         for name in ("num_layers", "num_kv_heads", "head_dim", "v_head_dim"):
             _check_count(f"model.{name}", getattr(self, name))
 
+    @property
+    def kv_width(self) -> int:
+        """Values in the KV cache per token and head. One head's V that is narrower than its K (MLA) is a part of K."""
+        latent = self.num_kv_heads == 1 and self.v_head_dim < self.head_dim
+        return self.head_dim + (0 if latent else self.v_head_dim)
+
 
 class IndexIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one index is the index of. A difference in any field is a miss, never a hit.

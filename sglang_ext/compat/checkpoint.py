@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from prefix_index import ModelFingerprint, canonical_digest
+from sglang_ext.compat.latent import kv_shape
 from sglang_ext.config import Settings
 from sglang_ext.fingerprint import config_digests, resolve_folder, weights_digest
 from sglang_ext.methods.profile import ProfileError
@@ -33,6 +34,7 @@ def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str,
     raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     raw.update(json.loads(args.json_model_override_args or "{}"))
     raw["torchao_config"] = getattr(args, "torchao_config", "") or ""
+    num_kv_heads, head_dim, v_head_dim = kv_shape(config)
     config_digest, rope_digest = config_digests(raw, getattr(config, "quantization", None))
     return ModelFingerprint(
         config_digest=config_digest,
@@ -40,9 +42,9 @@ def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str,
         rope_digest=rope_digest,
         kv_dtype=kv_dtype,
         num_layers=int(config.num_hidden_layers),
-        num_kv_heads=int(config.num_key_value_heads),
-        head_dim=int(config.head_dim),
-        v_head_dim=int(getattr(config, "v_head_dim", None) or config.head_dim),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
     )
 
 

@@ -132,6 +132,25 @@ def extend_new_rows(original: Callable[..., Any], backend: Any, *args: Any, **kw
     return output
 
 
+def extend_unabsorbed(
+    original: Callable[..., Any], backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **kwargs: Any
+) -> Any:
+    """`TorchNativeAttnBackend.forward_extend` of an MLA model's prefill without a cached prefix: by keys and values of
+    all heads, with which it is called. SGLang's own form takes those of the KV pool, which are others.
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if kwargs.get("save_kv_cache", True) or not hasattr(backend.token_to_kv_pool, "kv_lora_rank"):
+        return original(backend, q, k, v, layer, batch, **kwargs)
+    parts = (x.transpose(0, 1).split(list(batch.extend_seq_lens_cpu), dim=1) for x in (q, k, v))
+    outs = [
+        scaled_dot_product_attention(query, key, value, is_causal=True, scale=layer.scaling)
+        for query, key, value in zip(*parts, strict=True)
+    ]
+    return torch.cat(outs, dim=1).transpose(0, 1).flatten(1)
+
+
 def no_copies(_original: Callable[..., Any], pool: Any, *_args: Any) -> None:
     """`MHATokenToKVPool._init_kv_copy_and_warmup`, which compiles what moves accepted drafts: none of ours move."""
     pool._kv_copy_config = None
@@ -168,8 +187,9 @@ def register() -> None:
     HookRegistry.register(assign, assign_slots, HookType.AROUND)
     pool = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
     HookRegistry.register(f"{pool}._init_kv_copy_and_warmup", no_copies, HookType.AROUND)
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{backend}.forward_extend", extend_unabsorbed, HookType.AROUND)
     if os.environ.get("SGLANG_EXT_CPU_POISON") == "1":
         HookRegistry.register(f"{pool}._create_buffers_normal", poison_padding, HookType.AFTER)
     if os.environ.get("SGLANG_EXT_CPU_SHORT_EXTEND") == "1":
-        backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
         HookRegistry.register(f"{backend}._run_sdpa_forward_extend", extend_new_rows, HookType.AROUND)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from prefix_index import ModelFingerprint
-from sglang_ext.compat import adoption, lossless, memory, scheduler_hooks
+from sglang_ext.compat import adoption, latent, lossless, memory, scheduler_hooks
 from sglang_ext.compat.checkpoint import checkpoint_fingerprint, model_config_of, weights_of
 from sglang_ext.compat.engine import checked_record
 from sglang_ext.compat.request_tokens import RequestTokens
@@ -19,6 +19,7 @@ from sglang_ext.compat.runner import kv_dtype_refusal
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import Settings
 from sglang_ext.fingerprint import resolve_folder
+from sglang_ext.options import SparseAttnConfig
 
 
 class ServerPreview:
@@ -71,13 +72,13 @@ class ServerPreview:
     def refusal(self) -> str | None:
         """Why the scheduler process would end its start, as far as the record says so; None where nothing does."""
         settings, config = self.settings, self._config
-        if getattr(getattr(config, "attention_arch", None), "name", "") == "MLA":
-            return "--sparse-attn: expected an MHA or GQA model; got an MLA model, which is not supported yet."
+        ours = settings.config if settings else SparseAttnConfig()
         if getattr(config, "is_hybrid_swa", False):
             return "--sparse-attn: expected full attention; got a sliding-window model (unsupported_mode)."
         return (
             adoption.name_refusal(self.attention_backends)
             or kv_dtype_refusal(self._kv_dtype)
+            or latent.refusal(config, ours, self.attention_backends, self._kv_dtype)
             or (settings and lossless.refusal(self._args, settings.config, decode_graphs=self.decode_graphs))
             or (settings and scheduler_hooks.graph_refusal(self.device, settings.config.build, self._has_graphs))
             or None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from torch import Tensor
 
 from prefix_index import ModelFingerprint
 from prefix_kernels.types import PagedKV
-from sglang_ext.compat import memory
+from sglang_ext.compat import latent, memory
 from sglang_ext.compat.checkpoint import checkpoint_fingerprint, weights_of
 from sglang_ext.fingerprint import resolve_folder
 from sglang_ext.methods.layer_plan import heads_of_rank
+from sglang_ext.options import Build
 
 _FP8 = torch.float8_e4m3fn
 _KV_DTYPES = (torch.float32, torch.float16, torch.bfloat16, _FP8)
@@ -29,7 +31,8 @@ class RunnerView:
 
     Attributes:
         tp_rank, tp_size: this process's place in its tensor-parallel group.
-        num_layers, head_dim: of the model.
+        num_layers: of the model.
+        head_dim, v_head_dim: of K and of V in the KV pool.
         num_qo_heads, num_kv_heads: of this rank. SGLang's model_config counts those of the whole model.
         dtype, kv_dtype: of queries, and of the KV pool.
         num_slots: of the KV pool.
@@ -42,12 +45,12 @@ class RunnerView:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         config = runner.model_config
+        self._latent = latent.is_latent(config)
         self.tp_rank, self.tp_size = _tensor_parallel(runner)
         self.num_layers = int(config.num_hidden_layers)
         self.num_qo_heads = int(config.num_attention_heads) // self.tp_size
-        self.num_kv_heads = len(heads_of_rank(int(config.num_key_value_heads), self.tp_rank, self.tp_size))
-        self.head_dim = int(config.head_dim)
-        self.v_head_dim = int(getattr(config, "v_head_dim", None) or config.head_dim)
+        heads, self.head_dim, self.v_head_dim = latent.kv_shape(config)
+        self.num_kv_heads = len(heads_of_rank(heads, self.tp_rank, self.tp_size))
         self.dtype: torch.dtype = config.dtype
         self.kv_dtype: torch.dtype = runner.token_to_kv_pool.dtype
         self.num_slots = int(runner.max_total_num_tokens)
@@ -55,6 +58,10 @@ class RunnerView:
         self.max_requests = int(runner.req_to_token_pool.size)
         self.device: torch.device = runner.req_to_token_pool.req_to_token.device
         self.decode_graphs = _decode_graphs(runner)
+
+    @cached_property
+    def _absorptions(self) -> dict[Any, Callable[[Tensor], Tensor]]:
+        return latent.absorptions(self.runner.model) if self._latent else {}
 
     @cached_property
     def _scales(self) -> dict[int, tuple[float, float]]:
@@ -75,21 +82,23 @@ class RunnerView:
         """Whether a checkpoint's scales belong to what is in the KV pool: with its weights they may change in place."""
         return bool(self._scaled_layers())
 
-    def refusal(self) -> str | None:
-        """Why this model or its KV pool cannot be served sparsely; None if it can."""
+    def refusal(self, build: Build = Build.OFF) -> str | None:
+        """Why this model or its KV pool cannot be served sparsely; None if it can.
+
+        Args:
+            build: what this process makes of prompts.
+        """
         runner = self.runner
-        pool = runner.token_to_kv_pool
-        if getattr(runner, "use_mla_backend", False):
-            return "--sparse-attn: expected an MHA or GQA model; got an MLA model, which is not supported yet."
-        if type(pool) is not MHATokenToKVPool:
+        pool, plain = runner.token_to_kv_pool, MLATokenToKVPool if self._latent else MHATokenToKVPool
+        if type(pool) is not plain:
             return (
-                f"--sparse-attn: expected SGLang's plain KV pool (MHATokenToKVPool); got {type(pool).__name__}. "
+                f"--sparse-attn: expected SGLang's plain KV pool ({plain.__name__}); got {type(pool).__name__}. "
                 "Hybrid, sliding-window and quantized pools are not supported yet."
             )
         message = kv_dtype_refusal(pool.dtype, quantized=getattr(pool, "is_quantized_kv_cache", False))
         if message:
             return message
-        if int(pool.head_num) != self.num_kv_heads:
+        if not self._latent and int(pool.head_num) != self.num_kv_heads:
             return (
                 f"--sparse-attn: expected a KV pool of {self.num_kv_heads} KV heads on this rank; got {pool.head_num}: "
                 "SGLang shares this model's heads out in another way, which is not supported yet."
@@ -101,7 +110,7 @@ class RunnerView:
             )
         if getattr(runner, "sliding_window_size", None):
             return "--sparse-attn: expected full attention; got a sliding-window model (unsupported_mode)."
-        return None
+        return latent.model_refusal(runner, build) if self._latent else None
 
     @property
     def req_to_token(self) -> Tensor:
@@ -120,9 +129,12 @@ class RunnerView:
 
     def write_kv(self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None:
         """Write the new tokens' K and V, as the inner backends do in decode."""
-        self.runner.token_to_kv_pool.set_kv_buffer(
-            layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, layer.k_scale, layer.v_scale
-        )
+        scales = () if self._latent else (layer.k_scale, layer.v_scale)
+        self.runner.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, *scales)
+
+    def absorption(self, layer: Any) -> Callable[[Tensor], Tensor] | None:
+        """See `ModelView`."""
+        return self._absorptions.get(layer)
 
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model served. Reads the checkpoint's files once."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from prefix_index import printable_values
 from sglang_ext.administration import summary
-from sglang_ext.compat import administration, lossless, offload, tensor_parallel
+from sglang_ext.compat import administration, latent, lossless, offload, tensor_parallel
 from sglang_ext.compat.host_pool import offloading
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.response import tell
@@ -65,7 +65,8 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         offload.refusal(runner.server_args, settings.config),
         offload.graph_refusal(runner.device, settings.config),
         refusal(wrapped),
-        view.refusal(),
+        view.refusal(settings.config.build),
+        latent.refusal(runner.model_config, settings.config, [type(wrapped).__name__], view.kv_dtype),
         graph_refusal(runner.device, settings.config.build),
     ):
         if message:

@@ -262,7 +262,7 @@ class IndexAssembly:
                 for array, piece in pieces.items():
                     self.arrays[ArrayKey(f"{name}.{array}", layer, head)] = piece.numpy()
         dtype: torch.dtype = getattr(torch, model.kv_dtype)
-        width = model.num_kv_heads * (model.head_dim + model.v_head_dim)
+        width = model.num_kv_heads * model.kv_width
         self.kv_bytes = model.num_layers * self.identity.num_tokens * width * dtype.itemsize
         return built
 

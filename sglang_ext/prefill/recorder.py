@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -164,12 +164,19 @@ def _on_device(indices: NDArray[np.int64], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
+def sampled_tokens(query_samples: int, gqa: int) -> int:
+    """Tokens that are kept for so many rows per KV head, of `gqa` query heads each. Of more than 64 heads (MLA) as many
+    as of 64: fewer tokens would not show which channels count.
+    """
+    return max(1, query_samples // min(gqa, 64))
+
+
 class QueryRecorder:
     """Captures of all requests being recorded.
 
     Args:
         query_samples: rows per layer and KV head.
-        gqa: query heads per KV head; query_samples / gqa tokens are kept.
+        gqa: query heads per KV head.
         seed: reservoir seed; with the request's prompt it decides everything.
         late: kept in any case: so many of the prompt's last tokens, and so many tokens behind it.
         max_captures: requests recorded at a time.
@@ -189,7 +196,7 @@ class QueryRecorder:
         max_captures: int = MAX_CAPTURES,
     ) -> None:
         self._num_layers, self._num_qo_heads = num_layers, num_qo_heads
-        self.capacity = max(1, query_samples // gqa)
+        self.capacity = sampled_tokens(query_samples, gqa)
         self._seed, self._late, self._max_captures = seed, late, max_captures
         self._captures: dict[str, Capture] = {}
 
@@ -259,12 +266,20 @@ class QueryRecorder:
             row += count
         return chunks
 
-    def record(self, chunks: Sequence[Chunk], layer: int, q: Tensor, sm_scale: float | None = None) -> None:
+    def record(
+        self,
+        chunks: Sequence[Chunk],
+        layer: int,
+        q: Tensor,
+        sm_scale: float | None = None,
+        absorb: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Keep one layer's queries of the running step.
 
         Args:
             q: [num_tokens, num_qo_heads * head_dim] or [num_tokens, num_qo_heads, head_dim], post-RoPE.
             sm_scale: the layer's attention scale, where it is known; one that layers do not share breaks a capture.
+            absorb: what makes kept rows of the queries that are sampled; None: they are. See `ModelView.absorption`.
         """
         q = q.reshape(q.shape[0], self._num_qo_heads, -1)
         for chunk in chunks:
@@ -282,10 +297,11 @@ class QueryRecorder:
                 continue
             capture.sm_scale = sm_scale
             try:
-                samples = capture.samples
+                samples, kept = capture.samples, q[chunk.offsets]
+                kept = kept if absorb is None else absorb(kept)
                 if samples is None:
-                    samples = capture.make_samples(self._num_qo_heads, q.shape[-1], q.dtype, q.device)
-                samples[layer].index_copy_(0, chunk.rows, q[chunk.offsets])
+                    samples = capture.make_samples(self._num_qo_heads, kept.shape[-1], q.dtype, q.device)
+                samples[layer].index_copy_(0, chunk.rows, kept)
             except torch.OutOfMemoryError as error:  # the forward goes on
                 capture.broken, capture.samples = f"no device memory for queries: {error}", None
                 continue
@@ -363,6 +379,11 @@ class Recording(ABC):
     def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
         """As `QueryRecorder.begin_step`."""
         return self.recorder.begin_step(rids, firsts, counts, self._view.device)
+
+    def record(self, chunks: Sequence[Chunk], layer: Any, q: Tensor) -> None:
+        """As `QueryRecorder.record`, of the RadixAttention that runs."""
+        absorb = self._view.absorption(layer)
+        self.recorder.record(chunks, layer.layer_id, q, float(layer.scaling), absorb)
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind the layers of a prefill step."""

@@ -103,9 +103,10 @@ def test_channels_that_fill_no_bytes_are_refused(head_dim, ratio, bits):
         builder.build_layer(randn(20, 2, head_dim), randn(2, 9, head_dim, seed=1))
 
 
-def test_the_default_keeps_half_of_the_channels():
+def test_the_default_keeps_half_of_the_channels_but_no_more_than_128():
     assert token_spec() == token_spec(channel_ratio=0.5)
-    assert [token_spec().kept_channels(dim) for dim in (64, 80, 128)] == [32, 40, 64]
+    assert [token_spec().kept_channels(dim) for dim in (64, 80, 128, 256, 576)] == [32, 40, 64, 128, 128]
+    assert token_spec(channel_ratio=0.75).kept_channels(576) == 432
     # Where the number is given, the part does not count: neither the default nor that of all channels.
     for named in ({}, {"channel_ratio": 0.5}, {"channel_ratio": 1.0}):
         assert token_spec(num_channels=48, **named).kept_channels(64) == 48

@@ -153,12 +153,12 @@ class Delta:
 class Server:
     """A running server: its URL, its log, its process group. Ends with `stop()`."""
 
-    def __init__(self, flags: Sequence[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, flags: Sequence[str], environment: dict[str, str], log: Path, model: Path = MODEL) -> None:
         self.log = log
         self.overlaps = "--disable-overlap-schedule" not in flags
         self.port, nccl_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(self.port)]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
         self.process = begin([*command, "--nccl-port", str(nccl_port), *flags], log, environment)
 
     def wait(self) -> None:
@@ -399,17 +399,18 @@ class Pool:
         *,
         fresh: bool = False,
         environment: dict[str, str] | None = None,
+        model: Path = MODEL,
         **changes: str | None,
     ) -> Server:
         """A server; `page_size="64"` sets --page-size, None removes a default flag."""
         env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1"} if environment is None else environment
         flags = flags_of(store, config, {"--" + k.replace("_", "-"): v for k, v in changes.items()})
-        key = (tuple(flags), tuple(sorted(env.items())))
+        key = (tuple(flags), tuple(sorted(env.items())), model)
         if self.server is not None and (fresh or key != self._key or not self.server.alive):
             self.close()
         if self.server is None:
             self._started += 1
-            server = Server(flags, env, self._folder / f"server-{self._started}.log")
+            server = Server(flags, env, self._folder / f"server-{self._started}.log", model)
             try:
                 server.wait()
             except BaseException:

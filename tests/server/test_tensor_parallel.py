@@ -28,7 +28,7 @@ TOKENS = 24
 EXACT: dict[str, Any] = {"share_prefixes": True, "min_shared_tokens": 512}
 
 
-def _cores() -> str:
+def cores() -> str:
     """One core for each rank: without it SGLang wants a NUMA node for each."""
     cores = sorted(os.sched_getaffinity(0))
     return f"{cores[0]}|{cores[-1]}"
@@ -37,7 +37,7 @@ def _cores() -> str:
 @pytest.fixture
 def serve_two(serve: Any) -> Any:
     def start(store: Path, config: dict[str, Any], **flags: Any) -> Any:
-        env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1", "SGLANG_CPU_OMP_THREADS_BIND": _cores()}
+        env = {"SGLANG_EXT_CPU_SHORT_EXTEND": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores()}
         env |= flags.pop("environment", {})
         return serve(store, config, **{"disable_overlap_schedule": None, **flags}, environment=env, tp_size="2")
 
@@ -244,7 +244,7 @@ def test_two_ranks_build_what_one_builds(
 ) -> None:
     """Rank 0 has the KV heads of both. Sums of two ranks round otherwise: codes may differ by one, here and there."""
     serve.close()
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", _cores())
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", cores())
     prompts = [{"id": "first", "text": texts.first.text}, {"id": "short", "text": texts.first.questions[0].text}]
     prompts.append({"id": "again", "text": texts.first.text})
     jobs = [prebuild(tmp_path / "two", prompts, chunked_prefill_size="512", tp_size="2")]

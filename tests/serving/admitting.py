@@ -63,6 +63,9 @@ class Model:
     def fingerprint(self) -> Any:
         return self._fingerprint
 
+    def absorption(self, layer: Any) -> None:
+        return None
+
 
 class Runtime(SparseRuntime):
     """`admit` gives a request its slot, too; `wait` leaves it in the queue, as SGLang does until it has one."""

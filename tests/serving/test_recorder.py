@@ -189,6 +189,11 @@ def test_requests_of_one_step_are_told_apart_by_their_rows() -> None:
     assert kept == {"a": list(range(20)), "c": list(range(25, 35))}
 
 
+@pytest.mark.parametrize(("gqa", "tokens"), [(1, 2048), (16, 128), (64, 32), (128, 32)])
+def test_tokens_of_many_query_heads_do_not_become_too_few(gqa: int, tokens: int) -> None:
+    assert QueryRecorder(1, gqa, query_samples=2048, gqa=gqa, seed=0).capacity == tokens
+
+
 def test_only_so_many_requests_are_recorded_at_a_time() -> None:
     recorder = QueryRecorder(num_layers=1, num_qo_heads=2, query_samples=4, gqa=2, seed=0)
     assert all(recorder.start(str(i), 8) for i in range(MAX_CAPTURES))

@@ -18,6 +18,7 @@ from sglang_ext.methods import method_specs
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.options import KV_PER_INDEX_BYTE, SparseAttnConfig
 from sglang_ext.prefill.builder import covered_tokens, need_queries
+from sglang_ext.prefill.recorder import sampled_tokens
 from sglang_ext.prefill.sizes import IndexSizes, index_sizes
 from sglang_ext.prefix.residency import STAGING_BYTES
 from sglang_ext.profiles import check_profile, local_folder
@@ -64,7 +65,7 @@ def compute_sizes(args: argparse.Namespace) -> Sizes:
     index = index_sizes(config, profile, model, tokens, args.tp)
     heads = max(len(heads_of_rank(model.num_kv_heads, rank, args.tp)) for rank in range(args.tp))
     itemsize = getattr(torch, model.kv_dtype).itemsize
-    kv = model.num_layers * args.tokens * heads * (model.head_dim + model.v_head_dim) * itemsize
+    kv = model.num_layers * args.tokens * heads * model.kv_width * itemsize
     count = args.prompts
     staging = min(index.device, max(STAGING_BYTES, -(-index.device // model.num_layers)))
     rows = [
@@ -74,8 +75,8 @@ def compute_sizes(args: argparse.Namespace) -> Sizes:
         Row("while one loads", staging, staging, "host DRAM of each rank, at most"),
     ]
     if need_queries(method_specs(config), profile):
-        sampled = max(1, config.query_samples * model.num_kv_heads // preview.num_qo_heads) * preview.num_qo_heads
-        one = model.num_layers * sampled * model.head_dim * preview.dtype.itemsize
+        sampled = sampled_tokens(config.query_samples, preview.num_qo_heads // model.num_kv_heads)
+        one = model.num_layers * sampled * preview.num_qo_heads * model.head_dim * preview.dtype.itemsize
         rows.append(
             Row("sampled queries", one, min(count * one, config.sample_host_bytes), 'host DRAM, with "build": "shared"')
         )

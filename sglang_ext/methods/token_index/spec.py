@@ -19,6 +19,8 @@ from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choic
 
 CHANNEL_RATIO = 0.5
 """Kept channels by default, as a fraction of head_dim."""
+MAX_CHANNELS = 128
+"""Kept channels by default, at most: so many of an MLA model's 576."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class TokenIndexSpec(IndexSpec):
     Attributes:
         num_channels: channels of a key that are kept; a multiple of 8 / bits. 0: as `channel_ratio` says.
         channel_ratio: kept channels as a fraction of head_dim where `num_channels` is 0; rounded up to whole bytes. 1:
-            all channels. Beside `num_channels` only the default, or 1, may stand; neither counts then.
+            all channels; 0.5: at most 128. Beside `num_channels` only the default, or 1, may stand; no ratio counts
+            then.
         bits: of a value: 2, 4 or 8.
 
     Raises:
@@ -60,7 +63,8 @@ class TokenIndexSpec(IndexSpec):
         if self.num_channels:
             return self.num_channels
         unit = 8 // self.bits
-        return math.ceil(round(self.channel_ratio * head_dim, 6) / unit) * unit
+        kept = math.ceil(round(self.channel_ratio * head_dim, 6) / unit) * unit
+        return min(kept, MAX_CHANNELS) if self.channel_ratio == CHANNEL_RATIO else kept
 
     @property
     def selects_channels(self) -> bool:

@@ -92,6 +92,13 @@ def test_every_method(kind: Any, spec: IndexSpec, device: torch.device) -> None:
     walk_groups(Server(device, 6, *kind, spec=spec))
 
 
+@pytest.mark.parametrize(
+    "spec", [SPEC, pytest.param(_two_levels(SPEC), marks=pytest.mark.full)], ids=lambda spec: spec.method
+)
+def test_latent_keys_that_all_query_heads_read(spec: IndexSpec, device: torch.device) -> None:
+    walk_groups(Server(device, 6, dim=96, spec=spec, latent=64, layer_plan=["dense", "anchor", "anchor", "anchor"]))
+
+
 @pytest.mark.parametrize("kind", FIRST, ids=str)
 def test_prefixes_in_host_memory(kind: Any, device: torch.device) -> None:
     dtype, kv_dtype, dim = kind

@@ -1,0 +1,118 @@
+"""MLA models: their KV pool holds one latent vector of a token, which all query heads read.
+
+The first `kv_lora_rank` channels of a key are also the value. Queries reach the pool's channels by a product with a
+layer's weights (*absorption*). SGLang absorbs them in decode steps, but not in a prefill without a cached prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_ext.options import Build, Exactness, SparseAttnConfig
+
+BACKENDS = ("triton", "torch_native", "TritonAttnBackend", "TorchNativeAttnBackend")
+"""What may attend, by SGLang's names and by class."""
+
+
+def is_latent(config: Any) -> bool:
+    """Whether a model is MLA, by SGLang's ModelConfig."""
+    return getattr(getattr(config, "attention_arch", None), "name", "") == "MLA"
+
+
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """(KV heads, channels of a key, channels of a value) of the whole model's KV pool, by SGLang's ModelConfig. The
+    config's own numbers of an MLA model are those without absorption.
+    """
+    if is_latent(config):
+        rank = int(config.kv_lora_rank)
+        return 1, rank + int(config.qk_rope_head_dim), rank
+    head_dim = int(config.head_dim)
+    return int(config.num_key_value_heads), head_dim, int(getattr(config, "v_head_dim", None) or head_dim)
+
+
+def refusal(model: Any, config: SparseAttnConfig, backends: Sequence[str], kv_dtype: torch.dtype) -> str | None:
+    """Why an MLA model cannot be served with these settings; None if it can, or for another model.
+
+    Args:
+        model: SGLang's ModelConfig.
+        config: ours.
+        backends: of attention, by SGLang's names or by class.
+        kv_dtype: of the KV pool.
+    """
+    if not is_latent(model):
+        return None
+    backend = " and ".join(dict.fromkeys(backends))
+    if getattr(model, "index_head_dim", None) is not None:
+        return _message("all tokens to be attended", "DeepSeek Sparse Attention", "Serve this model without the plugin")
+    if backend not in BACKENDS:
+        return _message("attention backend triton or torch_native", backend, "Choose --attention-backend triton")
+    if kv_dtype.itemsize == 1:
+        return _message("a KV cache of float32, float16 or bfloat16", kv_dtype, "Remove --kv-cache-dtype")
+    if config.offload is not None:
+        return _message("no offload", "offload", "Remove it from --sparse-attn-config")
+    if config.exactness is Exactness.VERIFY:
+        return _message("exactness selected", "verify", "Remove exactness from --sparse-attn-config")
+    if config.build is Build.CAPTURE:
+        return _message("build off, prefill or shared", "capture", "Serve without a profile")
+    return None
+
+
+def _message(expected: str, got: object, what_to_do: str) -> str:
+    return f"--sparse-attn: expected {expected} with an MLA model; got {got}. {what_to_do}."
+
+
+def attention_modules(model: Any) -> list[Any]:
+    """SGLang's MLA attention modules of a loaded model, in the order of layers."""
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    return [module for module in model.modules() if isinstance(module, DeepseekV2AttentionMLA)]
+
+
+def model_refusal(runner: Any, build: Build) -> str | None:
+    """Why a ModelRunner's loaded MLA model cannot be served; None if it can.
+
+    Args:
+        build: what the process makes of prompts.
+    """
+    found, pool = attention_modules(runner.model), runner.token_to_kv_pool
+    layers, (_, width, _) = int(runner.model_config.num_hidden_layers), kv_shape(runner.model_config)
+    if not len(found) == int(pool.layer_num) == layers or int(pool.kv_cache_dim) != width:
+        return _message(
+            f"{layers} layers of DeepseekV2AttentionMLA and so many of the KV pool, {width} wide",
+            f"{len(found)} and {pool.layer_num}, {pool.kv_cache_dim} wide",
+            "Serve this model without the plugin",
+        )
+    if build is not Build.OFF and any(one.use_deep_gemm_bmm or one.w_kc.itemsize == 1 for one in found):
+        return _message(
+            "absorbing weights of 16 or 32 bits where queries are recorded", "8 bits", "Set build off, or load bfloat16"
+        )
+    return None
+
+
+def absorptions(model: Any) -> dict[Any, Callable[[Tensor], Tensor]]:
+    """RadixAttention -> `absorb` with its weights, of those that are called without absorption."""
+    return {one.attn_mha: partial(_absorb_by, one) for one in attention_modules(model)}
+
+
+def _absorb_by(module: Any, q: Tensor) -> Tensor:
+    return absorb(q, module.w_kc)
+
+
+def absorb(q: Tensor, w_kc: Tensor) -> Tensor:
+    """Queries in the channels of an MLA model's KV pool: with its keys they have the scores that the model means.
+
+    Args:
+        q: [num_tokens, num_qo_heads, qk_nope_head_dim + qk_rope_head_dim], post-RoPE.
+        w_kc: [num_qo_heads, qk_nope_head_dim, kv_lora_rank], the key part of a layer's `kv_b_proj`.
+
+    Returns:
+        [num_tokens, num_qo_heads, kv_lora_rank + qk_rope_head_dim], new memory.
+    """
+    nope = w_kc.shape[1]
+    latent = torch.bmm(q[..., :nope].transpose(0, 1), w_kc).transpose(0, 1)
+    return torch.cat([latent, q[..., nope:]], dim=-1)

@@ -1,0 +1,157 @@
+"""MLA models: what their KV pool holds, queries in its channels, and what is refused; by SGLang's own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from sglang_ext.compat import latent
+from sglang_ext.config import config_from_dict
+from tests.compat.sglang_process import GROUP, in_sglang
+from tests.mla_model import HEADS, LAYERS, NOPE, RANK, ROPE, mla_model
+
+pytestmark = [pytest.mark.usefixtures("mends"), GROUP]
+
+MLA = SimpleNamespace(attention_arch=SimpleNamespace(name="MLA"))
+FLAGS = ["--device", "cpu", "--dtype", "float32"]
+
+
+def test_absorbed_queries_score_latent_keys_as_the_model_scores_its_own() -> None:
+    """q . k of a head, whose key is W c and a part with RoPE, is absorbed q . (c, that part)."""
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(5, HEADS, NOPE + ROPE, generator=gen, dtype=torch.float64)
+    w_kc = torch.randn(HEADS, NOPE, RANK, generator=gen, dtype=torch.float64)
+    stored = torch.randn(7, RANK + ROPE, generator=gen, dtype=torch.float64)
+    keys = torch.cat(
+        [torch.einsum("hnr,tr->thn", w_kc, stored[:, :RANK]), stored[:, None, RANK:].expand(-1, HEADS, -1)], dim=2
+    )
+    scores = torch.einsum("qhd,thd->qht", q, keys)
+    torch.testing.assert_close(torch.einsum("qhd,td->qht", latent.absorb(q, w_kc), stored), scores)
+
+
+def previewed(model: str, flags: list[str]) -> tuple[Any, str | None]:
+    from sglang_ext.compat.preview import ServerPreview
+
+    found = ServerPreview(["--model-path", model, *FLAGS, *flags])
+    return found.model(weights=False), found.refusal
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ([], None),
+        (["--decode-attention-backend", "triton"], "got torch_native and triton. Choose --attention-backend triton"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "got torch.float8_e4m3fn. Remove --kv-cache-dtype"),
+    ],
+    ids=["served", "two backends", "fp8"],
+)
+def test_a_checkpoint_tells_its_latent_keys(flags: list[str], refused: str | None, tmp_path: Path) -> None:
+    flags = ["--attention-backend", "torch_native", *flags]
+    model, why = in_sglang(f"{__name__}:previewed", str(mla_model(tmp_path / "model")), flags)
+    assert (model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim) == (LAYERS, 1, RANK + ROPE, RANK)
+    assert model.kv_width == RANK + ROPE
+    assert why is None if refused is None else refused in str(why)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "backend", "message"),
+    [
+        ({}, {}, "TritonAttnBackend", None),
+        ({}, {"build": "shared"}, "TorchNativeAttnBackend", None),
+        ({"index_head_dim": 128}, {}, "TritonAttnBackend", "all tokens to be attended"),
+        ({}, {}, "FlashAttentionBackend", "expected attention backend triton or torch_native"),
+        ({}, {"offload": {"host_bytes": 1 << 30}}, "TritonAttnBackend", "no offload"),
+        ({}, {"exactness": "verify"}, "TritonAttnBackend", "exactness selected"),
+        ({}, {"build": "capture", "capture_folder": "x"}, "TritonAttnBackend", "build off, prefill or shared"),
+    ],
+)
+def test_what_an_mla_model_does_not_go_with_is_refused(
+    model: dict[str, Any], config: dict[str, Any], backend: str, message: str | None
+) -> None:
+    given = config_from_dict(config)
+    found = latent.refusal(SimpleNamespace(**vars(MLA), **model), given, [backend], torch.bfloat16)
+    assert found is None if message is None else message in str(found)
+    assert latent.refusal(SimpleNamespace(), given, [backend], torch.bfloat16) is None, "another model"
+
+
+def _runner(attentions: int = LAYERS, width: int = RANK + ROPE, pool: str = "MLATokenToKVPool") -> Any:
+    """A runner of SGLang's own pool and attention modules; these have no more than what is asked of them."""
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    sizes = {"size": 64, "page_size": 1, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+    made = getattr(memory_pool, pool)(kv_lora_rank=width - ROPE, qk_rope_head_dim=ROPE, layer_num=LAYERS, **sizes)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList()
+    for number in range(attentions):
+        module = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
+        torch.nn.Module.__init__(module)
+        module.attn_mha = torch.nn.Identity()
+        module.use_deep_gemm_bmm, module.w_kc = False, torch.randn(HEADS, NOPE, RANK) + number
+        model.layers.append(module)
+    shapes = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**vars(MLA), **shapes, dtype=torch.float32),
+        ps=SimpleNamespace(tp_rank=0, tp_size=1), token_to_kv_pool=made, max_total_num_tokens=64, device="cpu",
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 64, dtype=torch.int32), size=4), model=model,
+        attn_backend=None,
+    )  # fmt: skip
+
+
+def test_values_are_the_first_channels_of_the_keys_in_the_pool() -> None:
+    from sglang_ext.compat.runner import RunnerView
+    from sglang_ext.options import Build
+
+    view = RunnerView(_runner())
+    assert view.refusal(Build.SHARED) is None
+    assert (view.num_kv_heads, view.head_dim, view.v_head_dim) == (1, RANK + ROPE, RANK)
+    keys, slots = torch.randn(8, 1, RANK + ROPE), torch.arange(3, 11)
+    view.runner.token_to_kv_pool.kv_buffer[1][slots] = keys
+    kv = view.kv(1)
+    assert torch.equal(kv.k_cache[slots], keys)
+    assert torch.equal(kv.v_cache[slots], keys[..., :RANK])
+    assert kv.v_cache.data_ptr() == kv.k_cache.data_ptr()
+
+
+def test_a_layer_absorbs_with_its_own_weights_as_they_are_now() -> None:
+    from sglang_ext.compat.runner import RunnerView
+
+    view, q = RunnerView(_runner()), torch.randn(2, HEADS, NOPE + ROPE)
+    module = view.runner.model.layers[1]
+    found = view.absorption(module.attn_mha)
+    assert found is not None
+    assert torch.equal(found(q), latent.absorb(q, module.w_kc))
+    module.w_kc = 2 * module.w_kc
+    assert torch.equal(found(q), latent.absorb(q, module.w_kc))
+    assert view.absorption(torch.nn.Identity()) is None, "one whose queries are absorbed"
+
+
+@pytest.mark.parametrize(
+    ("runner", "message"),
+    [
+        ({"attentions": 2 * LAYERS}, f"got {2 * LAYERS} and {LAYERS}"),
+        ({"width": 2 * RANK}, f"{LAYERS}, {2 * RANK} wide"),
+        ({"pool": "MLATokenToKVPoolFP4"}, "got MLATokenToKVPoolFP4"),
+    ],
+)
+def test_another_pool_or_another_attention_is_refused(runner: dict[str, Any], message: str) -> None:
+    from sglang_ext.compat.runner import RunnerView
+
+    assert message in str(RunnerView(_runner(**runner)).refusal())
+
+
+@pytest.mark.parametrize("change", [{"use_deep_gemm_bmm": True}, {"w_kc": torch.zeros(1, dtype=torch.int8)}])
+def test_weights_of_eight_bits_are_refused_where_queries_are_recorded(change: dict[str, Any]) -> None:
+    from sglang_ext.compat.runner import RunnerView
+    from sglang_ext.options import Build
+
+    view = RunnerView(_runner())
+    vars(view.runner.model.layers[0]).update(change)
+    assert view.refusal() is None
+    assert "Set build off, or load bfloat16" in str(view.refusal(Build.PREFILL))
