@@ -77,6 +77,7 @@ def _latent_shape() -> Row:
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "first_k_dense_replace": 27,
+        "moe_layer_freq": 1,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "num_experts_per_tok": 6,

@@ -1,4 +1,4 @@
-"""Decode attention of FlashInfer and SGLang over the same pages, for `kernel_bench.py`. Imported when it is measured."""
+"""Decode attention of FlashInfer and SGLang over the same pages, for `kernel_bench.py`; imported when measured."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ LAYERS, HEADS, RANK, ROPE, NOPE, VALUE = 3, 8, 64, 32, 48, 32
 CONTEXT = 16384
 
 
-def mla_model(folder: Path) -> Path:
+def mla_model(folder: Path, **sizes: int) -> Path:
     """Writes the model; returns its folder. Its layers have no experts, its RoPE is YaRN by a factor of 1: SGLang's
-    form for a CPU knows no other.
+    form for a CPU knows no other. `sizes` take the place of the configuration's own.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,6 +29,7 @@ def mla_model(folder: Path) -> Path:
         eos_token_id=needle.eos_token_id, pad_token_id=needle.pad_token_id,
         rope_parameters={**yarn, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1},
     )  # fmt: skip
+    config.update(sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)

@@ -1,0 +1,107 @@
+"""On a GPU: an MLA model of random weights, attended in decode graphs, says what SGLang's own kernels say.
+
+python -m pytest -s tests/gpu/test_mla.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mla_model import LAYERS, mla_model
+from tests.server.harness import DISK, Answer, Server
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {
+    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64,
+}  # fmt: skip
+"""As DeepSeek-V2-Lite has them."""
+TOKENS, SAID, TIE = 4096, 32, 0.05
+"""TIE: log-probability by which bf16 may turn one token into another."""
+FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+FLAGS += ["--dtype", "bfloat16", "--context-length", "8192", "--page-size", "16", "--chunked-prefill-size", "2048"]
+FLAGS += ["--max-total-tokens", "32768", "--max-running-requests", "8", "--disable-prefill-cuda-graph"]
+CONFIG: dict[str, Any] = {
+    **DISK, "methods": {"token_index": {}, "two_level": {}}, "layer_plan": ["anchor"] * LAYERS, "guard_every": 0,
+    "prefetch_policy": "wait_complete", "share_prefixes": True, "decode_path": "sparse", "min_sparse_prompt_len": 1024,
+}  # fmt: skip
+DOCUMENTS = [[random.Random(seed).randrange(3, 2000) for _ in range(TOKENS)] for seed in range(3)]
+"""The last one has no index."""
+
+
+def asked(document: int, number: int) -> list[int]:
+    return [*DOCUMENTS[document], 5 + number, 9, 77 + number]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mla_model(tmp_path_factory.mktemp("mla") / "model", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    lines = [json.dumps({"id": str(number), "input_ids": DOCUMENTS[number]}) for number in range(2)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(model), "--store"]
+    command += [str(folder / "store"), "--prompts", str(folder / "prompts.jsonl")]
+    command += ["--sparse-attn-config", json.dumps({**CONFIG, "method": "token_index"}), "--", *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "store"
+
+
+@pytest.fixture(params=["token_index", "two_level"])
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def server(store: Path, model: Path, method: str, tmp_path: Path) -> Iterator[Server]:
+    config = json.dumps({**CONFIG, "method": method, "keep_ratio": 1.0 if method == "token_index" else 0.25})
+    ours = ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", config]
+    server = Server([*FLAGS, *ours], {}, tmp_path / "server.log", model)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+def said(server: Server, prompt: list[int], *, sparse: bool = True) -> Answer:
+    return server.generate(prompt, SAID, sparse=sparse, return_logprob=True, top_logprobs_num=2)
+
+
+def same(answer: Answer, dense: Answer) -> int:
+    """Tokens up to the first that differs, where the dense model must have been undecided."""
+    for place, (ours, theirs) in enumerate(zip(answer.ids, dense.ids, strict=True)):
+        if ours != theirs:
+            first, second = (entry[0] for entry in dense.meta["output_top_logprobs"][place])
+            assert first - second < TIE, (place, answer.ids, dense.ids)
+            return place
+    return len(dense.ids)
+
+
+def test_answers_in_decode_graphs(server: Server, method: str) -> None:
+    prompts = [asked(document, number) for document in range(3) for number in range(2)]
+    dense = [said(server, prompt, sparse=False) for prompt in prompts]
+    found, delta = server.during(lambda: server.together([lambda p=prompt: said(server, p) for prompt in prompts]))  # type: ignore[misc]
+    assert delta.sparse_steps > SAID // 2
+    assert set(delta.fallbacks) <= {"no_index"}
+    if method == "token_index":  # all positions
+        agreed = [same(ours, theirs) for ours, theirs in zip(found, dense, strict=True)]
+        print(f"tokens that agree of {SAID}: {agreed}")
+        assert sum(agreed) > len(agreed) * SAID // 2
+    shared, delta = server.during(lambda: server.together([lambda n=n: said(server, asked(2, n)) for n in range(4)]))  # type: ignore[misc]
+    assert delta.cascade_steps > SAID // 2
+    for number in range(2):
+        same(shared[number], dense[4 + number])
