@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kernel_rows import MEMORY_RATE, Row, named
 
@@ -63,7 +64,7 @@ def _table(rows: Sequence[Row]) -> str:
     names = sorted(columns, key=lambda column: ("groups" in column, columns[column]))
     operators = rows[0]["bench"] == "operators"
     cell = "floor at 3.0 TB/s" if operators else "10th to 90th percentile; share of 4.3 TB/s"
-    lines = [f"us ({cell}; FlashInfer's time over ours):", ""]
+    lines = [f"us ({cell}; {_rival(rows)}'s time over ours):", ""]
     lines += ["| case | tokens | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for (name, context), own in sorted(cells.items(), key=lambda cell: cell[0][1]):
         lines.append(f"| {name} | {context} | " + " | ".join(own.get(column, "-") for column in names) + " |")
@@ -71,21 +72,31 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _least(rows: Sequence[Row]) -> list[str]:
-    """The least of FlashInfer's times over ours, by case: where it has most to read a request, and elsewhere."""
+    """The least of the rival's times over ours, by case: where it has most to read a request, and elsewhere."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     longest = max(row["context"] for row in rows)
     for row in rows:
-        if row["green"] and "flashinfer" in row.get("ratio", {}):
+        if row["green"] and row.get("ratio"):
             alone = row["context"] == longest and row["batch"] == row["groups"] and row["batch"] in (1, 8)
-            found.setdefault(_name(row), ([], []))[not alone].append(row["ratio"]["flashinfer"])
+            found.setdefault(_name(row), ([], []))[not alone].append(_ratio(row))
     lines = [
         "",
-        f"| FlashInfer's time over ours, at least | {longest} tokens, alone or 8 prefixes | other cells |",
+        f"| {_rival(rows)}'s time over ours, at least | {longest} tokens, alone or 8 prefixes | other cells |",
         "|---" * 3 + "|",
     ]
     for name, both in found.items():
         lines.append(f"| {name} | " + " | ".join(f"{min(one):.2f}" if one else "-" for one in both) + " |")
     return lines
+
+
+def _rival(rows: Sequence[Row]) -> str:
+    """What rows are compared with: the first rival of their run."""
+    found = next((next(iter(row["ratio"])) for row in rows if row.get("ratio")), "flashinfer")
+    return {"flashinfer": "FlashInfer"}.get(found, found)
+
+
+def _ratio(row: Row) -> Any:
+    return next(iter(row.get("ratio", {}).values()), None)
 
 
 def _name(row: Row) -> str:
@@ -102,10 +113,10 @@ def _column(row: Row) -> str:
 
 def _cell(row: Row) -> str:
     if row["bench"] == "operators":
-        ratio = row.get("ratio", {}).get("flashinfer")
+        ratio = _ratio(row)
         return f"{row['us']:.1f} ({row['floor_us']:.1f}{'' if ratio is None else f'; {ratio:.2f} x'})"
     text = f"{row['us_p10']:.1f}-{row['us_p90']:.1f}"
     if row["bench"] == "attention" and row.get("share") is not None:
         text += f"; {row['share']:.1%}"
-    ratio = row.get("ratio", {}).get("flashinfer")
+    ratio = _ratio(row)
     return f"{row['us']:.1f} ({text}{'' if ratio is None else f'; {ratio:.2f} x'})"

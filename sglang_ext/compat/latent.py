@@ -17,6 +17,10 @@ from sglang_ext.options import Build, Exactness, SparseAttnConfig
 
 BACKENDS = ("triton", "torch_native", "TritonAttnBackend", "TorchNativeAttnBackend")
 """What may attend, by SGLang's names and by class."""
+MOST_HEADS = 64
+"""Query heads of a rank on a GPU: a tile of the kernels has all of them."""
+SHARED_MEMORY = 160_000
+"""Bytes of such a tile, with room for the compiler (`tests/prefix_kernels/test_triton_compiles.py`)."""
 
 
 def is_latent(config: Any) -> bool:
@@ -91,6 +95,21 @@ def model_refusal(runner: Any, build: Build) -> str | None:
         return _message(
             "absorbing weights of 16 or 32 bits where queries are recorded", "8 bits", "Set build off, or load bfloat16"
         )
+    return None
+
+
+def gpu_refusal(heads: int, shared_memory: int) -> str | None:
+    """Why our kernels cannot attend latent keys on a GPU; None if they can.
+
+    Args:
+        heads: query heads of this rank.
+        shared_memory: bytes that one program may have.
+    """
+    if heads > MOST_HEADS:
+        return _message(f"at most {MOST_HEADS} query heads on a GPU", heads, "Raise --tp-size")
+    if shared_memory < SHARED_MEMORY:
+        got = f"{shared_memory} bytes of shared memory"
+        return _message(f"a GPU with {SHARED_MEMORY} or more (A100, H100)", got, "Serve this model without the plugin")
     return None
 
 

@@ -110,7 +110,15 @@ class RunnerView:
             )
         if getattr(runner, "sliding_window_size", None):
             return "--sparse-attn: expected full attention; got a sliding-window model (unsupported_mode)."
-        return latent.model_refusal(runner, build) if self._latent else None
+        return self._latent_refusal(build) if self._latent else None
+
+    def _latent_refusal(self, build: Build) -> str | None:
+        message = latent.model_refusal(self.runner, build)
+        if message or self.device.type != "cuda":
+            return message
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        room = properties.shared_memory_per_block_optin
+        return latent.gpu_refusal(self.num_qo_heads, room)
 
     @property
     def req_to_token(self) -> Tensor:

@@ -80,6 +80,15 @@ def test_what_an_mla_model_does_not_go_with_is_refused(
     assert latent.refusal(SimpleNamespace(), given, [backend], torch.bfloat16) is None, "another model"
 
 
+@pytest.mark.parametrize(
+    ("heads", "shared_memory", "message"),
+    [(64, 232448, None), (16, 166912, None), (128, 232448, "got 128. Raise --tp-size"), (16, 101376, "got 101376")],
+)
+def test_a_gpu_has_room_for_the_heads_of_one_latent_key(heads: int, shared_memory: int, message: str | None) -> None:
+    found = latent.gpu_refusal(heads, shared_memory)
+    assert found is None if message is None else message in str(found)
+
+
 def _runner(attentions: int = LAYERS, width: int = RANK + ROPE, pool: str = "MLATokenToKVPool") -> Any:
     """A runner of SGLang's own pool and attention modules; these have no more than what is asked of them."""
     from sglang.srt.mem_cache import memory_pool
