@@ -19,7 +19,7 @@ import xxhash
 
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
 from sglang_ext.offload.host import HostPool
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, waits_for
+from sglang_ext.offload.kv_files import KVFiles, Move, Mover, waits_for
 from sglang_ext.prefix.requests import Attachment
 from sglang_ext.ranks import Ranks
 
@@ -211,9 +211,6 @@ class OffloadAgreement:
                 logger.error("sparse attention: offload: a prefix was not %s its file", what, exc_info=move.error)
                 gone = isinstance(move.error, FileNotFoundError)  # it had been there within the last second
                 self._looked[offload.digest] = time.monotonic() + (_LOOK_S if gone else _RETRY_S), False
-                if isinstance(move.error, KVFileError) and self._files is not None:
-                    with suppress(OSError):  # of another user, or of a folder that is read only
-                        self._files.path(offload.digest).unlink(missing_ok=True)
             elif not move.loads:
                 self._looked.pop(offload.digest, None)
 

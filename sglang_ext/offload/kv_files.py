@@ -147,7 +147,8 @@ class KVFiles:
         logger.info("sparse attention: offload: %s written, %d bytes", path, size)
 
     def read(self, digest: str, prefix_len: int, memory: Memory) -> None:
-        """Read a prefix's bytes; all threads have ended when it returns or raises.
+        """Read a prefix's bytes; all threads have ended when it returns or raises. A file that is not what its name
+        says is removed, unless another one has taken its place meanwhile.
 
         Args:
             digest: of its index.
@@ -158,30 +159,37 @@ class KVFiles:
             KVFileError: the file is damaged, of another prefix, or of another pool.
             OSError: it cannot be read.
         """
-        path, pieces, begun = self.path(digest), list(self._pieces(prefix_len)), time.perf_counter()
-        sums = list[bytes]()
+        path, begun = self.path(digest), time.perf_counter()
         with closing(_File(path)) as file:
-            if file.size != self.size(prefix_len):
-                raise KVFileError(f"expected {self.size(prefix_len)} bytes in {path}, got {file.size}")
-            file.read([found := np.empty(_BLOCK, np.uint8)], 0)
-            header = found.tobytes()
-
-            def filled(piece: Piece) -> bytes:
-                pages = memory(piece)
-                file.read(pages, piece.begin)
-                return _checksum(pages)
-
-            if header.startswith(self._header(digest, prefix_len, []).partition(b'"xxh3"')[0]):
-                with ThreadPool(min(_READERS, len(pieces))) as threads:  # of daemons: an end does not wait for them
-                    sums = threads.map(filled, pieces, chunksize=1)
-        if header != self._header(digest, prefix_len, sums):
-            raise KVFileError(
-                f"expected in {path} the KV of index {digest}, {prefix_len} tokens, in this server's "
-                f"layout and with its checksum; got {header.rstrip()[:300]!r} before other content"
-            )
+            try:
+                self._read(file, digest, prefix_len, memory)
+            except KVFileError:
+                file.remove()
+                raise
         with suppress(OSError):
             os.utime(path)
         logger.info("sparse attention: offload: %s read in %.2f s", path, time.perf_counter() - begun)
+
+    def _read(self, file: _File, digest: str, prefix_len: int, memory: Memory) -> None:
+        pieces, sums = list(self._pieces(prefix_len)), list[bytes]()
+        if file.size != self.size(prefix_len):
+            raise KVFileError(f"expected {self.size(prefix_len)} bytes in {file.path}, got {file.size}")
+        file.read([found := np.empty(_BLOCK, np.uint8)], 0)
+        header = found.tobytes()
+
+        def filled(piece: Piece) -> bytes:
+            pages = memory(piece)
+            file.read(pages, piece.begin)
+            return _checksum(pages)
+
+        if header.startswith(self._header(digest, prefix_len, []).partition(b'"xxh3"')[0]):
+            with ThreadPool(min(_READERS, len(pieces))) as threads:  # of daemons: an end does not wait for them
+                sums = threads.map(filled, pieces, chunksize=1)
+        if header != self._header(digest, prefix_len, sums):
+            raise KVFileError(
+                f"expected in {file.path} the KV of index {digest}, {prefix_len} tokens, in this server's "
+                f"layout and with its checksum; got {header.rstrip()[:300]!r} before other content"
+            )
 
     def _pieces(self, prefix_len: int) -> Iterator[Piece]:
         begin, num_pages = _BLOCK, prefix_len // PAGE_TOKENS
@@ -219,6 +227,7 @@ class _File:
     """An open file, read by several threads."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._cached = self._past = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self._cached).st_size
         self._in_cache = _in_page_cache(self._cached, self.size)
@@ -231,6 +240,12 @@ class _File:
                 self._past = past
             except OSError:
                 os.close(past)
+
+    def remove(self) -> None:
+        """From its folder, if it is there still: another server may have replaced it."""
+        with suppress(OSError):  # of another user, or of a folder that is read only
+            if os.path.samestat(self.path.stat(), os.fstat(self._cached)):
+                self.path.unlink()
 
     def close(self) -> None:
         for one in {self._cached, self._past}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 from prefix_kernels.residents import from_pages, to_pages
 from sglang_ext.offload import kv_files
 from sglang_ext.offload.directory import OffloadDirectory
-from sglang_ext.offload.kv_files import KVFileError, KVFiles, Move, Mover, of_pages, of_slots
+from sglang_ext.offload.kv_files import Bytes, KVFileError, KVFiles, Move, Mover, Piece, of_pages, of_slots
 from sglang_ext.options import Offload
 from tests.offload.host_memory import PlainPools
 
@@ -161,6 +162,27 @@ def test_a_file_that_is_not_what_its_name_says_is_noticed(tmp_path: Path, damage
     path.write_bytes(content)
     with pytest.raises(KVFileError, match="expected"):
         kept.read("a")
+    assert not path.exists()
+
+
+def test_a_file_that_took_a_damaged_ones_place_stays(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    content, path = kept.filled("a"), kept.files.path("a")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    offload = kept.directory.begin("damaged", TOKENS, ())
+    assert not isinstance(offload, str)
+    memory = of_pages(kept.pools, offload.pages)
+
+    def replacing(piece: Piece) -> Sequence[Bytes]:
+        other = tmp_path / f"{piece.begin}"
+        other.write_bytes(whole)
+        other.replace(path)
+        return memory(piece)
+
+    with pytest.raises(KVFileError, match="expected"):
+        kept.files.read("a", TOKENS, replacing)
+    assert torch.equal(kept.read("a"), content)
 
 
 def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
