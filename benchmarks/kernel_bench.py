@@ -50,7 +50,7 @@ import kernel_tables
 import torch
 from kernel_cases import ATTENTION, Case
 from kernel_operators import FLOOR_RATE, OPERATORS, Cell
-from kernel_problem import Gate, Problem, Sizes, make_problem
+from kernel_problem import Gate, Problem, Sizes, make_problem, slot_bytes
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
 from kernel_selection import SELECTION, NoRoomError
 from kernel_timing import CpuTimer, GpuTimer
@@ -222,7 +222,7 @@ def fits(args: argparse.Namespace, sizes: Sizes, shape: AttentionShape) -> bool:
     if args.smoke:
         return True
     tokens = 1.25 * (sizes.groups * sizes.context + sizes.batch * (sizes.suffix + sizes.page)) * args.layers
-    needed = tokens * shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize + (8 << 30)
+    needed = tokens * slot_bytes(shape) + (8 << 30)
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
         print(f"not measured: {sizes} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free", file=sys.stderr)

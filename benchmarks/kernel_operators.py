@@ -13,7 +13,7 @@ import dataclasses
 import math
 
 import torch
-from kernel_problem import Gate, Problem, Sizes, make_problem
+from kernel_problem import Gate, Problem, Sizes, make_problem, slot_bytes
 from kernel_selection import AHEAD, SPECS, Ours, Prefixes, build_arrays
 from torch import Tensor
 
@@ -163,8 +163,7 @@ class Cell:
 def pool_bytes(shape: AttentionShape, sizes: Sizes) -> int:
     """Of one layer's pool, roughly."""
     tokens = sizes.groups * sizes.context + sizes.batch * (sizes.suffix + sizes.page)
-    slot = shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) * shape.kv_dtype.itemsize
-    return max(math.ceil(1.25 * tokens) * slot, 1 << 29)
+    return max(math.ceil(1.25 * tokens) * slot_bytes(shape), 1 << 29)
 
 
 #: name -> method, and `ahead` and `names` of `Operator`. `_ahead` are all launches of a step with `select_ahead`,

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from kernel_problem import Gate
+from kernel_problem import Gate, slot_bytes
 from torch import Tensor
 
 from prefix_kernels.budget import budget_for_group
@@ -131,8 +131,7 @@ class Prefixes:
     @property
     def told(self) -> dict[str, Any]:
         """What a row says of it."""
-        kv = 2 * self.prefix_len * len(self.rows) * self.shape.num_kv_heads * self.shape.head_dim
-        of_kv = self.nbytes / (kv * self.shape.dtype.itemsize)
+        of_kv = self.nbytes / (self.prefix_len * len(self.rows) * slot_bytes(self.shape))
         return {"spec": self.spec.to_dict(), "budget": self.budget, "of_kv_bytes": round(of_kv, 4)}
 
     def gate(self, lists: list[Tensor], candidates: Sequence[Tensor] = ()) -> Gate:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sglang_ext.options import Build, Exactness, SparseAttnConfig
 
-BACKENDS = ("triton", "torch_native", "TritonAttnBackend", "TorchNativeAttnBackend")
+BACKENDS = ("triton", "TritonAttnBackend")
 """What may attend, by SGLang's names and by class."""
-MOST_HEADS = 64
-"""Query heads of a rank on a GPU: a tile of the kernels has all of them."""
+CPU_BACKENDS = (*BACKENDS, "torch_native", "TorchNativeAttnBackend")
+"""The same on a CPU, where `cpu.extend_unabsorbed` mends SGLang's own."""
 SHARED_MEMORY = 160_000
 """Bytes of such a tile, with room for the compiler (`tests/prefix_kernels/test_triton_compiles.py`)."""
 
@@ -39,7 +39,9 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
     return int(config.num_key_value_heads), head_dim, int(getattr(config, "v_head_dim", None) or head_dim)
 
 
-def refusal(model: Any, config: SparseAttnConfig, backends: Sequence[str], kv_dtype: torch.dtype) -> str | None:
+def refusal(
+    model: Any, config: SparseAttnConfig, backends: Sequence[str], kv_dtype: torch.dtype, device: str
+) -> str | None:
     """Why an MLA model cannot be served with these settings; None if it can, or for another model.
 
     Args:
@@ -47,14 +49,17 @@ def refusal(model: Any, config: SparseAttnConfig, backends: Sequence[str], kv_dt
         config: ours.
         backends: of attention, by SGLang's names or by class.
         kv_dtype: of the KV pool.
+        device: its type.
     """
     if not is_latent(model):
         return None
     backend = " and ".join(dict.fromkeys(backends))
     if getattr(model, "index_head_dim", None) is not None:
         return _message("all tokens to be attended", "DeepSeek Sparse Attention", "Serve this model without the plugin")
-    if backend not in BACKENDS:
-        return _message("attention backend triton or torch_native", backend, "Choose --attention-backend triton")
+    if backend not in (CPU_BACKENDS if device == "cpu" else BACKENDS):
+        return _message(
+            "attention backend triton, or torch_native on a CPU", backend, "Choose --attention-backend triton"
+        )
     if kv_dtype.itemsize == 1:
         return _message("a KV cache of float32, float16 or bfloat16", kv_dtype, "Remove --kv-cache-dtype")
     if config.offload is not None:
@@ -91,6 +96,12 @@ def model_refusal(runner: Any, build: Build) -> str | None:
             f"{len(found)} and {pool.layer_num}, {pool.kv_cache_dim} wide",
             "Serve this model without the plugin",
         )
+    if any(one.qk_rope_head_dim == 0 for one in found):
+        return _message(
+            "keys that are wider than values", "qk_rope_head_dim of 0", "Serve this model without the plugin"
+        )
+    if build is not Build.OFF and any(getattr(one, "use_intel_amx_backend", False) for one in found):
+        return _message("weights as they were loaded where queries are recorded", "AMX's", "Set build off")
     if build is not Build.OFF and any(one.use_deep_gemm_bmm or one.w_kc.itemsize == 1 for one in found):
         return _message(
             "absorbing weights of 16 or 32 bits where queries are recorded", "8 bits", "Set build off, or load bfloat16"
@@ -98,15 +109,18 @@ def model_refusal(runner: Any, build: Build) -> str | None:
     return None
 
 
-def gpu_refusal(heads: int, shared_memory: int) -> str | None:
-    """Why our kernels cannot attend latent keys on a GPU; None if they can.
+def gpu_refusal(heads: int, dtype: torch.dtype, shared_memory: int, *, hopper: bool) -> str | None:
+    """Why our kernels cannot attend latent keys on a GPU; None if they can. A tile has all query heads.
 
     Args:
         heads: query heads of this rank.
+        dtype: of queries.
         shared_memory: bytes that one program may have.
+        hopper: whether the GPU has sm_90.
     """
-    if heads > MOST_HEADS:
-        return _message(f"at most {MOST_HEADS} query heads on a GPU", heads, "Raise --tp-size")
+    most = 16 if dtype is torch.float32 else 64 if hopper else 32
+    if heads > most:
+        return _message(f"at most {most} query heads of {dtype} on this GPU", heads, "Raise --tp-size")
     if shared_memory < SHARED_MEMORY:
         got = f"{shared_memory} bytes of shared memory"
         return _message(f"a GPU with {SHARED_MEMORY} or more (A100, H100)", got, "Serve this model without the plugin")

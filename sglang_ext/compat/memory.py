@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_ext.compat import latent
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.decode.buffers import KEPT_BYTES
@@ -77,10 +78,10 @@ def offload_bytes(settings: Settings, configurator: Any) -> int:
     if offload is None or settings.config.build is Build.PREFILL:
         return 0
     model_config = configurator.model_config
-    layers, heads = int(model_config.num_hidden_layers), int(model_config.num_key_value_heads)
+    heads, *dims = latent.kv_shape(model_config)
+    layers, widths = int(model_config.num_hidden_layers), sum(dims)
     sizes: Any = SimpleNamespace(num_layers=layers, num_kv_heads=heads)
     plan = layer_plan_of_rank(settings.config.layer_plan, settings.profile, sizes)
-    widths = int(model_config.head_dim) + int(getattr(model_config, "v_head_dim", None) or model_config.head_dim)
     ranks = int(getattr(configurator.server_args, "tp_size", 1) or 1)
     heads, host_bytes = len(heads_of_rank(heads, 0, ranks)), offload.host_bytes // ranks
     per_layer = heads * widths * int(model_config.dtype.itemsize)

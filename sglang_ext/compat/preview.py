@@ -78,7 +78,7 @@ class ServerPreview:
         return (
             adoption.name_refusal(self.attention_backends)
             or kv_dtype_refusal(self._kv_dtype)
-            or latent.refusal(config, ours, self.attention_backends, self._kv_dtype)
+            or latent.refusal(config, ours, self.attention_backends, self._kv_dtype, self.device)
             or (settings and lossless.refusal(self._args, settings.config, decode_graphs=self.decode_graphs))
             or (settings and scheduler_hooks.graph_refusal(self.device, settings.config.build, self._has_graphs))
             or None

@@ -116,9 +116,9 @@ class RunnerView:
         message = latent.model_refusal(self.runner, build)
         if message or self.device.type != "cuda":
             return message
-        properties: Any = torch.cuda.get_device_properties(self.device)
-        room = properties.shared_memory_per_block_optin
-        return latent.gpu_refusal(self.num_qo_heads, room)
+        gpu: Any = torch.cuda.get_device_properties(self.device)
+        room = gpu.shared_memory_per_block_optin
+        return latent.gpu_refusal(self.num_qo_heads, self.dtype, room, hopper=gpu.major == 9)
 
     @property
     def req_to_token(self) -> Tensor:

@@ -66,7 +66,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
         offload.graph_refusal(runner.device, settings.config),
         refusal(wrapped),
         view.refusal(settings.config.build),
-        latent.refusal(runner.model_config, settings.config, [type(wrapped).__name__], view.kv_dtype),
+        latent.refusal(runner.model_config, settings.config, [type(wrapped).__name__], view.kv_dtype, view.device.type),
         graph_refusal(runner.device, settings.config.build),
     ):
         if message:

@@ -65,7 +65,7 @@ def test_a_checkpoint_tells_its_latent_keys(flags: list[str], refused: str | Non
         ({}, {}, "TritonAttnBackend", None),
         ({}, {"build": "shared"}, "TorchNativeAttnBackend", None),
         ({"index_head_dim": 128}, {}, "TritonAttnBackend", "all tokens to be attended"),
-        ({}, {}, "FlashAttentionBackend", "expected attention backend triton or torch_native"),
+        ({}, {}, "FlashAttentionBackend", "expected attention backend triton, or torch_native"),
         ({}, {"offload": {"host_bytes": 1 << 30}}, "TritonAttnBackend", "no offload"),
         ({}, {"exactness": "verify"}, "TritonAttnBackend", "exactness selected"),
         ({}, {"build": "capture", "capture_folder": "x"}, "TritonAttnBackend", "build off, prefill or shared"),
@@ -75,17 +75,33 @@ def test_what_an_mla_model_does_not_go_with_is_refused(
     model: dict[str, Any], config: dict[str, Any], backend: str, message: str | None
 ) -> None:
     given = config_from_dict(config)
-    found = latent.refusal(SimpleNamespace(**vars(MLA), **model), given, [backend], torch.bfloat16)
+    device = "cuda" if backend == "TritonAttnBackend" else "cpu"
+    found = latent.refusal(SimpleNamespace(**vars(MLA), **model), given, [backend], torch.bfloat16, device)
     assert found is None if message is None else message in str(found)
-    assert latent.refusal(SimpleNamespace(), given, [backend], torch.bfloat16) is None, "another model"
+    assert latent.refusal(SimpleNamespace(), given, [backend], torch.bfloat16, device) is None, "another model"
+
+
+def test_torch_native_attends_latent_keys_on_a_cpu_only() -> None:
+    found = latent.refusal(MLA, config_from_dict({}), ["TorchNativeAttnBackend"], torch.bfloat16, "cuda")
+    assert "or torch_native on a CPU" in str(found)
 
 
 @pytest.mark.parametrize(
-    ("heads", "shared_memory", "message"),
-    [(64, 232448, None), (16, 166912, None), (128, 232448, "got 128. Raise --tp-size"), (16, 101376, "got 101376")],
+    ("heads", "dtype", "shared_memory", "message"),
+    [
+        (64, torch.bfloat16, 232448, None),
+        (32, torch.bfloat16, 166912, None),
+        (64, torch.bfloat16, 166912, "at most 32"),
+        (128, torch.bfloat16, 232448, "got 128. Raise --tp-size"),
+        (16, torch.bfloat16, 101376, "got 101376"),
+        (16, torch.float32, 232448, None),
+        (32, torch.float32, 232448, "at most 16"),
+    ],
 )
-def test_a_gpu_has_room_for_the_heads_of_one_latent_key(heads: int, shared_memory: int, message: str | None) -> None:
-    found = latent.gpu_refusal(heads, shared_memory)
+def test_a_gpu_has_room_for_the_heads_of_one_latent_key(
+    heads: int, dtype: torch.dtype, shared_memory: int, message: str | None
+) -> None:
+    found = latent.gpu_refusal(heads, dtype, shared_memory, hopper=shared_memory == 232448)
     assert found is None if message is None else message in str(found)
 
 
@@ -101,7 +117,7 @@ def _runner(attentions: int = LAYERS, width: int = RANK + ROPE, pool: str = "MLA
     for number in range(attentions):
         module = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
         torch.nn.Module.__init__(module)
-        module.attn_mha = torch.nn.Identity()
+        module.attn_mha, module.qk_rope_head_dim = torch.nn.Identity(), ROPE
         module.use_deep_gemm_bmm, module.w_kc = False, torch.randn(HEADS, NOPE, RANK) + number
         model.layers.append(module)
     shapes = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
@@ -155,12 +171,15 @@ def test_another_pool_or_another_attention_is_refused(runner: dict[str, Any], me
     assert message in str(RunnerView(_runner(**runner)).refusal())
 
 
-@pytest.mark.parametrize("change", [{"use_deep_gemm_bmm": True}, {"w_kc": torch.zeros(1, dtype=torch.int8)}])
-def test_weights_of_eight_bits_are_refused_where_queries_are_recorded(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"use_deep_gemm_bmm": True}, {"w_kc": torch.zeros(1, dtype=torch.int8)}, {"use_intel_amx_backend": True}],
+)
+def test_other_weights_than_the_models_are_refused_where_queries_are_recorded(change: dict[str, Any]) -> None:
     from sglang_ext.compat.runner import RunnerView
     from sglang_ext.options import Build
 
     view = RunnerView(_runner())
     vars(view.runner.model.layers[0]).update(change)
     assert view.refusal() is None
-    assert "Set build off, or load bfloat16" in str(view.refusal(Build.PREFILL))
+    assert "Set build off" in str(view.refusal(Build.PREFILL))
