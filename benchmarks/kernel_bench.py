@@ -69,10 +69,9 @@ _USUAL: Row = {
     "suffix": 64,
     "shape": (32, 8, 128),
     "dtype": "bfloat16",
-    "rivals": list(RIVALS),
+    "rivals": ["flashinfer", "flashinfer_cascade"],
     "layers": 1,
 }
-#: What --smoke measures where the command line says nothing else: all of the path, in seconds.
 #: What is usual of operators, where it differs.
 _OPERATORS: Row = {
     "contexts": [131072, 98304, 65536, 32768],
@@ -83,6 +82,7 @@ _OPERATORS: Row = {
     "rivals": ["flashinfer"],
     "budgets": [2048, 1024],
 }
+#: What --smoke measures where the command line says nothing else: all of the path, in seconds.
 _SMOKE: Row = {
     "contexts": [192],
     "batches": [1, 3],
@@ -363,7 +363,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--plain-contexts", **numbers, metavar="TOKENS", help="of plain decode (1024 8192 32768 131072)")
     add("--plain-batches", **numbers, metavar="N", help="requests of plain decode (1 8 32)")
     add("--only", nargs="+", metavar="CASE", help="cases of attention, selection or operators")
-    add("--rivals", nargs="+", choices=[*RIVALS, "none"], help="measured in the same run (both)")
+    add(
+        "--rivals",
+        nargs="+",
+        choices=[*RIVALS, "none"],
+        help="measured in the same run (FlashInfer's; latent: SGLang's)",
+    )
     add("--layers", type=int, metavar="N", help="of one graph, KV of their own (1; operators: 31)")
     add("--keep", type=float, default=0.05, help="share of the prefix, times sqrt(group) (%(default)s)")
     add("--suffix", type=int, metavar="TOKENS", help="suffix tokens of a request (64)")
@@ -386,6 +391,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     usual = _SMOKE if args.smoke else _USUAL
     if args.part == "operators":
         usual = usual | ({"layers": 2} if args.smoke else _OPERATORS)
+    if args.shape is not None and len(args.shape) not in (3, 4):
+        parser.error(f"expected --shape of 3 numbers, or 4 where values are latent, got {len(args.shape)}")
+    if args.shape is not None and len(args.shape) == 4 and not args.smoke:
+        usual = usual | {"rivals": ["sglang_triton"]}
     for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

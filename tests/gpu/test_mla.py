@@ -1,6 +1,8 @@
 """On a GPU: an MLA model of random weights, attended in decode graphs, says what SGLang's own kernels say.
 
-python -m pytest -s tests/gpu/test_mla.py
+    python -m pytest -s tests/gpu/test_mla.py
+
+All positions are kept, so these answers do not tell which channels an index has: tests/server/test_mla.py does.
 """
 
 from __future__ import annotations
@@ -103,5 +105,4 @@ def test_answers_in_decode_graphs(server: Server, method: str) -> None:
         assert sum(agreed) > len(agreed) * SAID // 2
     shared, delta = server.during(lambda: server.together([lambda n=n: said(server, asked(2, n)) for n in range(4)]))  # type: ignore[misc]
     assert delta.cascade_steps > SAID // 2
-    for number in range(2):
-        same(shared[number], dense[4 + number])
+    assert sum(same(shared[number], dense[4 + number]) for number in range(2)) > SAID

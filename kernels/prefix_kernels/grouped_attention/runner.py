@@ -21,8 +21,9 @@ from prefix_kernels.launching import block_of, launch, launch_behind, programs_a
 from prefix_kernels.types import PagedKV, check_arena, check_int32
 
 _MERGED_AT_ONCE = 64
+"""Parts of a row, at most."""
 _MERGED_NUMBERS = 64 * 128
-"""Of so many parts at most and numbers of them."""
+"""Values of these parts, at most: what the registers hold."""
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
 
