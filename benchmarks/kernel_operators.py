@@ -46,7 +46,8 @@ class Operator(Ours):
         shape, sizes, device = problem.shape, problem.sizes, problem.q.device
         suffix_begin = len(self._slots)
         self._slots = torch.cat([self._slots, problem.suffix_slots.flatten()])
-        passes = passes_for(shape, sizes.batch, specialized=has_specialized(device, shape.num_kv_heads))
+        specialized = has_specialized(device, shape.num_kv_heads)
+        passes = passes_for(shape, sizes.batch, specialized=specialized, short=True)
         # On a CPU two thread blocks per KV head, so that the smoke run splits and merges, too.
         num_programs = None if device.type == "cuda" else 2 * shape.num_kv_heads
         self._attention = GroupedAttention(shape, sizes.batch, passes, device, num_programs=num_programs)

@@ -29,6 +29,7 @@ class Attentions:
         captured: whether decode steps replay graphs: then only batches that a graph was captured for are attended.
         num_passes: segments that a row may stand in: of its group, of what else is its own, and its own list.
         beside: others whose kernels' scratch serves here, too: their runs and these follow each other on one stream.
+        short: groups have lists of some thousand tokens, see `grouped_attention.default_config`.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Attentions:
         captured: bool = False,
         num_passes: int = 2,
         beside: Attentions | None = None,
+        short: bool = False,
     ) -> None:
-        self._beside = beside
+        self._beside, self._short = beside, short
         self._shape = shape
         self._captured = captured
         self._num_passes = num_passes
@@ -77,7 +79,7 @@ class Attentions:
             sizes = self._sizes or range(size, self._max_batch + 1)
             most = max(n for n in (*sizes, size) if block_m_for(n, self._shape.gqa) == block_m)
             specialized = has_specialized(self._device, self._shape.num_kv_heads)
-            groups, alone = passes_for(self._shape, size, specialized=specialized)
+            groups, alone = passes_for(self._shape, size, specialized=specialized, short=self._short)
             passes = [groups, *[alone] * (self._num_passes - 1)]
             logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)
             beside = self._beside._found.get(block_m) if self._beside is not None else None

@@ -180,7 +180,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         passes = self._num_passes
         self._whole = Attentions(shape, batch, device, captured=captured, num_passes=passes, beside=beside)
         self._selected = Attentions(
-            shape, batch, device, captured=captured, num_passes=passes, beside=beside or self._whole
+            shape, batch, device, captured=captured, num_passes=passes, beside=beside or self._whole, short=True
         )
         self.copies = SelectionCopies(layer_plan, self._lists.of, queries=not captured) if traced else None
         self._costs = {} if costs is None else costs

@@ -76,7 +76,9 @@ def block_m_for(rows: int, gqa: int) -> int:
     return 1 << math.ceil(math.log2(rows))
 
 
-def default_config(shape: AttentionShape, rows: int, *, specialized: bool = False) -> AttentionConfig:
+def default_config(
+    shape: AttentionShape, rows: int, *, specialized: bool = False, short: bool = False
+) -> AttentionConfig:
     """For tiles of `rows` requests, at most as many as fit one tile.
 
     Specialized ones were searched on an H200 (heads of 128, bf16). On an H100 a search finds nothing that is faster
@@ -88,12 +90,16 @@ def default_config(shape: AttentionShape, rows: int, *, specialized: bool = Fals
         shape: of the layers.
         rows: requests of a group.
         specialized: whether the device has sm_90's own kernel (`has_specialized`), which runs where it has the shape.
+        short: lists are of some thousand tokens, as selected ones are: what a program waits for counts more than what
+            two tiles of one list read twice.
     """
     block_m = block_m_for(rows, shape.gqa)
     tile = max(block_m, SPECIALIZED_ROWS)
     if specialized and tile <= MAX_BLOCK_M and shape.fits_specialized(tile):
-        # A tile of one request or a few: two programs on a multiprocessor hide each other's chains.
-        programs, registers = (2, 128) if block_m <= MIN_BLOCK_M else (1, None)
+        in_two = short and tile > SPECIALIZED_ROWS and shape.fits_specialized(SPECIALIZED_ROWS)
+        tile = SPECIALIZED_ROWS if in_two else tile
+        # Two programs on a multiprocessor hide each other's chains.
+        programs, registers = (2, 128) if in_two or block_m <= MIN_BLOCK_M else (1, None)
         return AttentionConfig(tile, 64, 4, 3, programs, registers, specialized=True)
     exact = shape.dtype is torch.float32
     if shape.head_dim > _WIDE and not exact:
@@ -106,9 +112,11 @@ def default_config(shape: AttentionShape, rows: int, *, specialized: bool = Fals
     return AttentionConfig(block_m, 64, 8 if block_m >= 128 else 4, 3, 2)
 
 
-def passes_for(shape: AttentionShape, rows: int, *, specialized: bool = False) -> list[AttentionConfig]:
+def passes_for(
+    shape: AttentionShape, rows: int, *, specialized: bool = False, short: bool = False
+) -> list[AttentionConfig]:
     """For a group of `rows` requests and for single ones: a specialized one does for both, in one launch."""
-    group = default_config(shape, rows, specialized=specialized)
+    group = default_config(shape, rows, specialized=specialized, short=short)
     return [group, group if group.specialized else default_config(shape, 1)]
 
 
