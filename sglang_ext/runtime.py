@@ -16,7 +16,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from prefix_index import IndexEntry
 from sglang_ext.config import Settings
 from sglang_ext.decode.drafts import DraftLengths
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
@@ -208,9 +207,7 @@ class SparseRuntime:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
             attachment = Attachment(rid, found.reason, found.entry)
-            if found.entry is not None and self._kept_away(found.entry):
-                attachment.reason = "quality_guard"  # nothing is loaded for it
-            elif found.entry is not None:
+            if found.entry is not None:
                 if counted:
                     self.counters.hits += 1
                     self.index_hits[found.entry.digest] += 1
@@ -222,11 +219,6 @@ class SparseRuntime:
             attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes)
         attachment.prompt_len = len(prompt)
         self.requests.add(request, attachment)
-
-    def _kept_away(self, entry: IndexEntry) -> bool:
-        """Whether the guard wants a request's index unused. Several ranks vote on that instead (`Readiness`)."""
-        guard = self.planner.guard
-        return guard is not None and self.ranks.size == 1 and guard.records.blocks(entry.digest)
 
     def _serves(self, attachment: Attachment) -> bool:
         """Whether steps select by a request's index, as far as is known now."""

@@ -300,13 +300,20 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
         if fits(groups):
             return list(groups)
-        kept = set()
         saved = {one: len(one[0].rows) * one[0].length - self._budget(*one) for one in groups}
-        for one in sorted(saved, key=lambda one: (-saved[one], one[0].rows)):
-            if fits([one]):
-                kept.add(one)
-                taken.append(one)
-        return [one for one in groups if one in kept]
+        rest = sorted(saved, key=lambda one: (-saved[one], one[0].rows))
+        while rest:
+            # As many as fit together, of whom a try looks at all; the next one does not, nor one that is no smaller.
+            count = bisect_right(range(1, len(rest) + 1), False, key=lambda n: not fits(rest[:n]))
+            taken += rest[:count]
+            refused = [(one[0].length, self._budget(*one)) for one in rest[count : count + 1]]
+            rest = [
+                one
+                for one in rest[count + 1 :]
+                if any(one[0].length < length or self._budget(*one) < budget for length, budget in refused)
+            ]
+        kept = {id(one) for one in taken}
+        return [one for one in groups if id(one) in kept]
 
     def swaps(self, prefix_len: int) -> bool:
         """Whether a request alone may have a prefix of so many tokens in host memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -170,6 +171,21 @@ def test_where_the_operation_is_full_the_surplus_attends_all(monkeypatch: pytest
     assert server.step([2, 3, 4]) == [GroupRead(1, 100, 32), GroupRead(1, 30, 30)]
     monkeypatch.setattr(server.sparse.op, "fits", lambda lengths, budgets: False)
     assert server.sparse.plan(server.batch([2], [server.lens[2]])) is None
+
+
+def test_a_full_operation_is_asked_for_many_groups_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One try for each group is 15 ms of a step of 64 groups."""
+    server, tries = Server(CPU, 16, kernels=False), list[int]()
+
+    def fits(lengths: Sequence[int], budgets: Sequence[int]) -> bool:
+        tries.append(len(lengths))
+        return len(lengths) <= 9
+
+    monkeypatch.setattr(server.sparse.op, "fits", fits)
+    for serial in range(1, 17):
+        server.join(serial, *server.prefix(100), 5)
+    assert len(server.step(list(range(1, 17)))) == 9
+    assert len(tries) <= 6
 
 
 def test_suffixes_that_lists_have_no_room_for_are_attended_whole() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -52,6 +53,8 @@ class TwoLevelOp(CombinedOp, AheadOp):
                 f"expected token_index as two_level.second in decode graphs, got {spec.second.method}; name it"
             )
         self._spec, self._heads = spec, shape.num_kv_heads
+        # Each step asks for all of its groups.
+        self._first_level = functools.lru_cache(1 << 10)(lambda *of: spec.first_level(SelectionGroup(*of)))
         # Of each prefix no more candidates than tokens.
         each = spec.entry_tokens
         entries = self._heads * (-(-sizes.room // each) + sizes.max_groups * list_stride(1))
@@ -150,8 +153,7 @@ class TwoLevelOp(CombinedOp, AheadOp):
 
     def _first_levels(self, lengths: Sequence[int], budgets: Sequence[int]) -> list[SelectionGroup]:
         """What is named of each prefix, without windows, which a budget holds."""
-        groups = (SelectionGroup(*of) for of in zip(lengths, budgets, strict=True))
-        return [self._spec.first_level(group) for group in groups]
+        return [self._first_level(*of) for of in zip(lengths, budgets, strict=True)]
 
     @property
     def nbytes(self) -> int:
