@@ -29,6 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "method": "two_level",
         "methods": {"two_level": {"first": {"method": "ab_sparse", "sizes": "profile"}}},
     },
+    "blocks on some channels": {"method": "ab_sparse", "methods": {"ab_sparse": {"channel_ratio": 0.5}}},
     "two methods": {"method": "ab_sparse", "methods": {"ab_sparse": {}, "token_index": {"channel_ratio": 1.0}}},
 }
 
