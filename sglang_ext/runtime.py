@@ -41,7 +41,7 @@ from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
-from sglang_ext.ranks import Ranks, check_alike
+from sglang_ext.ranks import Ranks, build_refusal, check_alike
 
 logger = logging.getLogger(__name__)
 
@@ -147,11 +147,8 @@ class SparseRuntime:
     def _recording(self, profile: Profile | None) -> Recording | None:
         """What this process makes of the prompts that it prefills; None for nothing. May be a collective."""
         build, config, ranks, heads = self.config.build, self.config, self.ranks, self.model.num_kv_heads
-        if build is not Build.OFF and ranks.size > heads:
-            raise ValueError(
-                f"--sparse-attn: expected at most {heads} tensor-parallel ranks (KV heads) to build indexes; got "
-                f"{ranks.size}. Build with a smaller --tp-size: any reads the indexes"
-            )
+        if message := build_refusal(build, ranks.size, heads):
+            raise ValueError(message)
         if build is Build.PREFILL:
             return PrefillBuilds(self.store, config, self.view, self.model, profile, ranks)
         if build is Build.SHARED and self.planner.uses_indexes:

@@ -6,6 +6,7 @@ layer's weights (*absorption*). SGLang absorbs them in decode steps, but not in 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from sglang_ext.options import Build, Exactness, SparseAttnConfig
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = ("triton", "TritonAttnBackend")
 """What may attend, by SGLang's names and by class."""
 CPU_BACKENDS = (*BACKENDS, "torch_native", "TorchNativeAttnBackend")
 """The same on a CPU, where `cpu.extend_unabsorbed` mends SGLang's own."""
+_NAMED = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 SHARED_MEMORY = 160_000
 """Bytes of such a tile, with room for the compiler (`tests/prefix_kernels/test_triton_compiles.py`)."""
 
@@ -71,6 +75,38 @@ def refusal(
     return None
 
 
+def arguments(given: Any) -> dict[str, str]:
+    """The attention backend of an MLA model, by field of ServerArgs, where no flag names one: SGLang's own choice may
+    be another (on Hopper fa3). Empty for another model, or where one is named.
+
+    Args:
+        given: SGLang's flags as they were parsed.
+    """
+    if any(getattr(given, name, None) is not None for name in _NAMED) or not _is_latent_checkpoint(given):
+        return {}
+    from sglang.srt.utils import get_device
+
+    backend = "torch_native" if (given.device or get_device()) == "cpu" else "triton"
+    logger.info("sparse attention: --attention-backend %s, as none is named and the model is MLA", backend)
+    return {_NAMED[0]: backend}
+
+
+def _is_latent_checkpoint(given: Any) -> bool:
+    """Whether flags name an MLA model; not where SGLang cannot read it, which its start says itself."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        model = ModelConfig(
+            given.model_path,
+            trust_remote_code=given.trust_remote_code,
+            revision=given.revision,
+            model_override_args=given.json_model_override_args,
+        )
+    except Exception:
+        return False
+    return is_latent(model)
+
+
 def _message(expected: str, got: object, what_to_do: str) -> str:
     return f"--sparse-attn: expected {expected} with an MLA model; got {got}. {what_to_do}."
 
@@ -107,6 +143,14 @@ def model_refusal(runner: Any, build: Build) -> str | None:
             "absorbing weights of 16 or 32 bits where queries are recorded", "8 bits", "Set build off, or load bfloat16"
         )
     return None
+
+
+def device_refusal(heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `gpu_refusal`, of the device that is there; None on any but a GPU."""
+    if device.type != "cuda":
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return gpu_refusal(heads, dtype, gpu.shared_memory_per_block_optin, hopper=gpu.major == 9)
 
 
 def gpu_refusal(heads: int, dtype: torch.dtype, shared_memory: int, *, hopper: bool) -> str | None:
