@@ -167,6 +167,23 @@ def test_blocks_on_some_channels_by_loop(bits, form, sizes):
         torch.testing.assert_close(got[head], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_channels_of_the_profile():
+    """As the token index has them; others, or another number, are refused."""
+    spec, channels = parse_spec({"method": "ab_sparse", "num_channels": 4}), ((0, 1, 5, 15), (2, 3, 4, 6))
+    layer, keys = LayerProfile(channels=channels), randn(70, 2, 16)
+    builder = make_builder(spec, layer)
+    assert not builder.needs_queries(16)
+    assert spec.profile_part([layer]) == {"channels": [[list(head) for head in channels]]}
+    assert builder.build_layer(keys, None)["channels"].tolist() == [list(head) for head in channels]
+    whole = make_builder(parse_spec({"method": "ab_sparse"}), layer).build_layer(keys, None)
+    assert "channels" not in whole
+    with pytest.raises(ValueError, match=r"ab_sparse.num_channels of 4, as many as the profile has, got 6"):
+        parse_spec({"method": "ab_sparse", "num_channels": 6}).profile_part([layer])
+    beyond = make_builder(spec, LayerProfile(channels=((0, 1, 2, 16), (0, 1, 2, 3))))
+    with pytest.raises(ValueError, match=r"0\.\.15 \(below head_dim\), got 0 to 16"):
+        beyond.build_layer(keys, None)
+
+
 def test_all_channels_or_128_of_wide_keys():
     """Of wide keys a second level has the same channels."""
     spec = parse_spec({"method": "ab_sparse"})
