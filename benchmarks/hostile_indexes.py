@@ -78,6 +78,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "token_index": {"method": "token_index"},
     "token_index, 2 bits": {"method": "token_index", "bits": 2},
     "ab_sparse": {"method": "ab_sparse"},
+    "ab_sparse, some channels": {"method": "ab_sparse", "num_channels": 32},
     "ab_sparse, bounds in fp16": {"method": "ab_sparse", "representation": "minmax", "quantization": "none"},
     "ab_sparse, sizes per head": {"method": "ab_sparse", "sizes": "profile", "representation": "ball"},
     "csattention": {"method": "csattention"},

@@ -87,6 +87,7 @@ CASES = (
         "triton/test_anchor_selection.py",
         "scores_and_lists or some_channels or groups_share",
     ),
+    Case(("score_kernel",), "triton/test_sparse_decode.py", "every_method and ball and channels"),
     Case(
         ("pick_kernel", "score_kernel", "list_kernel"),
         "triton/test_csa_selection.py",

@@ -71,7 +71,8 @@ def cell(text: str) -> str:
 def methods() -> Iterator[str]:
     """A table for each method that has parameters."""
     for name, method in METHODS.items():
-        defaults = method.spec().to_dict()
+        spec = method.spec()
+        defaults = {**vars(spec), **spec.to_dict()}
         own = [field.name for field in dataclasses.fields(method.spec)]
         said = attributes(method.spec)
         if own:

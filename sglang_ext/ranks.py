@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sglang_ext.options import Build
+
 
 class Ranks:
     """The group, as one of its processes sees it. By itself that of a process without others, which agrees with itself.
@@ -189,3 +191,15 @@ class Agreement:
     def took(self, path: str, rows: int) -> None:
         """A decode step of so many rows goes this way."""
         self.history = zlib.crc32(f"{path} {rows}".encode(), self.history)
+
+
+def build_refusal(build: Build, ranks: int, heads: int) -> str | None:
+    """Why a server of so many tensor-parallel ranks cannot build indexes of a model of so many KV heads; None if it
+    can, or does not.
+    """
+    if build is Build.OFF or ranks <= heads:
+        return None
+    return (
+        f"--sparse-attn: expected at most {heads} tensor-parallel ranks (KV heads) to build indexes; got {ranks}. "
+        "Build with a smaller --tp-size: any reads the indexes"
+    )

@@ -40,7 +40,7 @@ from sglang_ext.prefix.directory import PrefixDirectory
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.profiles import check_profile, layer_plan_of_rank
-from sglang_ext.ranks import Ranks, check_alike
+from sglang_ext.ranks import Ranks, build_refusal, check_alike
 
 logger = logging.getLogger(__name__)
 
@@ -128,15 +128,13 @@ class SparseRuntime:
         if self.offload is not None and self.planner.sparse is not None:
             self.offload.swap, self.offload.selects = self.planner.sparse.swap, self.planner.sparse.swaps
             self.offload.tell_longest(view.req_to_token.shape[1])
-        guard = self.planner.guard
-        guarded = guard.records if guard is not None else None
+        guarded = None if self.planner.guard is None else self.planner.guard.records
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
         self._looks_up = self.planner.uses_indexes  # nothing that no step could use
         self.builds = self._recording(profile)
-        folder = config.trace_folder
-        self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
+        self._trace = None if config.trace_folder is None else StepTrace(config.trace_folder, plan, view.dtype)
         self._step = Step()
         self._drafts = DraftLengths(config.draft_tokens)
         self.took: StepPath | None = None
@@ -146,11 +144,8 @@ class SparseRuntime:
     def _recording(self, profile: Profile | None) -> Recording | None:
         """What this process makes of the prompts that it prefills; None for nothing. May be a collective."""
         build, config, ranks, heads = self.config.build, self.config, self.ranks, self.model.num_kv_heads
-        if build is not Build.OFF and ranks.size > heads:
-            raise ValueError(
-                f"--sparse-attn: expected at most {heads} tensor-parallel ranks (KV heads) to build indexes; got "
-                f"{ranks.size}. Build with a smaller --tp-size: any reads the indexes"
-            )
+        if message := build_refusal(build, ranks.size, heads):
+            raise ValueError(message)
         if build is Build.PREFILL:
             return PrefillBuilds(self.store, config, self.view, self.model, profile, ranks)
         if build is Build.SHARED and self.planner.uses_indexes:
@@ -540,6 +535,11 @@ class SparseRuntime:
     def planned(self) -> bool:
         """Whether the running forward is attended here."""
         return self._step.planned is not None or self._step.staged is not None
+
+    @property
+    def watches(self) -> bool:
+        """Whether the running forward is attended here, or its queries are recorded."""
+        return self.planned or bool(self._step.chunks)
 
     # -- what others see -----------------------------------------------------------------------------------
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import torch
 
 from prefix_index import ModelFingerprint, canonical_digest
+from sglang_ext.compat import latent
 from sglang_ext.compat.latent import kv_shape
 from sglang_ext.config import Settings
 from sglang_ext.fingerprint import config_digests, resolve_folder, weights_digest
 from sglang_ext.methods.profile import ProfileError
+from sglang_ext.options import SparseAttnConfig
 from sglang_ext.profiles import check_profile, layer_plan_of_rank, local_folder
+from sglang_ext.ranks import build_refusal
 
 #: In place of what is known only when the model is loaded; a profile is not compared by it.
 _UNREAD = "unread"
@@ -99,6 +104,55 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
     except (TypeError, ValueError) as error:
         return f"--sparse-attn-config: layer_plan: {error}"
     return None
+
+
+def latent_refusal(record: Any, config: SparseAttnConfig) -> str | None:
+    """Why a server of this ServerArgs cannot serve its MLA model with our settings, before processes start; None if it
+    can, or for another model.
+    """
+    model = model_config_of(record)
+    if not latent.is_latent(model):
+        return None
+    args = resolved(record)
+    message = latent.refusal(model, config, attention_backends(args), kv_dtype_of(args, model), str(args.device))
+    return message or build_refusal(config.build, int(args.tp_size), kv_shape(model)[0])
+
+
+def resolved(record: Any) -> Any:
+    """What SGLang made of what the flags leave open: 0.5.16 writes it into the record."""
+    try:
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+    except ImportError:
+        return record
+    view: Callable[[Any], Any] = resolving_view
+    return view(record)
+
+
+def attention_backends(args: Any) -> tuple[str, str]:
+    """Of prefill and of decode, by SGLang's names, of resolved ServerArgs."""
+    both = args.attention_backend
+    return args.prefill_attention_backend or both, args.decode_attention_backend or both
+
+
+def kv_dtype_of(args: Any, config: Any) -> torch.dtype:
+    """Of the KV pool, by SGLang's own function; what a quantized checkpoint asks for is not known.
+
+    Args:
+        args: resolved ServerArgs.
+        config: SGLang's ModelConfig.
+    """
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=args.kv_cache_dtype,
+        model=SimpleNamespace(quant_config=None),
+        model_dtype=config.dtype,
+        is_draft_worker=False,
+        is_dflash=False,
+        speculative_draft_attention_backend="",
+    )
+    found: torch.dtype = dtype
+    return found
 
 
 def model_config_of(record: Any) -> Any:

@@ -6,7 +6,8 @@ layer's weights (*absorption*). SGLang absorbs them in decode steps, but not in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from sglang_ext.options import Build, Exactness, SparseAttnConfig
 
-BACKENDS = ("triton", "TritonAttnBackend")
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("triton", "TritonAttnBackend", "flashinfer", "FlashInferMLAAttnBackend")
 """What may attend, by SGLang's names and by class."""
 CPU_BACKENDS = (*BACKENDS, "torch_native", "TorchNativeAttnBackend")
 """The same on a CPU, where `cpu.extend_unabsorbed` mends SGLang's own."""
+_NAMED = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 SHARED_MEMORY = 160_000
 """Bytes of such a tile, with room for the compiler (`tests/prefix_kernels/test_triton_compiles.py`)."""
 
@@ -58,7 +62,9 @@ def refusal(
         return _message("all tokens to be attended", "DeepSeek Sparse Attention", "Serve this model without the plugin")
     if backend not in (CPU_BACKENDS if device == "cpu" else BACKENDS):
         return _message(
-            "attention backend triton, or torch_native on a CPU", backend, "Choose --attention-backend triton"
+            "attention backend triton or flashinfer, or torch_native on a CPU",
+            backend,
+            "Choose --attention-backend triton",
         )
     if kv_dtype.itemsize == 1:
         return _message("a KV cache of float32, float16 or bfloat16", kv_dtype, "Remove --kv-cache-dtype")
@@ -69,6 +75,38 @@ def refusal(
     if config.build is Build.CAPTURE:
         return _message("build off, prefill or shared", "capture", "Serve without a profile")
     return None
+
+
+def arguments(given: Any) -> dict[str, str]:
+    """The attention backend of an MLA model, by field of ServerArgs, where no flag names one: SGLang's own choice may
+    be another (on Hopper fa3). Empty for another model, or where one is named.
+
+    Args:
+        given: SGLang's flags as they were parsed.
+    """
+    if any(getattr(given, name, None) is not None for name in _NAMED) or not _is_latent_checkpoint(given):
+        return {}
+    from sglang.srt.utils import get_device
+
+    backend = "torch_native" if (given.device or get_device()) == "cpu" else "triton"
+    logger.info("sparse attention: --attention-backend %s, as none is named and the model is MLA", backend)
+    return {_NAMED[0]: backend}
+
+
+def _is_latent_checkpoint(given: Any) -> bool:
+    """Whether flags name an MLA model; not where SGLang cannot read it, which its start says itself."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        model = ModelConfig(
+            given.model_path,
+            trust_remote_code=given.trust_remote_code,
+            revision=given.revision,
+            model_override_args=given.json_model_override_args,
+        )
+    except Exception:
+        return False
+    return is_latent(model)
 
 
 def _message(expected: str, got: object, what_to_do: str) -> str:
@@ -109,6 +147,14 @@ def model_refusal(runner: Any, build: Build) -> str | None:
     return None
 
 
+def device_refusal(heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `gpu_refusal`, of the device that is there; None on any but a GPU."""
+    if device.type != "cuda":
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return gpu_refusal(heads, dtype, gpu.shared_memory_per_block_optin, hopper=gpu.major == 9)
+
+
 def gpu_refusal(heads: int, dtype: torch.dtype, shared_memory: int, *, hopper: bool) -> str | None:
     """Why our kernels cannot attend latent keys on a GPU; None if they can. A tile has all query heads.
 
@@ -134,6 +180,38 @@ def absorptions(model: Any) -> dict[Any, Callable[[Tensor], Tensor]]:
 
 def _absorb_by(module: Any, q: Tensor) -> Tensor:
     return absorb(q, module.w_kc)
+
+
+def attends_again(forward_batch: Any) -> bool:
+    """Whether a layer's queries of a prefill, which it attended its new tokens with, are to attend cached ones next: a
+    call of its own for each chunk of these.
+    """
+    return bool(getattr(forward_batch, "attn_attend_prefix_cache", None))
+
+
+def joined(
+    q: Tensor, k: Tensor | None, layer: Any, extras: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Queries and keys as the KV pool has them, of a backend that is handed their channels with RoPE apart.
+
+    Args:
+        q: [num_tokens, num_qo_heads * kv_lora_rank] or with the heads apart, absorbed.
+        k: the same of one head; None where nothing is written.
+        layer: a RadixAttention.
+        extras: what a backend's `forward` was called with beside; `q_rope` and `k_rope` among them.
+
+    Returns:
+        q [num_tokens, num_qo_heads, kv_lora_rank + qk_rope_head_dim] and k [num_tokens, 1, the same], new memory; the
+        other extras.
+    """
+    others = {name: value for name, value in extras.items() if name not in ("q_rope", "k_rope")}
+    k_rope = extras.get("k_rope")
+    k = k if k is None or k_rope is None else _side_by_side(k, k_rope, 1)
+    return _side_by_side(q, extras["q_rope"], layer.tp_q_head_num), k, others
+
+
+def _side_by_side(left: Tensor, right: Tensor, heads: int) -> Tensor:
+    return torch.cat([one.reshape(len(one), heads, -1) for one in (left, right)], dim=-1)
 
 
 def absorb(q: Tensor, w_kc: Tensor) -> Tensor:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from prefix_index import ModelFingerprint
 from sglang_ext.compat import adoption, latent, lossless, memory, scheduler_hooks
-from sglang_ext.compat.checkpoint import checkpoint_fingerprint, model_config_of, weights_of
+from sglang_ext.compat.checkpoint import (
+    attention_backends,
+    checkpoint_fingerprint,
+    kv_dtype_of,
+    latent_refusal,
+    model_config_of,
+    resolved,
+    weights_of,
+)
 from sglang_ext.compat.engine import checked_record
 from sglang_ext.compat.request_tokens import RequestTokens
 from sglang_ext.compat.runner import kv_dtype_refusal
@@ -48,14 +54,13 @@ class ServerPreview:
     def __init__(self, flags: Sequence[str]) -> None:
         self._record = checked_record(flags)
         self._record.check_server_args()  # ours is called behind SGLang's own
-        self._args = args = _resolved(self._record)
+        self._args = args = resolved(self._record)
         self._config = model_config_of(self._record)
         self.settings: Settings | None = settings_of(self._record)
         self.device, self.tp_size = str(args.device), int(args.tp_size)
         self.num_qo_heads = int(self._config.num_attention_heads)
         self.dtype: torch.dtype = self._config.dtype
-        both = args.attention_backend
-        self.attention_backends = args.prefill_attention_backend or both, args.decode_attention_backend or both
+        self.attention_backends = attention_backends(args)
         self.decode_graphs = self.device == "cuda" and not self._has_graphs("decode", "disabled")
 
     def promised_bytes(self, available: int) -> int:
@@ -78,27 +83,22 @@ class ServerPreview:
         return (
             adoption.name_refusal(self.attention_backends)
             or kv_dtype_refusal(self._kv_dtype)
-            or latent.refusal(config, ours, self.attention_backends, self._kv_dtype, self.device)
+            or latent_refusal(self._record, ours)
+            or self._gpu_refusal()
             or (settings and lossless.refusal(self._args, settings.config, decode_graphs=self.decode_graphs))
             or (settings and scheduler_hooks.graph_refusal(self.device, settings.config.build, self._has_graphs))
             or None
         )
 
+    def _gpu_refusal(self) -> str | None:
+        """Of the GPUs that are there: those of ranks are of one kind."""
+        if self.device != "cuda" or not torch.cuda.is_available() or not latent.is_latent(self._config):
+            return None
+        return latent.device_refusal(self.num_qo_heads // self.tp_size, self.dtype, torch.device("cuda", 0))
+
     @cached_property
     def _kv_dtype(self) -> torch.dtype:
-        """Of the KV pool, by SGLang's own function."""
-        from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-
-        _, dtype = configure_kv_cache_dtype(
-            server_args_kv_cache_dtype=self._args.kv_cache_dtype,
-            model=SimpleNamespace(quant_config=None),
-            model_dtype=self._config.dtype,
-            is_draft_worker=False,
-            is_dflash=False,
-            speculative_draft_attention_backend="",
-        )
-        found: torch.dtype = dtype
-        return found
+        return kv_dtype_of(self._args, self._config)
 
     def model(self, *, weights: bool = True) -> ModelFingerprint:
         """Of the model served. Without `weights` their digest is no value, and their files need not be there.
@@ -127,13 +127,3 @@ class ServerPreview:
         asyncio.set_event_loop(loop)
         manager, templates = init_tokenizer_manager(self._record, PortArgs.init_new(self._record))
         return RequestTokens(manager, templates, loop.run_until_complete)
-
-
-def _resolved(record: Any) -> Any:
-    """What SGLang made of what the flags leave open: 0.5.16 writes it into the record."""
-    try:
-        from sglang.srt.arg_groups.model_override_base import resolving_view
-    except ImportError:
-        return record
-    view: Callable[[Any], Any] = resolving_view
-    return view(record)

@@ -114,11 +114,7 @@ class RunnerView:
 
     def _latent_refusal(self, build: Build) -> str | None:
         message = latent.model_refusal(self.runner, build)
-        if message or self.device.type != "cuda":
-            return message
-        gpu: Any = torch.cuda.get_device_properties(self.device)
-        room = gpu.shared_memory_per_block_optin
-        return latent.gpu_refusal(self.num_qo_heads, self.dtype, room, hopper=gpu.major == 9)
+        return message or latent.device_refusal(self.num_qo_heads, self.dtype, self.device)
 
     @property
     def req_to_token(self) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from prefix_index import printable
-from sglang_ext.compat import administration, lossless, offload, tensor_parallel
+from sglang_ext.compat import administration, latent, lossless, offload, tensor_parallel
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.config import ENV_CONFIG, ConfigError, Settings, enabled_by_env, make_settings, settings_from_env
 from sglang_ext.profiles import local_folder
@@ -108,7 +108,7 @@ def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse
     if settings is not None:
         if message := lossless.given_twice(args, settings.config):
             refuse(message)
-        vars(args).update(lossless.arguments(settings.config))
+        vars(args).update(lossless.arguments(settings.config) | latent.arguments(args))
     record = original(cls, args)
     if settings is not None:
         attach(record, settings)
@@ -140,6 +140,7 @@ def after_check_server_args(_result: None, record: Any) -> None:
     message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
     message = message or lossless.refusal(record, settings.config, decode_graphs=False)  # its process knows of these
     message = message or offload.refusal(record, settings.config)
+    message = message or checkpoint.latent_refusal(record, settings.config)
     message = message or checkpoint.model_refusal(record, settings)
     if message:
         refuse(message)

@@ -209,9 +209,8 @@ class IndexBuilder(ABC, Generic[S]):
     spec: S
     layer: LayerProfile = NO_PROFILE
 
-    @property
-    def needs_queries(self) -> bool:
-        """Whether `build_layer` needs sampled queries; if not, they are ignored."""
+    def needs_queries(self, head_dim: int) -> bool:
+        """Whether `build_layer` needs sampled queries for keys of so many channels; if not, they are ignored."""
         return False
 
     @abstractmethod

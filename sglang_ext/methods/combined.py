@@ -46,10 +46,9 @@ C = TypeVar("C", bound=CombinedSpec)
 class CombinedBuilder(IndexBuilder[C]):
     """Builds both parts. Arrays: those of the parts, named `first.<name>` and `second.<name>`."""
 
-    @property
-    def needs_queries(self) -> bool:
+    def needs_queries(self, head_dim: int) -> bool:
         """Whether a part needs them."""
-        return any(builder.needs_queries for builder in self._parts().values())
+        return any(builder.needs_queries(head_dim) for builder in self._parts().values())
 
     def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
         return named({name: one.build_layer(keys, queries) for name, one in self._parts().items()})

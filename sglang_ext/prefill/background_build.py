@@ -269,7 +269,7 @@ class BackgroundBuilder:
             return {"status": "exists"}
         elif self._parts.has_left(build.identity.digest):
             return {"status": "left"}
-        if self._factory.needs_queries:
+        if self._factory.needs_queries(build.identity.model):
             sample = self._samples.of(build.prefix, len(build.heads), self._rows)
             if sample is None:
                 raise CannotBuildError("expected queries of at least half of the prefix, fewer are kept in host memory")

@@ -52,10 +52,12 @@ _RECALL_ROWS = 4
 
 def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> str:
     """Digest of how indexes are built: two configurations with equal digests build and read the same. Of a profile
-    counts only what the builders use. Raises ProfileError where the methods do not go with it.
+    counts only what the builders use; sampling of queries counts where keys of any width take them.
+
+    Raises ProfileError where the methods do not go with the profile.
     """
     specs = method_specs(config)
-    sampled = need_queries(specs, profile)
+    sampled = need_queries(specs, profile, head_dim=0)
     content: dict[str, Any] = {
         "builders": _BUILDERS_VERSION,
         "methods": {name: spec.to_dict() for name, spec in specs.items()},
@@ -65,9 +67,9 @@ def profile_digest(config: SparseAttnConfig, profile: Profile | None = None) -> 
     return canonical_digest({**content, "profile": used} if used else content)
 
 
-def need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None) -> bool:
-    """Whether one of the methods is built from sampled queries."""
-    return any(make_builder(spec, layer_profile(profile, 0)).needs_queries for spec in specs.values())
+def need_queries(specs: Mapping[str, IndexSpec], profile: Profile | None, head_dim: int) -> bool:
+    """Whether one of the methods is built from sampled queries, for keys of so many channels."""
+    return any(make_builder(spec, layer_profile(profile, 0)).needs_queries(head_dim) for spec in specs.values())
 
 
 class IndexFactory:
@@ -109,10 +111,9 @@ class IndexFactory:
         lease.release()  # its last holder was done a moment ago
         return exists
 
-    @property
-    def needs_queries(self) -> bool:
+    def needs_queries(self, model: ModelFingerprint) -> bool:
         """Whether one of the methods is built from sampled queries."""
-        return need_queries(self.specs, self._profile)
+        return need_queries(self.specs, self._profile, model.head_dim)
 
     def builders(self, layers: range, heads: range) -> Iterator[tuple[str, IndexBuilder[IndexSpec]]]:
         """Of each method, for the given KV heads of the given layers as if they were one layer's."""

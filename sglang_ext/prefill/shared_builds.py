@@ -83,7 +83,7 @@ class SharedBuilds(Recording):
         rank, size = (parts.rank, parts.size) if parts is not None else (0, 1)
         self._heads = heads_of_rank(model.num_kv_heads, rank, size)
         self._factory = IndexFactory(store, config, profile)
-        self._records = self._factory.needs_queries
+        self._records = self._factory.needs_queries(model)
         self._hits = HitCounter(config.build_after_hits, config.min_sparse_prompt_len, config.build_align)
         self._samples = QuerySamples(config.sample_host_bytes, view.device)
         rows, share = self.recorder.capacity, config.build_share

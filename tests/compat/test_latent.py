@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,13 +61,116 @@ def test_a_checkpoint_tells_its_latent_keys(flags: list[str], refused: str | Non
     assert why is None if refused is None else refused in str(why)
 
 
+def started(model: str, flags: list[str], hopper: bool = False) -> tuple[list[str], str, Any]:
+    """The backends of a server that would start, what was logged and printed, and its exit status otherwise."""
+    import contextlib
+    import io
+    import logging
+
+    from sglang_ext.compat.checkpoint import attention_backends, resolved
+    from sglang_ext.compat.engine import checked_record
+
+    if hopper:
+        for module in [one for one in sys.modules.values() if "is_hopper_with_cuda_12_3" in vars(one)]:
+            module.is_hopper_with_cuda_12_3 = lambda: True  # type: ignore[attr-defined]
+    logged, said, backends, status = io.StringIO(), io.StringIO(), [], None
+    logging.getLogger("sglang_ext").addHandler(logging.StreamHandler(logged))
+    with contextlib.redirect_stderr(said):
+        try:
+            record = checked_record(["--model-path", model, "--sparse-attn", *flags])
+            backends = list(attention_backends(resolved(record)))
+            record.check_server_args()
+        except SystemExit as error:
+            status = error.code
+    return backends, logged.getvalue() + said.getvalue(), status
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend"),
+    [
+        (["--device", "cuda"], "triton"),
+        (["--device", "cpu"], "torch_native"),
+        (["--device", "cuda", "--attention-backend", "triton"], None),
+    ],
+    ids=["on a GPU", "on a CPU", "named"],
+)
+def test_a_backend_that_nobody_names_is_one_that_attends_latent_keys(
+    flags: list[str], backend: str | None, tmp_path: Path
+) -> None:
+    """On Hopper SGLang itself takes another one."""
+    flags = [*flags, "--sparse-attn-store", str(tmp_path)]
+    model = str(mla_model(tmp_path / "model"))
+    found, said, status = in_sglang(f"{__name__}:started", model, flags, True)
+    assert (found, status) == ([backend or "triton"] * 2, None), said
+    assert (f"--attention-backend {backend}, as none is named" in said) == (backend is not None)
+
+
+def test_another_models_backend_is_sglangs_choice(tmp_path: Path) -> None:
+    from tests.mla_model import NEEDLE
+
+    flags = ["--device", "cuda", "--sparse-attn-store", str(tmp_path)]
+    found, said, status = in_sglang(f"{__name__}:started", str(NEEDLE), flags, True)
+    assert (found, status) == (["fa3"] * 2, None), said
+    assert "as none is named" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--attention-backend", "fa3"], "got fa3. Choose --attention-backend triton"),
+        (["--decode-attention-backend", "triton", "--prefill-attention-backend", "fa3"], "got fa3 and triton. Choose"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "got torch.float8_e4m3fn. Remove --kv-cache-dtype"),
+        (
+            ["--tp-size", "2", "--sparse-attn-config", '{"build": "shared"}'],
+            "at most 1 tensor-parallel ranks (KV heads) to build indexes; got 2. Build with a smaller --tp-size",
+        ),
+    ],
+    ids=["backend", "two backends", "fp8", "ranks that build"],
+)
+def test_what_an_mla_model_does_not_go_with_ends_the_start_before_weights_are_loaded(
+    flags: list[str], said: str, tmp_path: Path
+) -> None:
+    flags = ["--device", "cuda", "--sparse-attn-store", str(tmp_path), *flags]
+    _, found, status = in_sglang(f"{__name__}:started", str(mla_model(tmp_path / "model")), flags)
+    assert status == 2, found
+    assert said in found
+
+
+def test_doctor_tells_of_ranks_that_would_build(tmp_path: Path) -> None:
+    words = ["doctor", "--model-path", str(mla_model(tmp_path / "model")), "--store", str(tmp_path), "--json"]
+    words += ["--sparse-attn-config", '{"build": "shared"}', "--", "--device", "cpu", "--tp-size", "2"]
+    status, out, _ = in_sglang("tests.compat.test_diagnosis:run_cli", words)
+    (start,) = [one for one in json.loads(out)["findings"] if one["what"] == "start"]
+    assert (status, start["verdict"]) == (1, "fail")
+    assert "at most 1 tensor-parallel ranks (KV heads) to build indexes; got 2" in start["found"]
+
+
+def on_a_gpu(model: str, shared_memory: int) -> str | None:
+    """What a preview refuses on a machine with such a GPU before Hopper."""
+    from sglang_ext.compat.preview import ServerPreview
+
+    preview = ServerPreview(["--model-path", model, "--device", "cuda", "--attention-backend", "triton"])
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(shared_memory_per_block_optin=shared_memory, major=8)
+    return preview.refusal
+
+
+@pytest.mark.parametrize(("shared_memory", "message"), [(166912, None), (101376, "got 101376 bytes")])
+def test_a_preview_tells_whether_the_gpu_that_is_there_has_room(
+    shared_memory: int, message: str | None, tmp_path: Path
+) -> None:
+    found = in_sglang(f"{__name__}:on_a_gpu", str(mla_model(tmp_path / "model")), shared_memory)
+    assert found is None if message is None else message in str(found)
+
+
 @pytest.mark.parametrize(
     ("model", "config", "backend", "message"),
     [
         ({}, {}, "TritonAttnBackend", None),
+        ({}, {}, "FlashInferMLAAttnBackend", None),
         ({}, {"build": "shared"}, "TorchNativeAttnBackend", None),
         ({"index_head_dim": 128}, {}, "TritonAttnBackend", "all tokens to be attended"),
-        ({}, {}, "FlashAttentionBackend", "expected attention backend triton, or torch_native"),
+        ({}, {}, "FlashAttentionBackend", "expected attention backend triton or flashinfer, or torch_native"),
         ({}, {"offload": {"host_bytes": 1 << 30}}, "TritonAttnBackend", "no offload"),
         ({}, {"exactness": "verify"}, "TritonAttnBackend", "exactness selected"),
         ({}, {"build": "capture", "capture_folder": "x"}, "TritonAttnBackend", "build off, prefill or shared"),

@@ -127,7 +127,86 @@ def test_token_scores_are_the_blocks():
         torch.testing.assert_close(some.exp().sum(1), torch.ones(2))
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 32)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", ["int4", "none"])
+def test_blocks_on_some_channels_by_loop(bits, form, sizes):
+    """Each head on its own channels: those with the greatest max |q_i| * max |k_i|, as a bound on the keys there."""
+    keys, samples, q = randn(101, 2, 16) * randn(2, 16, seed=3), randn(2, 50, 16, seed=1), randn(3, 4, 16, seed=2)
+    spec = profiled(representation=form, quantization=bits, num_channels=6)
+    arrays = make_builder(spec, LayerProfile(block_sizes=sizes)).build_layer(keys, samples)
+    assert arrays["channels"].dtype is torch.int16
+    got = scores(spec, arrays, q, 101)
+    for head, size in enumerate(sizes):
+        share = [(float(samples[head, :, c].abs().max() * keys[:, head, c].abs().max()), c) for c in range(16)]
+        channels = sorted(c for _, c in sorted(share)[-6:])
+        assert arrays["channels"][head].tolist() == channels
+        own = slice(int(arrays["row_indptr"][head]), int(arrays["row_indptr"][head + 1]))
+
+        def stored(part, head=head, own=own):
+            if bits == "none":
+                return arrays[f"ragged_{part}"][own].float()
+            scale, zero = (arrays[f"{part}_{name}"][head] for name in ("scale", "zero"))
+            return dequantize(LowBitTensor(arrays[f"ragged_{part}_packed"][own], scale, zero))
+
+        rows = q[:, 2 * head : 2 * head + 2, channels].flatten(0, 1)
+        blocks = [keys[i : i + size, head][:, channels] for i in range(0, 101, size)]
+        if form == "minmax":
+            raw = torch.maximum(rows[:, None] * stored("min"), rows[:, None] * stored("max")).sum(-1)
+            wanted = [block.amin(0) for block in blocks], stored("min")
+        else:
+            center = stored("mean" if form == "mean" else "center")
+            raw, wanted = rows @ center.T, ([block.mean(0) for block in blocks], center)
+        if form == "ball":
+            radius = arrays["ragged_radius"][own].float()
+            raw = raw + rows.norm(dim=1, keepdim=True) * radius
+            furthest = [(block - center[i]).norm(dim=1).amax() for i, block in enumerate(blocks)]
+            torch.testing.assert_close(radius, torch.stack(furthest), rtol=3e-3, atol=1e-6)
+        torch.testing.assert_close(torch.stack(wanted[0]), wanted[1], rtol=0, atol=0.02 if bits == "none" else 0.3)
+        expected = (raw * 0.3).log_softmax(1).amax(0).repeat_interleave(size)[:101]
+        torch.testing.assert_close(got[head], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_channels_of_the_profile():
+    """As the token index has them; others, or another number, are refused."""
+    spec, channels = parse_spec({"method": "ab_sparse", "num_channels": 4}), ((0, 1, 5, 15), (2, 3, 4, 6))
+    layer, keys = LayerProfile(channels=channels), randn(70, 2, 16)
+    builder = make_builder(spec, layer)
+    assert not builder.needs_queries(16)
+    assert spec.profile_part([layer]) == {"channels": [[list(head) for head in channels]]}
+    assert builder.build_layer(keys, None)["channels"].tolist() == [list(head) for head in channels]
+    whole = make_builder(parse_spec({"method": "ab_sparse"}), layer).build_layer(keys, None)
+    assert "channels" not in whole
+    with pytest.raises(ValueError, match=r"ab_sparse.num_channels of 4, as many as the profile has, got 6"):
+        parse_spec({"method": "ab_sparse", "num_channels": 6}).profile_part([layer])
+    beyond = make_builder(spec, LayerProfile(channels=((0, 1, 2, 16), (0, 1, 2, 3))))
+    with pytest.raises(ValueError, match=r"0\.\.15 \(below head_dim\), got 0 to 16"):
+        beyond.build_layer(keys, None)
+
+
+def test_all_channels_or_128_of_wide_keys():
+    """Of wide keys a second level has the same channels."""
+    spec = parse_spec({"method": "ab_sparse"})
+    assert [spec.kept_channels(dim) for dim in (64, 128, 256, 576)] == [64, 128, 256, 128]
+    assert [spec.selects_channels(dim) for dim in (64, 128, 256, 576)] == [False, False, False, True]
+    assert [make_builder(spec).needs_queries(dim) for dim in (64, 256, 576)] == [False, False, True]
+    assert "channels" not in make_builder(spec).build_layer(randn(40, 1, 256), None)
+    keys, samples = randn(40, 1, 576), randn(1, 50, 576, seed=1)
+    arrays = make_builder(parse_spec({"method": "two_level"})).build_layer(keys, samples)
+    assert arrays["first.channels"].shape == (1, 128)
+    assert torch.equal(arrays["first.channels"], arrays["second.channels"])
+    assert arrays["first.mean_packed"].shape == (1, 3, 64)
+    whole = make_builder(parse_spec({"method": "ab_sparse", "num_channels": 576})).build_layer(keys, samples)
+    assert whole["channels"].tolist() == [list(range(576))]
+
+
 def test_errors():
+    with pytest.raises(ValueError, match="at most head_dim=8, got 16"):
+        make_builder(parse_spec({"method": "ab_sparse", "num_channels": 16})).build_layer(
+            randn(9, 1, 8), randn(1, 9, 8, seed=1)
+        )
+    with pytest.raises(ValueError, match="head_dim to be a multiple of 2 for 4 bits, got 9"):
+        make_builder(parse_spec({"method": "ab_sparse"})).build_layer(randn(9, 1, 9), None)
     keys = randn(100, 2, 8)
     for sizes in ((), (16,), (16, 16, 16), (16, 24)):
         with pytest.raises(ValueError, match=r"for each of 2 KV heads from the profile, got .*calibrate"):

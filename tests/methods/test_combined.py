@@ -155,11 +155,11 @@ def test_combinations_nest():
 
 def test_who_needs_queries():
     def needs(first, second):
-        return make_builder(parse_spec({"method": "two_level", "first": first, "second": second})).needs_queries
+        return make_builder(parse_spec({"method": "two_level", "first": first, "second": second})).needs_queries(16)
 
     assert not needs(PARTS[1], {"method": "token_index", "channel_ratio": 1.0})
     assert needs(PARTS[1], {"method": "token_index"})
     assert needs(PARTS[1], PARTS[3])
     assert needs(PARTS[0], PARTS[1])
     spec = parse_spec({"method": "two_level", "first": PARTS[1], "second": PARTS[3]})
-    assert not make_builder(spec, LayerProfile(channels=((0,) * 8,) * 2)).needs_queries
+    assert not make_builder(spec, LayerProfile(channels=((0,) * 8,) * 2)).needs_queries(16)

@@ -15,7 +15,7 @@ from tests.methods.test_methods import SPECS
 
 RAGGED = [
     {"method": "ab_sparse", "sizes": "profile"},
-    {"method": "ab_sparse", "sizes": "profile", "representation": "ball", "quantization": "none"},
+    {"method": "ab_sparse", "sizes": "profile", "representation": "ball", "quantization": "none", "num_channels": 6},
 ]
 
 
@@ -49,12 +49,29 @@ def test_an_index_of_another_length_is_refused(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("channels", -1), ("channels", 16), ("keys_scale", float("nan")), ("keys_zero", 2e5)]
+    ("method", "name", "value"),
+    [
+        ("token_index", "channels", -1),
+        ("token_index", "channels", 16),
+        ("token_index", "keys_scale", float("nan")),
+        ("token_index", "keys_zero", 2e5),
+        ("ab_sparse", "channels", -1),
+        ("ab_sparse", "channels", 16),
+        ("ab_sparse", "mean_scale", -1.0),
+    ],
 )
-def test_values_out_of_their_range_are_refused(name: str, value: float) -> None:
-    spec, heads = built({"method": "token_index"}, 64)
+def test_values_out_of_their_range_are_refused(method: str, name: str, value: float) -> None:
+    spec, heads = built({"method": method, "num_channels": 8}, 64)
     heads[1][name][-1] = value
     with pytest.raises(ContentError, match=rf"{name} of layer 3: expected values of .*, got .*{value:g}"):
+        check(spec, heads, 64)
+
+
+@pytest.mark.parametrize("method", ["token_index", "ab_sparse"])
+def test_channels_that_do_not_ascend_are_refused(method: str) -> None:
+    spec, heads = built({"method": method, "num_channels": 8}, 64)
+    heads[1]["channels"][3:5] = heads[1]["channels"][4].clone()
+    with pytest.raises(ContentError, match="channels of layer 3: expected ascending channels, got"):
         check(spec, heads, 64)
 
 

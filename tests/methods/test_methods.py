@@ -25,6 +25,7 @@ SPECS = [
         for size, bits in ((16, "int4"), (64, "none"))
         for form in ("mean", "minmax", "ball")
     ),
+    {"method": "ab_sparse", "num_channels": 6, "representation": "ball"},
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -106,7 +107,7 @@ def test_unusable_captures_are_refused(name):
             builder.build_layer(bad, samples)
     with pytest.raises(ValueError, match="prefix_len >= 1"):
         builder.build_layer(good[:0], samples)
-    if not builder.needs_queries:
+    if not builder.needs_queries(16):
         builder.build_layer(good, None)
         return
     with pytest.raises(ValueError, match="needs queries"):

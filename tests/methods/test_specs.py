@@ -21,7 +21,7 @@ def test_registry_and_round_trip(name):
     assert parse_spec(json.loads(json.dumps(spec.to_dict()))) == spec
     assert METHODS[name].spec.from_dict({}) == spec
     assert make_builder(spec).spec == spec
-    assert make_builder(spec).needs_queries == (name in ("csattention", "token_index", "two_level", "union"))
+    assert make_builder(spec).needs_queries(64) == (name in ("csattention", "token_index", "two_level", "union"))
     assert hasattr(make_selector(spec), "select")
 
 
@@ -58,6 +58,10 @@ def test_registry_and_round_trip(name):
             ValueError,
             r"or token_index.channel_ratio, got both \(8 and 0.25\); remove one",
         ),
+        ({"method": "ab_sparse", "num_channels": 3}, ValueError, r"ab_sparse.num_channels to be a multiple of 2"),
+        ({"method": "ab_sparse", "num_channels": 6, "quantization": "int2"}, ValueError, "multiple of 4"),
+        ({"method": "ab_sparse", "channel_ratio": 0}, ValueError, "ab_sparse.channel_ratio above 0 and at most 1"),
+        ({"method": "ab_sparse", "channel_ratio": 0.5, "num_channels": 8}, ValueError, r"got both \(8 and 0.5\)"),
         ({"method": "two_level", "candidate_factor": 0.9}, ValueError, "of at least 1, got 0.9; .*among the candid"),
         ({"method": "two_level", "candidate_ratio": 0}, ValueError, "candidate_ratio above 0"),
         ({"method": "two_level", "first": "exact"}, TypeError, "two_level.first as an object"),
@@ -72,6 +76,21 @@ def test_registry_and_round_trip(name):
 def test_spec_errors(data, error, message):
     with pytest.raises(error, match=message):
         parse_spec(data)
+
+
+def test_channels_of_blocks_are_named_where_they_are_not_the_default():
+    """Indexes that were built when blocks had no channels to choose keep their identity."""
+    assert parse_spec({"method": "ab_sparse"}).to_dict() == {
+        "method": "ab_sparse",
+        "block_size": 16,
+        "sizes": "uniform",
+        "representation": "mean",
+        "quantization": "int4",
+    }
+    for named in ({"num_channels": 32}, {"channel_ratio": 0.5}):
+        spec = parse_spec({"method": "ab_sparse", **named})
+        assert named.items() <= spec.to_dict().items()
+        assert parse_spec(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 def test_specs_nest():

@@ -46,8 +46,8 @@ def test_channels_of_the_profile():
     spec = token_spec(num_channels=4)
     layer = LayerProfile(channels=((0, 1, 5, 15), (2, 3, 4, 6)))
     builder = make_builder(spec, layer)
-    assert not builder.needs_queries
-    assert make_builder(spec).needs_queries
+    assert not builder.needs_queries(16)
+    assert make_builder(spec).needs_queries(16)
     keys = randn(70, 2, 16)
     assert builder.build_layer(keys, None)["channels"].tolist() == [[0, 1, 5, 15], [2, 3, 4, 6]]
     whole = make_builder(ALL, layer).build_layer(keys, None)
@@ -89,7 +89,7 @@ def test_channels_as_a_part_of_the_head(ratio, bits, head_dim, kept):
     spec = token_spec(channel_ratio=ratio, bits=bits)
     keys, samples = randn(40, 2, head_dim), randn(2, 50, head_dim, seed=1)
     builder = make_builder(spec)
-    assert builder.needs_queries == (ratio < 1)
+    assert builder.needs_queries(head_dim) == (ratio < 1)
     arrays = builder.build_layer(keys, samples)
     assert arrays["channels"].shape == (2, kept)
     same = make_builder(token_spec(num_channels=kept, bits=bits)).build_layer(keys, samples)

@@ -114,6 +114,18 @@ def blocks(rows: int, form: CandidateForm, bits: int = 4, *, dim: int = DIM, hop
     select.run(inputs, torch.zeros(64), lists, slot_table=table)
 
 
+def latent_blocks(rows: int, form: CandidateForm = CandidateForm.TOKEN, *, hopper: bool = False) -> None:
+    """A selection by blocks on 128 channels of the latent keys of 16 query heads; of tokens that share a block's row,
+    as a first level has them.
+    """
+    shape = ScoreShape(16, 1, 128, 4, True, form=form, shared_rows=form is CandidateForm.TOKEN)
+    config, device = default_config(shape, rows, specialized=hopper), torch.device("cpu")
+    select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, num_programs=132)
+    inputs = ScoreInputs(torch.zeros(rows, 16, 576, dtype=torch.bfloat16), 0.1)
+    lists, table = select.new_lists(with_slots=True), torch.arange(64).int()
+    select.run(inputs, torch.zeros(64), lists, slot_table=table)
+
+
 def union() -> None:
     select = UnionSelection(KV_HEADS, 16, 4096, torch.device("cpu"))
     heads, counts = torch.zeros(16, KV_HEADS, 4, dtype=torch.int64), torch.zeros(64, KV_HEADS, 2112, dtype=torch.int32)
@@ -216,6 +228,15 @@ CASES: dict[str, Callable[[], None]] = {
         )
         for rows in (1, 8, 32)
     },
+    "selection of latent keys' blocks": lambda: latent_blocks(1, CandidateForm.MEAN),
+    "selection of latent keys' blocks by balls": lambda: latent_blocks(1, CandidateForm.BALL),
+    "selection of latent keys' blocks as a first level": lambda: latent_blocks(1),
+    **{
+        f"specialized selection of latent keys' blocks for {rows} requests": lambda rows=rows: latent_blocks(
+            rows, hopper=True
+        )
+        for rows in (1, 4, 8)
+    },
     "selection by two methods": union,
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
@@ -257,6 +278,9 @@ SPILLED = {
     "specialized selection of listed tokens for 1 requests": 8,
     "specialized selection of listed tokens for 8 requests": 32,
     "specialized selection of listed tokens for 32 requests": 8,
+    "specialized selection of latent keys' blocks for 1 requests": 24,
+    "specialized selection of latent keys' blocks for 4 requests": 104,
+    "specialized selection of latent keys' blocks for 8 requests": 472,
     "selection of tokens by codes of 8 bits": 40,
     "selection of blocks by minima and maxima": 8,
     "selection of blocks by minima and maxima for 32 requests": 24,

@@ -15,9 +15,18 @@ from tests.server.jobs import Prebuilt
 from tests.server.test_tensor_parallel import cores
 
 FIRST, SECOND, UNINDEXED = ([random.Random(seed).randrange(3, 2000) for _ in range(640)] for seed in range(3))
+KEPT = 32
 CONFIG: dict[str, Any] = {
     "method": "token_index",
-    "methods": {"token_index": {}, "two_level": {}, "csattention": {"num_subspaces": 8}},
+    "methods": {
+        "token_index": {},
+        "ab_sparse": {"num_channels": KEPT, "representation": "ball"},
+        "two_level": {
+            "first": {"method": "ab_sparse", "num_channels": KEPT},
+            "second": {"method": "token_index", "num_channels": KEPT},
+        },
+        "csattention": {"num_subspaces": 8},
+    },
     "keep_ratio": 1.0,
     "layer_plan": ["anchor"] * LAYERS,
     "prefetch_policy": "wait_complete",
@@ -86,12 +95,23 @@ def test_answers_are_those_of_the_model_outside_sglang(server: Any, model: Path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["token_index", "two_level"])
+@pytest.mark.parametrize("method", ["token_index", "ab_sparse", "two_level"])
 def test_some_positions_are_selected_in_every_step(serve: Any, stored: Prebuilt, model: Path, method: str) -> None:
     server = serve(stored.store, {**CONFIG, "method": method, "keep_ratio": 0.25, "min_top_k": 64}, model=model)
     _, delta = server.during(lambda: [server.generate(ask(FIRST, number), TOKENS) for number in range(2)])
     assert (delta.sparse_rows, delta.dense_rows, delta.fallbacks) == (2 * (TOKENS - 1), 0, {})
     assert delta.per_layer("attended_tokens_per_layer") == [len(FIRST) // 4 * delta.sparse_rows] * LAYERS
+
+
+@pytest.mark.full
+def test_both_levels_keep_the_same_channels(stored: Prebuilt) -> None:
+    with FileStore(stored.store) as store, store.get(stored.line("first")["digest"]) as file:
+        for layer in range(LAYERS):
+            first, second = (file.array(f"two_level.{part}.channels", layer, 0) for part in ("first", "second"))
+            assert first.shape == (KEPT,)
+            assert np.array_equal(first, second)
+            assert file.array("two_level.first.mean_packed", layer, 0).shape == (len(FIRST) // 16, KEPT // 2)
+            assert np.array_equal(file.array("ab_sparse.channels", layer, 0), first)
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from prefix_index import IndexEntry
 from prefix_index.format import ALIGN
@@ -29,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "method": "two_level",
         "methods": {"two_level": {"first": {"method": "ab_sparse", "sizes": "profile"}}},
     },
+    "blocks on some channels": {"method": "ab_sparse", "methods": {"ab_sparse": {"channel_ratio": 0.5}}},
     "two methods": {"method": "ab_sparse", "methods": {"ab_sparse": {}, "token_index": {"channel_ratio": 1.0}}},
 }
 
@@ -50,6 +52,12 @@ def test_an_index_has_the_bytes_that_were_computed(bench: Any, keys: dict[str, A
     ]
     assert sizes.device == by_rank[0]
     assert index_sizes(config, profile, model, len(TOKENS), tp_size=2).device == max(by_rank[1:])
+
+
+def test_queries_are_recorded_for_blocks_of_wide_keys_alone(bench: Any) -> None:
+    factory, model = IndexFactory(bench.store, config_from_dict({"method": "ab_sparse"})), _model()
+    assert not factory.needs_queries(model)
+    assert factory.needs_queries(replace(model, head_dim=576))
 
 
 def _resident(factory: IndexFactory, method: str, entry: IndexEntry, heads: range) -> int:

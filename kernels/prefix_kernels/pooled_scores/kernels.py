@@ -107,15 +107,16 @@ def _query_parts(
 
 @triton.jit
 def _query_norms(
-    q_ptr, rows_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA: tl.constexpr,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_ptr, rows_ptr, channels_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M] fp32: lengths of the queries."""
+    """[BLOCK_M] fp32: lengths of the queries on the kept channels."""
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, WIDTH)
     live = m < num_rows * GQA
     row = tl.load(rows_ptr + row_begin + m // GQA, mask=live, other=0).to(tl.int64)
-    q_ptrs = q_ptr + (row * q_stride_row + (head * GQA + m % GQA) * q_stride_head)[None, :] + k[:, None]
+    channel = tl.load(channels_ptr + k, mask=k < CHANNELS, other=0).to(tl.int32) if LISTED else k
+    q_ptrs = q_ptr + (row * q_stride_row + (head * GQA + m % GQA) * q_stride_head)[None, :] + channel[:, None]
     q = tl.load(q_ptrs, mask=(k < CHANNELS)[:, None] & live[None, :], other=0.0).to(tl.float32)
     return tl.sqrt(tl.sum(q * q, axis=0))
 
@@ -424,8 +425,8 @@ def score_stretch(
                 more = (more_ptr, positive, m)
             elif FORM == BALL:
                 lengths = _query_norms(
-                    q_ptr, rows_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA, CHANNELS,
-                    BLOCK_K * PARTS * (2 if TAIL else 1), BLOCK_M,
+                    q_ptr, rows_ptr, channels_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA,
+                    CHANNELS, BLOCK_K * PARTS * (2 if TAIL else 1), BLOCK_M, LISTED_CHANNELS,
                 )  # fmt: skip
                 more = (more_ptr, queries, lengths / UNIT)
             else:

@@ -74,7 +74,7 @@ def compute_sizes(args: argparse.Namespace) -> Sizes:
         Row("KV of the prompt", kv, count * kv, "device of each rank, in SGLang's pool"),
         Row("while one loads", staging, staging, "host DRAM of each rank, at most"),
     ]
-    if need_queries(method_specs(config), profile):
+    if need_queries(method_specs(config), profile, model.head_dim):
         sampled = sampled_tokens(config.query_samples, preview.num_qo_heads // model.num_kv_heads)
         one = model.num_layers * sampled * preview.num_qo_heads * model.head_dim * preview.dtype.itemsize
         rows.append(

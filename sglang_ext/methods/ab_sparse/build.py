@@ -8,10 +8,11 @@ from torch import Tensor
 from prefix_kernels.low_bit import dequantize, quantize
 from sglang_ext.methods.ab_sparse.spec import BITS, BLOCK_SIZES, ABSparseSpec, ragged_name
 from sglang_ext.methods.arrays import join_heads
-from sglang_ext.methods.base import IndexBuilder, check_keys, to_half
+from sglang_ext.methods.base import to_half
+from sglang_ext.methods.channels import CHANNELS, ChannelBuilder, keys_on
 
 
-class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
+class ABSparseBuilder(ChannelBuilder[ABSparseSpec]):
     """Builds block representations.
 
     Arrays with uniform sizes, for each part p (`mean`; `min` and `max`; `center`), num_blocks = ceil(prefix_len /
@@ -22,10 +23,19 @@ class ABSparseBuilder(IndexBuilder[ABSparseSpec]):
     With the profile's sizes the arrays of blocks are ragged (see `arrays`): `ragged_p_packed`, `ragged_p` and
     `ragged_radius` have the rows of all heads one after the other, ceil(prefix_len / B_h) for head h; `row_indptr`
     [num_kv_heads + 1] int32 says where each head's begin and `block_sizes` [num_kv_heads] int32 is B_h.
+
+    Where channels are chosen (`ABSparseSpec.selects_channels`), `channels` [num_kv_heads, num_channels] int16,
+    ascending, are those that all vectors and radii are of, and their number takes the place of head_dim.
     """
 
     def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:
-        check_keys(keys)
+        channels = self.channels(keys, queries)
+        if not self.spec.selects_channels(keys.shape[2]):
+            return self._layer(keys)
+        return {CHANNELS: channels.short(), **self._layer(keys_on(channels, keys).transpose(0, 1))}
+
+    def _layer(self, keys: Tensor) -> dict[str, Tensor]:
+        """Of keys on the kept channels."""
         if self.spec.sizes == "uniform":
             arrays = self._build(keys, self.spec.block_size)
             return {name: array.contiguous() for name, array in arrays.items()}

@@ -12,8 +12,9 @@ from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import CandidateForm
 from sglang_ext.decode.select_op import ListSizes
-from sglang_ext.methods.ab_sparse.spec import BITS, ABSparseSpec, ragged_name
+from sglang_ext.methods.ab_sparse.spec import ABSparseSpec, ragged_name
 from sglang_ext.methods.arrays import ROW_INDPTR
+from sglang_ext.methods.channels import CHANNELS
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays
@@ -44,8 +45,9 @@ class ABSparseOp(ScoredOp):
         scored = ScoreShape(
             shape.num_qo_heads,
             shape.num_kv_heads,
-            channels=shape.head_dim,
-            bits=BITS.get(spec.quantization, 16),
+            channels=spec.kept_channels(shape.head_dim),
+            bits=spec.bits,
+            listed_channels=spec.selects_channels(shape.head_dim),
             pooling=Pooling(config.pooling),
             form=CandidateForm.TOKEN if of_entries else _FORMS[spec.representation],
             entry_tokens=1 if of_entries else sizes.entry_tokens,
@@ -64,7 +66,7 @@ class ABSparseOp(ScoredOp):
 
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
         name = str if self._ab_sparse.sizes == "uniform" else ragged_name
-        found: list[Tensor | None] = [None]
+        found: list[Tensor | None] = [layer.get(CHANNELS)]
         for part in self._ab_sparse.parts:
             coded = self._ab_sparse.quantization != "none"
             found += [layer[name(f"{part}_packed" if coded else part)], layer[f"{part}_scale"] if coded else None]

@@ -11,6 +11,7 @@ from prefix_kernels.pooling import pool_scores
 from sglang_ext.methods.ab_sparse.spec import BLOCK_SIZES, CHANNELWISE, ABSparseSpec
 from sglang_ext.methods.arrays import RAGGED, ROW_INDPTR, is_ragged
 from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
+from sglang_ext.methods.channels import CHANNELS, queries_on
 
 
 class ABSparseSelector(Selector[ABSparseSpec]):
@@ -53,6 +54,8 @@ class ABSparseSelector(Selector[ABSparseSpec]):
         return self._score(q, padded).masked_fill(~exists[:, None, None], -torch.inf), sizes
 
     def _score(self, q: Tensor, arrays: Arrays) -> Tensor:
+        if CHANNELS in arrays:
+            q = queries_on(arrays[CHANNELS], q)
         parts = [self._read(arrays, part) for part in self.spec.parts]
         if self.spec.representation == "ball":
             return block_scores_ball(q, parts[0], arrays["radius"])

@@ -12,21 +12,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sglang_ext.methods.arrays import LARGEST, RAGGED, ROW_INDPTR, ContentError, Form, IndexSize, low_bit_forms
-from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice
+from sglang_ext.methods.base import Arrays, LayerProfile, check_choice
+from sglang_ext.methods.channels import CHANNELS, ChannelSpec
 
 BLOCK_SIZES = (16, 32, 64)
 BITS = {"int2": 2, "int4": 4, "int8": 8}
-CHANNELWISE = ("_scale", "_zero")
+CHANNELWISE = ("_scale", "_zero", CHANNELS)
 """Ends of the names of arrays with a row per KV head and none per block."""
 
 _PARTS = {"mean": ("mean",), "minmax": ("min", "max"), "ball": ("center",)}
 
 
 @dataclass(frozen=True)
-class ABSparseSpec(IndexSpec):
+class ABSparseSpec(ChannelSpec):
     """Parameters of the block index.
 
     Attributes:
+        num_channels: channels of a key that are kept; a multiple of 8 / bits. 0: as `channel_ratio` says.
+        channel_ratio: as `token_index` has it, but by default 1: all channels, or 128 of an MLA model's 576.
         block_size: tokens per block: 16, 32 or 64. The last block of a prefix may be shorter.
         sizes: "uniform": every head has `block_size`; "profile": each head has the size that the model's profile
             gives it, and `block_size` is not used.
@@ -50,6 +53,18 @@ class ABSparseSpec(IndexSpec):
         check_choice("ab_sparse.sizes", self.sizes, ("uniform", "profile"))
         check_choice("ab_sparse.representation", self.representation, tuple(_PARTS))
         check_choice("ab_sparse.quantization", self.quantization, (*BITS, "none"))
+        super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        """See the base; without channels where they are the default, since indexes of before do not name them."""
+        found = super().to_dict()
+        default = not self.num_channels and self.channel_ratio == type(self).channel_ratio
+        return {name: found[name] for name in found if not (default and name in ("num_channels", "channel_ratio"))}
+
+    @property
+    def bits(self) -> int:
+        """Of a kept value: 16 without quantization."""
+        return BITS.get(self.quantization, 16)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -57,12 +72,14 @@ class ABSparseSpec(IndexSpec):
         return _PARTS[self.representation]
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
-        blocks, forms = -(-size.prefix_len // self.block_size), dict[str, Form]()
+        blocks, kept, forms = -(-size.prefix_len // self.block_size), self.kept_channels(size.head_dim), {}
+        if self.selects_channels(size.head_dim):
+            forms[CHANNELS] = self.channels_form(size)
         for part in self.parts:
             if self.quantization == "none":
-                forms[part] = Form("float16", (blocks, size.head_dim), -LARGEST, LARGEST)
+                forms[part] = Form("float16", (blocks, kept), -LARGEST, LARGEST)
             else:
-                forms |= low_bit_forms(part, blocks, size.head_dim, BITS[self.quantization])
+                forms |= low_bit_forms(part, blocks, kept, self.bits)
         if self.representation == "ball":
             forms["radius"] = Form("float16", (blocks,), 0.0, LARGEST)
         if self.sizes == "uniform":
@@ -77,6 +94,7 @@ class ABSparseSpec(IndexSpec):
         return -(-size.prefix_len // layer.block_sizes[head])
 
     def check(self, arrays: Arrays, size: IndexSize) -> None:
+        super().check(arrays, size)
         if self.sizes == "uniform":
             return
         sizes, rows = arrays["block_sizes"].tolist(), arrays[ROW_INDPTR].diff().tolist()
@@ -84,16 +102,17 @@ class ABSparseSpec(IndexSpec):
             raise ContentError("block_sizes", f"blocks of {BLOCK_SIZES} that cover the prefix", f"{rows} of {sizes}")
 
     def profile_part(self, layers: Sequence[LayerProfile]) -> dict[str, Any]:
-        """See the base: `block_sizes`, where heads have the profile's."""
+        """See the base: `block_sizes`, too, where heads have the profile's."""
+        used = super().profile_part(layers)
         if self.sizes == "uniform":
-            return {}
+            return used
         if not layers or not layers[0].block_sizes:
             came = "one without block sizes" if layers else "none"
             raise ValueError(
                 f"expected a profile for ab_sparse.sizes=profile, got {came}; name one ('profile'), make one "
                 "(sglang-ext calibrate), or set sizes to uniform"
             )
-        return {"block_sizes": [list(layer.block_sizes) for layer in layers]}
+        return {**used, "block_sizes": [list(layer.block_sizes) for layer in layers]}
 
 
 def ragged_name(name: str) -> str:

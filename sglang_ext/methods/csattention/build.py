@@ -20,8 +20,7 @@ class CSAttentionBuilder(IndexBuilder[CSAttentionSpec]):
     [num_kv_heads, m, C] fp32, which searches do not read.
     """
 
-    @property
-    def needs_queries(self) -> bool:
+    def needs_queries(self, head_dim: int) -> bool:
         """For the centroids."""
         return True
 

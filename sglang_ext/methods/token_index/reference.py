@@ -9,6 +9,7 @@ from torch import Tensor
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from sglang_ext.methods.base import Arrays, SelectArgs, Selector, pool_candidates
+from sglang_ext.methods.channels import queries_on
 from sglang_ext.methods.token_index.build import ARRAYS
 from sglang_ext.methods.token_index.spec import TokenIndexSpec
 
@@ -25,8 +26,5 @@ class TokenIndexSelector(Selector[TokenIndexSpec]):
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         channels, *parts = (arrays[name] for name in ARRAYS)
-        grouped = q.view(q.shape[0], channels.shape[0], -1, q.shape[2])
-        index = channels.long()[None, :, None].expand(*grouped.shape[:1], -1, grouped.shape[2], -1)
-        kept = grouped.gather(3, index).flatten(1, 2)
-        raw = block_scores_mean(kept, dequantize(LowBitTensor(*parts)))
+        raw = block_scores_mean(queries_on(channels, q), dequantize(LowBitTensor(*parts)))
         return pool_candidates(raw, args, candidates, self.sum_every)

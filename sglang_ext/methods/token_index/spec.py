@@ -8,23 +8,17 @@ default method (docs/selection.md); as the second level of `two_level` it is rea
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from prefix_kernels.low_bit import BITS
-from sglang_ext.methods.arrays import ContentError, Form, IndexSize, low_bit_forms
-from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, check_choice, check_range, check_share
-
-CHANNEL_RATIO = 0.5
-"""Kept channels by default, as a fraction of head_dim."""
-MAX_CHANNELS = 128
-"""Kept channels by default, at most: so many of an MLA model's 576."""
+from sglang_ext.methods.arrays import Form, IndexSize, low_bit_forms
+from sglang_ext.methods.base import check_choice
+from sglang_ext.methods.channels import CHANNELS, ChannelSpec
 
 
 @dataclass(frozen=True)
-class TokenIndexSpec(IndexSpec):
+class TokenIndexSpec(ChannelSpec):
     """Parameters of the token index.
 
     Attributes:
@@ -39,58 +33,13 @@ class TokenIndexSpec(IndexSpec):
     """
 
     method: ClassVar[str] = "token_index"
-    num_channels: int = 0
-    channel_ratio: float = CHANNEL_RATIO
+    channel_ratio: float = 0.5
     bits: int = 4
 
     def __post_init__(self) -> None:
-        check_range("token_index.num_channels", self.num_channels, 0, 1 << 15)
         check_choice("token_index.bits", self.bits, BITS)
-        if self.num_channels % (8 // self.bits):
-            raise ValueError(
-                f"expected token_index.num_channels to be a multiple of {8 // self.bits} (values of {self.bits} bits "
-                f"in a byte), got {self.num_channels}; round it up"
-            )
-        check_share("token_index.channel_ratio", self.channel_ratio, "1 takes all channels")
-        if self.num_channels and self.channel_ratio not in (CHANNEL_RATIO, 1.0):
-            raise ValueError(
-                f"expected token_index.num_channels or token_index.channel_ratio, got both ({self.num_channels} and "
-                f"{self.channel_ratio}); remove one"
-            )
-
-    def kept_channels(self, head_dim: int) -> int:
-        """Channels of a key that are kept."""
-        if self.num_channels:
-            return self.num_channels
-        unit = 8 // self.bits
-        kept = math.ceil(round(self.channel_ratio * head_dim, 6) / unit) * unit
-        return min(kept, MAX_CHANNELS) if self.channel_ratio == CHANNEL_RATIO else kept
-
-    @property
-    def selects_channels(self) -> bool:
-        """Whether some channels are left out."""
-        return self.num_channels > 0 or self.channel_ratio < 1.0
+        super().__post_init__()
 
     def forms(self, size: IndexSize) -> dict[str, Form]:
         kept = self.kept_channels(size.head_dim)
-        return {
-            "channels": Form("int16", (kept,), 0, size.head_dim - 1),
-            **low_bit_forms("keys", size.prefix_len, kept, self.bits),
-        }
-
-    def check(self, arrays: Arrays, size: IndexSize) -> None:
-        channels = arrays["channels"]
-        if not bool((channels[:, 1:] > channels[:, :-1]).all()):
-            raise ContentError("channels", "ascending channels", channels.tolist())
-
-    def profile_part(self, layers: Sequence[LayerProfile]) -> dict[str, Any]:
-        """See the base: `channels`, where some are kept and the profile says which."""
-        if not (self.num_channels and layers and layers[0].channels):
-            return {}
-        calibrated = len(layers[0].channels[0])
-        if self.num_channels != calibrated:
-            raise ValueError(
-                f"expected token_index.num_channels of {calibrated}, as many as the profile has, got "
-                f"{self.num_channels}; set it to that, calibrate with this number, or use no profile"
-            )
-        return {"channels": [[list(head) for head in layer.channels] for layer in layers]}
+        return {CHANNELS: self.channels_form(size), **low_bit_forms("keys", size.prefix_len, kept, self.bits)}

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from prefix_kernels.anchor_selection.runner import fits_specialized
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
+from sglang_ext.config import config_from_dict
+from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.decode.types import GroupRead
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
@@ -65,6 +69,7 @@ SPECS: dict[str, IndexSpec] = {
     "blocks of sizes of heads": ABSparseSpec(sizes="profile"),
     "minmax": ABSparseSpec(representation="minmax", quantization="int2"),
     "ball of sizes": ABSparseSpec(sizes="profile", representation="ball", quantization="int8"),
+    "ball of sizes on some channels": ABSparseSpec(num_channels=32, sizes="profile", representation="ball"),
     "two levels of blocks": _two_levels(ABSparseSpec(sizes="profile")),
     "union of lists": _union(CENTROIDS),
     "lists": CENTROIDS,
@@ -72,6 +77,9 @@ SPECS: dict[str, IndexSpec] = {
 }
 RARER: dict[str, IndexSpec] = {
     "mean": ABSparseSpec(),
+    "mean on some channels": ABSparseSpec(channel_ratio=0.75),
+    "minmax on some channels": ABSparseSpec(num_channels=20, representation="minmax", quantization="none"),
+    "two levels on some channels": _two_levels(ABSparseSpec(num_channels=32, sizes="profile")),
     "minmax of sizes": ABSparseSpec(sizes="profile", representation="minmax"),
     "ball of halves": ABSparseSpec(representation="ball", quantization="none"),
     "mean of halves": ABSparseSpec(block_size=32, quantization="none"),
@@ -93,10 +101,21 @@ def test_every_method(kind: Any, spec: IndexSpec, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [SPEC, pytest.param(_two_levels(SPEC), marks=pytest.mark.full)], ids=lambda spec: spec.method
+    "spec",
+    [SPEC, pytest.param(_two_levels(ABSparseSpec(num_channels=64)), marks=pytest.mark.full)],
+    ids=lambda spec: spec.method,
 )
 def test_latent_keys_that_all_query_heads_read(spec: IndexSpec, device: torch.device) -> None:
     walk_groups(Server(device, 6, dim=96, spec=spec, latent=64, layer_plan=["dense", "anchor", "anchor", "anchor"]))
+
+
+def test_both_levels_of_latent_keys_are_for_hoppers_own_kernel(device: torch.device) -> None:
+    shape, config = AttentionShape(16, 1, 576, 512, torch.bfloat16, torch.bfloat16), config_from_dict({})
+    op = TwoLevelOp(shape, config, TwoLevelSpec(), 1, ListSizes(1, 4096, 1, 4096, 8192, 1), device)
+    levels = [op._first.shape, op._second.shape]  # type: ignore[attr-defined]
+    assert [(level.channels, level.listed_channels, fits_specialized(level)) for level in levels] == [
+        (128, True, True)
+    ] * 2
 
 
 @pytest.mark.parametrize("kind", FIRST, ids=str)
