@@ -128,13 +128,15 @@ class SparseRuntime:
         if self.offload is not None and self.planner.sparse is not None:
             self.offload.swap, self.offload.selects = self.planner.sparse.swap, self.planner.sparse.swaps
             self.offload.tell_longest(view.req_to_token.shape[1])
-        guarded = None if self.planner.guard is None else self.planner.guard.records
+        guard = self.planner.guard
+        guarded = guard.records if guard is not None else None
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
         self._looks_up = self.planner.uses_indexes  # nothing that no step could use
         self.builds = self._recording(profile)
-        self._trace = None if config.trace_folder is None else StepTrace(config.trace_folder, plan, view.dtype)
+        folder = config.trace_folder
+        self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
         self._drafts = DraftLengths(config.draft_tokens)
         self.took: StepPath | None = None
@@ -535,11 +537,6 @@ class SparseRuntime:
     def planned(self) -> bool:
         """Whether the running forward is attended here."""
         return self._step.planned is not None or self._step.staged is not None
-
-    @property
-    def watches(self) -> bool:
-        """Whether the running forward is attended here, or its queries are recorded."""
-        return self.planned or bool(self._step.chunks)
 
     # -- what others see -----------------------------------------------------------------------------------
 

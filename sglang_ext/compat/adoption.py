@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_ext.compat import latent
-
 if TYPE_CHECKING:
     from sglang_ext.runtime import SparseRuntime
 
 #: Backends that are adopted, by class name. Others are refused at start, by name.
 KNOWN_BACKENDS = (
     "FlashInferAttnBackend",
-    "FlashInferMLAAttnBackend",
     "TritonAttnBackend",
     "FlashAttentionBackend",
     "TorchNativeAttnBackend",
@@ -54,17 +51,12 @@ def _forward(
     The only method that RadixAttention calls per layer.
     """
     runtime: SparseRuntime = getattr(backend, _RUNTIME)
-    inner = getattr(backend, _INNER).forward
-    if latent.attends_again(forward_batch):
-        return inner(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-    ours, keys, extras = q, k, kwargs
-    if kwargs.get("q_rope") is not None and runtime.watches:
-        ours, keys, extras = latent.joined(q, k, layer, kwargs)
-    refusal = getattr(backend, _LAYER_REFUSAL)(layer, extras) if runtime.planned else None
-    out = runtime.attend(ours, keys, v, layer, forward_batch, save_kv_cache, refusal)
+    refusal = getattr(backend, _LAYER_REFUSAL)(layer, kwargs) if runtime.planned else None
+    out = runtime.attend(q, k, v, layer, forward_batch, save_kv_cache, refusal)
     if out is not None:
         return out
-    return inner(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    inner = getattr(backend, _INNER)
+    return inner.forward(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
 
 def _init_forward_metadata_out_graph(backend: Any, forward_batch: Any, in_capture: bool = False) -> None:

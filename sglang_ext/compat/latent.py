@@ -7,7 +7,7 @@ layer's weights (*absorption*). SGLang absorbs them in decode steps, but not in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from sglang_ext.options import Build, Exactness, SparseAttnConfig
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("triton", "TritonAttnBackend", "flashinfer", "FlashInferMLAAttnBackend")
+BACKENDS = ("triton", "TritonAttnBackend")
 """What may attend, by SGLang's names and by class."""
 CPU_BACKENDS = (*BACKENDS, "torch_native", "TorchNativeAttnBackend")
 """The same on a CPU, where `cpu.extend_unabsorbed` mends SGLang's own."""
@@ -62,9 +62,7 @@ def refusal(
         return _message("all tokens to be attended", "DeepSeek Sparse Attention", "Serve this model without the plugin")
     if backend not in (CPU_BACKENDS if device == "cpu" else BACKENDS):
         return _message(
-            "attention backend triton or flashinfer, or torch_native on a CPU",
-            backend,
-            "Choose --attention-backend triton",
+            "attention backend triton, or torch_native on a CPU", backend, "Choose --attention-backend triton"
         )
     if kv_dtype.itemsize == 1:
         return _message("a KV cache of float32, float16 or bfloat16", kv_dtype, "Remove --kv-cache-dtype")
@@ -180,38 +178,6 @@ def absorptions(model: Any) -> dict[Any, Callable[[Tensor], Tensor]]:
 
 def _absorb_by(module: Any, q: Tensor) -> Tensor:
     return absorb(q, module.w_kc)
-
-
-def attends_again(forward_batch: Any) -> bool:
-    """Whether a layer's queries of a prefill, which it attended its new tokens with, are to attend cached ones next: a
-    call of its own for each chunk of these.
-    """
-    return bool(getattr(forward_batch, "attn_attend_prefix_cache", None))
-
-
-def joined(
-    q: Tensor, k: Tensor | None, layer: Any, extras: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Queries and keys as the KV pool has them, of a backend that is handed their channels with RoPE apart.
-
-    Args:
-        q: [num_tokens, num_qo_heads * kv_lora_rank] or with the heads apart, absorbed.
-        k: the same of one head; None where nothing is written.
-        layer: a RadixAttention.
-        extras: what a backend's `forward` was called with beside; `q_rope` and `k_rope` among them.
-
-    Returns:
-        q [num_tokens, num_qo_heads, kv_lora_rank + qk_rope_head_dim] and k [num_tokens, 1, the same], new memory; the
-        other extras.
-    """
-    others = {name: value for name, value in extras.items() if name not in ("q_rope", "k_rope")}
-    k_rope = extras.get("k_rope")
-    k = k if k is None or k_rope is None else _side_by_side(k, k_rope, 1)
-    return _side_by_side(q, extras["q_rope"], layer.tp_q_head_num), k, others
-
-
-def _side_by_side(left: Tensor, right: Tensor, heads: int) -> Tensor:
-    return torch.cat([one.reshape(len(one), heads, -1) for one in (left, right)], dim=-1)
 
 
 def absorb(q: Tensor, w_kc: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ _BACKENDS = {
     "TorchNativeAttnBackend": "torch_native_backend",
     "TritonAttnBackend": "triton_backend",
     "FlashInferAttnBackend": "flashinfer_backend",
-    "FlashInferMLAAttnBackend": "flashinfer_mla_backend",
     "FlashAttentionBackend": "flashattention_backend",
     "HybridAttnBackend": "hybrid_attn_backend",
 }
@@ -216,39 +215,6 @@ def test_known_backends_override_forward_only_in_ways_that_the_wrapper_delegates
     assert adopted.forward(1, 2, 3, "layer", "fb", False, sinks=5) == "inner"
     assert calls == [(adopted, (1, 2, 3, "layer", "fb", False), {"sinks": 5})]
     assert adopted.forward(q=1, k=2, v=3, layer="layer", forward_batch="fb") == "inner"
-
-
-@pytest.mark.parametrize("watches", [True, False])
-def test_latent_queries_and_keys_are_joined_for_ours_and_handed_on_as_they_came(watches: bool) -> None:
-    """FlashInfer's backend takes channels with RoPE apart. Of a prefill that attends chunks of cached keys as well,
-    queries come once.
-    """
-    backend, seen, calls = _bare("FlashInferMLAAttnBackend"), [], []
-    inner = {"forward": lambda _self, *args, **kwargs: calls.append((args, kwargs))}
-    backend.__class__ = type("FlashInferMLAAttnBackend", (type(backend),), inner)
-    refused: list[dict[str, Any]] = []
-    runtime = SimpleNamespace(planned=watches, watches=watches, attend=lambda *args: seen.append(args))
-    adopted = adopt(backend, runtime, lambda layer, kwargs: refused.append(kwargs))
-    q, q_rope, k, k_rope = (torch.randn(3, heads, width) for heads, width in ((4, 16), (4, 8), (1, 16), (1, 8)))
-    layer, batch = SimpleNamespace(tp_q_head_num=4), SimpleNamespace(attn_attend_prefix_cache=None)
-    given = {"q_rope": q_rope, "k_rope": k_rope, "cos_sin_cache": None}
-    adopted.forward(q.flatten(1), k, k, layer, batch, **given)
-    ((ours, keys, values, *_),) = seen
-    if watches:
-        scores = torch.einsum("nhc,mhc->nhm", ours, keys)
-        parts = torch.einsum("nhc,mhc->nhm", q, k) + torch.einsum("nhc,mhc->nhm", q_rope, k_rope)
-        torch.testing.assert_close(scores, parts)
-        assert refused == [{"cos_sin_cache": None}]
-    else:
-        assert ours.shape == (3, 64)
-    assert values is k
-    ((args, kwargs),) = calls
-    assert args[0].shape == (3, 64)
-    assert args[1] is k
-    assert kwargs == given
-    batch.attn_attend_prefix_cache = True
-    adopted.forward(q, k, k, layer, batch)
-    assert (len(seen), len(calls)) == (1, 2)
 
 
 def test_an_unknown_backend_is_refused_by_name_and_a_hybrid_of_one() -> None:

@@ -117,7 +117,7 @@ def test_another_models_backend_is_sglangs_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--attention-backend", "fa3"], "got fa3. Choose --attention-backend triton"),
+        (["--attention-backend", "flashinfer"], "got flashinfer. Choose --attention-backend triton"),
         (["--decode-attention-backend", "triton", "--prefill-attention-backend", "fa3"], "got fa3 and triton. Choose"),
         (["--kv-cache-dtype", "fp8_e4m3"], "got torch.float8_e4m3fn. Remove --kv-cache-dtype"),
         (
@@ -167,10 +167,9 @@ def test_a_preview_tells_whether_the_gpu_that_is_there_has_room(
     ("model", "config", "backend", "message"),
     [
         ({}, {}, "TritonAttnBackend", None),
-        ({}, {}, "FlashInferMLAAttnBackend", None),
         ({}, {"build": "shared"}, "TorchNativeAttnBackend", None),
         ({"index_head_dim": 128}, {}, "TritonAttnBackend", "all tokens to be attended"),
-        ({}, {}, "FlashAttentionBackend", "expected attention backend triton or flashinfer, or torch_native"),
+        ({}, {}, "FlashAttentionBackend", "expected attention backend triton, or torch_native"),
         ({}, {"offload": {"host_bytes": 1 << 30}}, "TritonAttnBackend", "no offload"),
         ({}, {"exactness": "verify"}, "TritonAttnBackend", "exactness selected"),
         ({}, {"build": "capture", "capture_folder": "x"}, "TritonAttnBackend", "build off, prefill or shared"),

@@ -29,7 +29,7 @@ SIZES = {
 """As DeepSeek-V2-Lite has them."""
 TOKENS, SAID, TIE = 4096, 32, 0.05
 """TIE: log-probability by which bf16 may turn one token into another."""
-FLAGS = ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
+FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
 FLAGS += ["--dtype", "bfloat16", "--context-length", "8192", "--page-size", "16", "--chunked-prefill-size", "2048"]
 FLAGS += ["--max-total-tokens", "32768", "--max-running-requests", "8", "--disable-prefill-cuda-graph"]
 CONFIG: dict[str, Any] = {
@@ -49,20 +49,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mla_model(tmp_path_factory.mktemp("mla") / "model", **SIZES)
 
 
-@pytest.fixture(scope="module", params=["triton", "flashinfer"])
-def flags(request: pytest.FixtureRequest) -> list[str]:
-    """SGLang's, with an attention backend. FlashInfer's is handed the channels with RoPE apart."""
-    return [*FLAGS, "--attention-backend", request.param]
-
-
 @pytest.fixture(scope="module")
-def store(model: Path, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     lines = [json.dumps({"id": str(number), "input_ids": DOCUMENTS[number]}) for number in range(2)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(model), "--store"]
     command += [str(folder / "store"), "--prompts", str(folder / "prompts.jsonl")]
-    command += ["--sparse-attn-config", json.dumps({**CONFIG, "method": "token_index"}), "--", *flags]
+    command += ["--sparse-attn-config", json.dumps({**CONFIG, "method": "token_index"}), "--", *FLAGS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder / "store"
@@ -74,10 +68,10 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(store: Path, model: Path, flags: list[str], method: str, tmp_path: Path) -> Iterator[Server]:
+def server(store: Path, model: Path, method: str, tmp_path: Path) -> Iterator[Server]:
     config = json.dumps({**CONFIG, "method": method, "keep_ratio": 1.0 if method == "token_index" else 0.25})
     ours = ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", config]
-    server = Server([*flags, *ours], {}, tmp_path / "server.log", model)
+    server = Server([*FLAGS, *ours], {}, tmp_path / "server.log", model)
     try:
         server.wait()
         yield server
