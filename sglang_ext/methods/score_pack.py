@@ -98,15 +98,14 @@ class ScorePack:
         """
         self._probed = []
         known = [self._op.tables_of(index) for index in indexes]
-        arrays = [self._op.arrays(index.layers[0]) for index in indexes]
         addresses = [one.addresses[self._layers] for one in known]
         heads = [one.heads[self._layers if len(one.heads) > 1 else [0] * len(self._layers)] for one in known]
-        self._plan(size, rows, groups, arrays, [one.first for one in known], addresses, heads)
+        self._plan(size, rows, groups, [one.first for one in known], addresses, heads)
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         """As `plan`, on made-up arrays: others for each layer, up to `_COLD_BYTES`."""
         self._probed, layers = [], range(len(self._layers))
-        arrays, firsts, addresses, heads = [], [], [], []
+        firsts, addresses, heads = [], [], []
         for group in groups:
             length = group.prefix_len * self._op.entry_tokens
             made = [self._op.made_up(length)]
@@ -117,19 +116,17 @@ class ScorePack:
             first = self._op.placed(made[:1], length)[0]
             nowhere = (0,) * self._heads
             of_heads = first.group((0,), group.prefix_len, nowhere).heads
-            arrays.append(self._op.arrays(made[0]))
             firsts.append(first)
             addresses.append(own[[layer % distinct for layer in layers]])
             heads.append(torch.tensor([of_heads] * len(layers)))
             self._probed.append(made)
-        self._plan(size, rows, groups, arrays, firsts, addresses, heads)
+        self._plan(size, rows, groups, firsts, addresses, heads)
 
     def _plan(
         self,
         size: int,
         rows: Sequence[tuple[int, ...]],
         groups: Sequence[SelectionGroup],
-        arrays: Sequence[tuple[Tensor | None, ...]],
         firsts: Sequence[LayerRows],
         addresses: Sequence[Tensor],
         heads: Sequence[Tensor],
@@ -141,8 +138,8 @@ class ScorePack:
         lengths = [group.prefix_len * self._op.entry_tokens for group in groups]
         begins = place_scores([-(-length // self._op.candidate_tokens) for length in lengths], self._heads)
         scored = [
-            first.group(own, group.prefix_len, begin, of)
-            for own, group, first, begin, of in zip(rows, groups, firsts, begins, arrays, strict=True)
+            first.group(own, group.prefix_len, begin)
+            for own, group, first, begin in zip(rows, groups, firsts, begins, strict=True)
         ]
         tables = torch.stack(list(addresses), dim=1), torch.stack(list(heads), dim=1)
         selection.plan(scored, groups, Layers(*tables, size, self._stride_of(size), self._list_entries))

@@ -6,6 +6,7 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from prefix_kernels.pooled_scores import (
     ScoreInputs,
     ScoreShape,
     array_addresses,
+    check_group,
 )
 from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, place_scores
 from prefix_kernels.types import CandidateForm, SelectedLists
@@ -58,8 +60,8 @@ class LayerRows(NamedTuple):
         rows: tuple[int, ...],
         count: int,
         score_begins: tuple[int, ...],
-        arrays: tuple[Tensor | None, ...] = (),
         list_begins: tuple[int, ...] = (),
+        arrays: tuple[Tensor | None, ...] = (),
     ) -> ScoredGroup:
         """What `rows` of a batch choose from."""
         return ScoredGroup(
@@ -168,11 +170,16 @@ class ScoredOp(ScoringOp):
         if index not in self._known:
             none = (0,) * self.shape.num_kv_heads
             # Arrays themselves are not kept: residency may let them go.
-            addresses = [array_addresses(self.shape, self.arrays(layer)) for layer in index.layers]
+            arrays = [self.arrays(layer) for layer in index.layers]
+            addresses = [array_addresses(self.shape, of) for of in arrays]
             layers = list(index.layers) if len(self._heads) else [index.layers[0]]
             rows = self.placed(layers, index.prefix_len)
             length = -(-index.prefix_len // self.entry_tokens)
-            heads = [one.group((0,), length, none).heads for one in rows]
+            lists = none if self.shape.form is CandidateForm.LISTED else ()
+            groups = [one.group((0,), length, none, lists) for one in rows]
+            for group, of in zip(groups * (len(arrays) // len(groups)), arrays, strict=True):
+                check_group(self.shape, replace(group, arrays=of))
+            heads = [group.heads for group in groups]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
             self._known[index] = KnownIndex(next(_numbers), rows[0], *found)
         return self._known[index].number
@@ -261,17 +268,15 @@ class ScoredOp(ScoringOp):
             selection.plan((), ())
             return
         known = [self._known[index] for index in indexes]
-        arrays = [self.arrays(index.layers[0]) for index in indexes]
-        scored = self._scored(rows, groups, arrays, [one.first for one in known], listed)
+        scored = self._scored(rows, groups, [one.first for one in known], listed)
         selection.plan(scored, groups)
-        addresses, heads = (torch.zeros(like.shape, dtype=torch.int64) for like in (self._addresses, self._heads))
-        for number, (one, group) in enumerate(zip(known, scored, strict=True)):
-            addresses[:, number] = one.addresses
-            if len(heads):
-                heads[:, number] = one.heads
-                heads[:, number, :, -1] = torch.tensor(group.score_begins)
+        addresses = torch.zeros(self._addresses.shape, dtype=torch.int64)
+        torch.stack([one.addresses for one in known], 1, out=addresses[:, : len(known)])
         send(addresses, self._addresses)
-        if len(heads):
+        if len(self._heads):
+            heads = torch.zeros(self._heads.shape, dtype=torch.int64)
+            torch.stack([one.heads for one in known], 1, out=heads[:, : len(known)])
+            heads[:, : len(known), :, -1] = torch.tensor([group.score_begins for group in scored])
             send(heads, self._heads)
 
     def plan_probe(
@@ -292,7 +297,7 @@ class ScoredOp(ScoringOp):
         self._probed = [self.made_up(length) for length in lengths]
         arrays = [self.arrays(layer) for layer in self._probed]
         places = [self.placed([layer], length)[0] for layer, length in zip(self._probed, lengths, strict=True)]
-        self._of(size).plan(self._scored(rows, groups, arrays, places, listed), groups)
+        self._of(size).plan(self._scored(rows, groups, places, listed, arrays), groups)
 
     def made_up(self, prefix_len: int) -> LayerArrays:
         """Arrays of any values; heads that may have blocks of their own sizes have the smallest, which cost most."""
@@ -310,16 +315,16 @@ class ScoredOp(ScoringOp):
         self,
         rows: Sequence[tuple[int, ...]],
         groups: Sequence[SelectionGroup],
-        arrays: Sequence[tuple[Tensor | None, ...]],
         places: Sequence[LayerRows],
         listed: Sequence[SelectionGroup],
+        arrays: Sequence[tuple[Tensor | None, ...]] = (),
     ) -> list[ScoredGroup]:
         scored, heads = [], range(self.shape.num_kv_heads)
         begins = place_scores([group.prefix_len for group in groups], len(heads))
         lists = [tuple(one.list_begin + head * one.head_stride for head in heads) for one in listed]
         for number, (group, place) in enumerate(zip(groups, places, strict=True)):
-            of_list = lists[number] if lists else ()
-            scored.append(place.group(rows[number], group.prefix_len, begins[number], arrays[number], of_list))
+            of_list, own = lists[number] if lists else (), arrays[number] if arrays else ()
+            scored.append(place.group(rows[number], group.prefix_len, begins[number], of_list, own))
         return scored
 
     def run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from prefix_kernels.anchor_selection import AnchorConfig, default_config
@@ -24,7 +26,7 @@ def test_programs_are_shared_by_length() -> None:
 )
 def test_one_group_more_costs_little_more(groups: int, most: float) -> None:
     """Of 16K each on 32 programs: what the busiest one has, by what it would have if all had the same."""
-    items = make_items([SelectionGroup(16384, 2048)] * groups, 32)
+    items = make_items([SelectionGroup(16384, 2048)] * groups, 32).tolist()
     busy = [0.0] * 32
     for number, item in enumerate(items):
         busy[number % 32] += 16384 / item[2]
@@ -40,13 +42,17 @@ def test_items_of_a_group_follow_each_other() -> None:
         SelectionGroup(50, 9, num_sink=2, num_recent=3, slot_start=4, list_begin=8, head_stride=12),
         SelectionGroup(80, 7),
     ]
-    items = make_items(groups, 4)
+    items = make_items(groups, 4).tolist()
     assert [item[:3] for item in items[:4]] == [[1, 0, 2], [1, 1, 2], [2, 0, 2], [2, 1, 2]]
     assert items[0][3:] == [50, 9, 2, 47, 4, 8, 12, 5], "the last field is the number of items"
     assert [item[:4] for item in items[4:]] == [[0, 0, 1, 0]]
     assert {len(item) for item in items} == {ITEM_FIELDS}
     few = make_items(groups, 1)
-    assert [item[:3] for item in few] == [[1, 0, 1], [2, 0, 1], [0, 0, 1]], "more groups than programs: none is cut"
+    assert few[:, :3].tolist() == [[1, 0, 1], [2, 0, 1], [0, 0, 1]], "more groups than programs: none is cut"
+    every = [replace(group, list_begin=group.list_begin + 100 * n) for n in range(3) for group in groups]
+    for programs in (1, 4, 9, 32):
+        assert make_items(groups, programs, 3, 100).tolist() == make_items(every, programs).tolist()
+    assert make_items([], 4).shape == (0, ITEM_FIELDS)
 
 
 def test_configs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -209,7 +209,9 @@ def share_programs(lengths: Sequence[int], num_items: int, most: int) -> list[in
         One for each group, or more.
     """
     shares = [1] * len(lengths)
-    longest: list[tuple[float, int]] = [(-length, group) for group, length in enumerate(lengths)] if most > 1 else []
+    if most == 1 or num_items <= len(lengths):
+        return shares
+    longest: list[tuple[float, int]] = [(-length, group) for group, length in enumerate(lengths)]
     heapq.heapify(longest)
     for _ in range(num_items - len(lengths)):
         if not longest:
@@ -221,41 +223,66 @@ def share_programs(lengths: Sequence[int], num_items: int, most: int) -> list[in
     return shares
 
 
-def _tokens_of_the_busiest(lengths: Sequence[int], shares: Sequence[int], num_programs: int) -> float:
+def _tokens_of_the_busiest(lengths: Tensor, shares: Tensor, num_programs: int) -> float:
     """Tokens of the program that has most of them, each item counted as `_ITEM_TOKENS` more."""
-    busy = [0.0] * num_programs
-    item = 0
-    for length, share in zip(lengths, shares, strict=True):
-        for _ in range(share):
-            busy[item % num_programs] += _ITEM_TOKENS + length / share
-            item += 1
-    return max(busy)
+    costs = (_ITEM_TOKENS + lengths / shares).repeat_interleave(shares)
+    busy = torch.bincount(torch.arange(len(costs)) % num_programs, costs, minlength=1)
+    return float(busy.max())
 
 
-def make_items(groups: Sequence[SelectionGroup], num_programs: int) -> list[list[int]]:
+def make_items(groups: Sequence[SelectionGroup], num_programs: int, count: int = 1, apart: int = 0) -> Tensor:
     """Items in the order of programs: program p has items p, p + num_programs, and so on.
 
     Items of a group follow each other, each on a program of its own. So programs that wait for each other wait for
     earlier items at most, and some program always goes on. Where groups do not share the programs evenly, they are cut
     into two rounds of items. A group without tokens has an item behind: it writes a count of 0.
+
+    Args:
+        groups: whose items.
+        num_programs: of a KV head.
+        count, apart: all groups so many times, their lists so many entries further each time.
+
+    Returns:
+        int64 [items, ITEM_FIELDS] on the host.
     """
-    some = [g for g, group in enumerate(groups) if group.prefix_len]
-    lengths = [groups[g].prefix_len for g in some]
-    tried = [share_programs(lengths, rounds * num_programs, num_programs) for rounds in range(1, _ROUNDS + 1)]
-    best = min(tried, key=lambda shares: _tokens_of_the_busiest(lengths, shares, num_programs))
-    shares = dict(zip(some, best, strict=True))
-    items: list[list[int]] = []
-    for g in some + [g for g in range(len(groups)) if g not in shares]:
-        group, share = groups[g], shares.get(g, 1)
-        rest = [share, group.prefix_len, group.count, group.num_sink, group.prefix_len - group.num_recent]
-        rest += [group.slot_start, group.list_begin, group.head_stride]
-        items += [[g, chunk, *rest] for chunk in range(share)]
-    return [[*item, len(items)] for item in items]
+    known = [
+        (g.prefix_len, g.count, g.num_sink, g.prefix_len - g.num_recent, g.slot_start, g.list_begin, g.head_stride)
+        for g in groups
+    ]
+    fields = torch.tensor(known, dtype=torch.int64).view(-1, 7).repeat(count, 1)
+    fields[:, 5] += apart * torch.arange(count).repeat_interleave(len(groups))
+    some = fields[:, 0].nonzero().flatten()
+    lengths, shares = fields[some, 0], torch.ones(len(fields), dtype=torch.int64)
+    told = lengths.tolist()
+    tried = [
+        torch.tensor(share_programs(told, rounds * num_programs, num_programs), dtype=torch.int64)
+        for rounds in range(1, _ROUNDS + 1)
+    ]
+    shares[some] = min(tried, key=lambda of: _tokens_of_the_busiest(lengths, of, num_programs))
+    order = torch.cat([some, (fields[:, 0] == 0).nonzero().flatten()])
+    of_order = shares[order]
+    group, ends = order.repeat_interleave(of_order), of_order.cumsum(0)
+    chunk = torch.arange(len(group)) - (ends - of_order).repeat_interleave(of_order)
+    return torch.cat(
+        [torch.stack([group, chunk, shares[group]], 1), fields[group], torch.full((len(group), 1), len(group))], 1
+    )
 
 
-def stretches_of(items: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+def item_table(items: Tensor, like: Tensor) -> Tensor:
+    """Items as the kernels' table [rows, ITEM_FIELDS] on the device has them: in each row how many there are."""
+    table = torch.zeros(like.shape, dtype=torch.int64)
+    table[:, -1] = len(items)
+    table[: len(items)] = items
+    return table
+
+
+def stretches_of(items: Tensor) -> dict[int, tuple[int, int]]:
     """Of each group the number of its first item, and of its items."""
-    return {item[0]: (number, item[2]) for number, item in enumerate(items) if item[1] == 0}
+    first = (items[:, 1] == 0).nonzero().flatten()
+    return {
+        group: (number, share)
+        for number, (group, _, share) in zip(first.tolist(), items[first, :3].tolist(), strict=True)
+    }
 
 
 class ScoredTokens(NamedTuple):
@@ -382,14 +409,9 @@ class AnchorSelection:
         if self.config.specialized:
             self._check_rows(scored)
         self._tables.plan(scored, layers)
-        table = torch.zeros(self._items.shape, dtype=torch.int64)
-        every = [replace(group, list_begin=group.list_begin + n * apart) for n in range(count) for group in selected]
-        items = make_items(every, self.programs_of_a_head)
-        self.stretches = stretches_of(items)
-        table[:, -1] = len(items)
-        if items:
-            table[: len(items)] = torch.tensor(items, dtype=torch.int64)
-        send(table, self._items)
+        items = make_items(selected, self.programs_of_a_head, count, apart)
+        self._planned = items
+        send(item_table(items, self._items), self._items)
         # Scores are read four at a time.
         self._scores_end = max((of.scores_end for of in scored), default=0)
         self._scores_end += 0 if layers is None else (count - 1) * layers.scores
@@ -440,6 +462,11 @@ class AnchorSelection:
         """The launches of `run` up to scores, whose counts and tables are returned."""
         heads = self._score(inputs, scores)["heads_ptr"]
         return ScoredTokens(scores, heads, self._at_least, self.shape.form)
+
+    @property
+    def stretches(self) -> dict[int, tuple[int, int]]:
+        """Of each planned group the number of its first item, and of its items."""
+        return stretches_of(self._planned)
 
     @property
     def _grid(self) -> tuple[int, int]:

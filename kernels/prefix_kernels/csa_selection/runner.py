@@ -13,7 +13,7 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection import Form
 from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, ScoredTokens, make_items, stretches_of
+from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, ScoredTokens, item_table, make_items, stretches_of
 from prefix_kernels.csa_scores import BLOCK_POSITIONS
 from prefix_kernels.csa_selection.kernels import STEP_POSITIONS, pick_kernel, score_kernel
 from prefix_kernels.kernels import COARSE, NUM_BINS
@@ -263,7 +263,6 @@ class CsaSelection:
         heads = self.shape.num_kv_heads
         found = make_items(selected, self.programs_of_a_head)
         self.stretches = stretches_of(found)
-        chunks = {item[0]: item[2] for item in found}
         members = torch.full(self._members.shape, -1, dtype=torch.int32)
         tables = torch.zeros(self._groups.shape, dtype=torch.int64)
         begins = torch.zeros(self._heads.shape, dtype=torch.int64)
@@ -272,17 +271,14 @@ class CsaSelection:
         for number, (of, group) in enumerate(zip(scored, selected, strict=True)):
             arrays[number] = torch.tensor(array_addresses(self.shape, of.arrays, group.prefix_len))
             entries = of.arrays.places.shape[-1]
-            tables[number] = torch.tensor([first, len(of.rows), group.prefix_len, chunks[number], entries])
+            tables[number] = torch.tensor([first, len(of.rows), group.prefix_len, self.stretches[number][1], entries])
             begins[number, :, 0], begins[number, :, 3] = group.prefix_len, torch.tensor(of.score_begins)
             last = first + len(of.rows)
             # Who attends all of a prefix looks nothing up.
             members[first:last, 0] = number if group.count < group.prefix_len else -1
             members[first:last, 1] = torch.tensor(of.rows, dtype=torch.int32)
             first = last
-        items = torch.zeros(self._items.shape, dtype=torch.int64)
-        items[:, -1] = len(found)
-        if found:
-            items[: len(found)] = torch.tensor(found, dtype=torch.int64)
+        items = item_table(found, self._items)
         for table, buffer in (
             (members, self._members),
             (tables, self._groups),

@@ -12,4 +12,5 @@ from prefix_kernels.pooled_scores.tables import (
     ScoreInputs,
     ScoreShape,
     array_addresses,
+    check_group,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,8 @@ class ScoredGroup:
         arrays: tensors of the index on the device, kept alive by the caller while runs may read them: channels (int16
             [num_kv_heads, channels]) or None; codes (uint8, or fp16 with 16 bits); scale (fp32 [num_kv_heads,
             channels]) or None with 16 bits. Of blocks the codes are of the means, or of the minima; then two more
-            follow: the maxima's codes and scale, or the radii (fp16, a row's each) and None.
+            follow: the maxima's codes and scale, or the radii (fp16, a row's each) and None. None at all: runs bring
+            the addresses (`ScoreInputs.arrays`) of what `check_group` passed.
         block_sizes: per KV head, tokens of a block, a power of 2 from 16 on (or entries, from 1 on:
             `ScoreShape.entry_tokens`); none: candidates are tokens.
         list_begins: per KV head, where its list begins in `ScoreInputs.candidates`; none: they are the prefix's.
@@ -93,7 +95,7 @@ class ScoredGroup:
     list_begins: tuple[int, ...] = ()
     row_tokens: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Candidates of each KV head."""
         sizes = self.block_sizes or (1,) * len(self.first_rows)
@@ -106,7 +108,7 @@ class ScoredGroup:
         own = shifts or self.list_begins or (0,) * len(self.first_rows)
         return list(zip(self.counts, self.first_rows, own, self.score_begins, strict=True))
 
-    @property
+    @cached_property
     def scores_end(self) -> int:
         """Entries that the arena of scores must have."""
         return max(begin + count for begin, count in zip(self.score_begins, self.counts, strict=True))
@@ -200,7 +202,7 @@ class ScoreTables:
         self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
         self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
         self._most_rows = self._scores_end = 0
-        self._raw_shape = (0, 0)
+        self._own_arrays, self._raw_shape = True, (0, 0)
 
     def plan(self, groups: Sequence[ScoredGroup], layers: Layers | None = None) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
@@ -228,17 +230,21 @@ class ScoreTables:
         tables = torch.zeros(self._groups.shape, dtype=torch.int32)
         heads = torch.zeros(self._heads.shape, dtype=torch.int64)
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
-        first = 0
-        num_heads = self.shape.num_kv_heads
-        for number, group in enumerate(groups):
-            if not len(group.first_rows) == len(group.score_begins) == num_heads:
-                raise ValueError(f"expected first_rows and score_begins for each of {num_heads} KV heads, got {group}")
-            addresses = array_addresses(self.shape, group.arrays)
-            _check_blocks(self.shape, group)
-            tables[number] = torch.tensor([first, len(group.rows), max(group.counts), 0])
-            heads[number] = torch.tensor(group.heads)
-            arrays[number] = torch.tensor(addresses, dtype=torch.int64)
+        sizes, addresses, first = list[tuple[int, ...]](), list[list[int]](), 0
+        for group in groups:
+            if group.arrays:
+                check_group(self.shape, group)
+                addresses.append(array_addresses(self.shape, group.arrays))
+            sizes.append((first, len(group.rows), max(group.counts), 0))
             first += len(group.rows)
+        if len(addresses) not in (0, len(groups)):
+            raise ValueError(f"expected arrays of all groups or of none, got {len(addresses)} of {len(groups)}")
+        own_arrays = layers is not None or bool(addresses)
+        if groups:
+            tables[: len(groups)] = torch.tensor(sizes, dtype=torch.int32)
+            heads[: len(groups)] = torch.tensor([group.heads for group in groups])
+        if addresses:
+            arrays[: len(groups)] = torch.tensor(addresses)
         of_rows = torch.tensor(rows, dtype=torch.int32)
         if layers is not None and groups:
             of_layer, number = torch.arange(count), len(groups)
@@ -255,6 +261,7 @@ class ScoreTables:
             (arrays, self._arrays),
         ):
             send(source, buffer)
+        self._own_arrays = own_arrays or not groups
         self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
         self._scores_end = max((group.scores_end for group in groups), default=0)
         self._scores_end += 0 if layers is None else (count - 1) * layers.scores
@@ -319,6 +326,8 @@ class ScoreTables:
                 f"expected scores as a contiguous float32 arena of {self._scores_end} entries or more, got "
                 f"{tuple(scores.shape)} {scores.dtype}; was it planned so?"
             )
+        if inputs.arrays is None and not self._own_arrays:
+            raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
         for name, table, like in (("arrays", inputs.arrays, self._arrays), ("heads", inputs.heads, self._heads)):
             if table is not None and (
                 table.shape != like.shape or table.dtype is not like.dtype or not table.is_contiguous()
@@ -390,8 +399,11 @@ def _check_array(shape: ScoreShape, kind: str, array: Tensor) -> None:
         )
 
 
-def _check_blocks(shape: ScoreShape, group: ScoredGroup) -> None:
+def check_group(shape: ScoreShape, group: ScoredGroup) -> None:
+    """Raise ValueError unless kernels can read a group: its KV heads, blocks and lists, and as many rows of codes."""
     sizes, heads = group.block_sizes, shape.num_kv_heads
+    if not len(group.first_rows) == len(group.score_begins) == heads:
+        raise ValueError(f"expected first_rows and score_begins for each of {heads} KV heads, got {group}")
     least = LEAST_BLOCK // shape.entry_tokens
     known = all(size >= least and size & (size - 1) == 0 for size in sizes)
     if len(sizes) != (heads if shape.form.is_block else 0) or not known:

@@ -37,17 +37,10 @@ class SelectionGroup:
     head_stride: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("prefix_len", self.prefix_len, 0),
-            ("budget", self.budget, 1),
-            ("num_sink", self.num_sink, 0),
-            ("num_recent", self.num_recent, 0),
-            ("slot_start", self.slot_start, 0),
-            ("list_begin", self.list_begin, 0),
-            ("head_stride", self.head_stride, 0),
-        ):
-            if value < least:
-                raise ValueError(f"expected {name} >= {least}, got {value}; correct the group's plan")
+        least = {"budget": 1}
+        if self.budget < 1 or min(vars(self).values()) < 0:
+            name, value = next(of for of in vars(self).items() if of[1] < least.get(of[0], 0))
+            raise ValueError(f"expected {name} >= {least.get(name, 0)}, got {value}; correct the group's plan")
         if self.budget < self.prefix_len and self.num_sink + self.num_recent > self.budget:
             raise ValueError(
                 f"expected num_sink + num_recent <= budget={self.budget} tokens, got {self.num_sink} + "

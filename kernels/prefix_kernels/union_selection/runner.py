@@ -18,6 +18,7 @@ from prefix_kernels.anchor_selection.runner import (
     LIST_WARPS,
     TOKENS_OF_A_THREAD,
     ScoredTokens,
+    item_table,
     make_items,
 )
 from prefix_kernels.kernels import COARSE, NUM_BINS
@@ -79,11 +80,7 @@ class UnionSelection:
             groups: as the methods' own selections were planned with.
             first, second: `stretches` of these selections.
         """
-        items = torch.zeros(self._items.shape, dtype=torch.int64)
-        found = make_items(groups, self._programs)
-        items[:, -1] = len(found)
-        if found:
-            items[: len(found)] = torch.tensor(found)
+        items = item_table(make_items(groups, self._programs), self._items)
         stretches = torch.zeros(self._stretches.shape, dtype=torch.int64)
         windows = torch.full(self._windows.shape, -1, dtype=torch.int32)
         tables = torch.zeros(self._tables.shape, dtype=torch.int64)

@@ -236,7 +236,7 @@ def test_a_group_is_scored_beside_others_as_alone(form: Form, device: torch.devi
     """Bit for bit, cut into as many chunks."""
     made = problem(device, SHORT)
     scores, lists = select(runner(made, form, 9), made)
-    for g, share in {item[0]: item[2] for item in make_items(made.selected, 9)}.items():
+    for g, share in {item[0]: item[2] for item in make_items(made.selected, 9).tolist()}.items():
         alone, own = select(runner(made, form, share), some := made.part(slice(g, g + 1)))
         for begin in some.scored[0].score_begins:
             there = slice(begin, begin + some.scored[0].count)
