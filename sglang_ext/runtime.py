@@ -204,7 +204,9 @@ class SparseRuntime:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
             attachment = Attachment(rid, found.reason, found.entry)
-            if found.entry is not None:
+            if found.entry is not None and self._kept_away(found.entry.digest):
+                attachment.reason = "quality_guard"  # nothing is loaded for it
+            elif found.entry is not None:
                 if counted:
                     self.counters.hits += 1
                     self.index_hits[found.entry.digest] += 1
@@ -216,6 +218,12 @@ class SparseRuntime:
             attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes)
         attachment.prompt_len = len(prompt)
         self.requests.add(request, attachment)
+
+    def _kept_away(self, digest: str) -> bool:
+        """Whether the guard has an index decode dense now. Several ranks vote on that instead (`Readiness`)."""
+        records = None if self.planner.guard is None or self.ranks.size > 1 else self.planner.guard.records
+        record = None if records is None else records.known.get(digest)
+        return record is not None and record.standing is Standing.DENSE and records.clock() < record.until
 
     def _serves(self, attachment: Attachment) -> bool:
         """Whether steps select by a request's index, as far as is known now."""

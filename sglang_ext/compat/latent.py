@@ -94,8 +94,11 @@ def arguments(given: Any) -> dict[str, str]:
 def _is_latent_checkpoint(given: Any) -> bool:
     """Whether flags name an MLA model; not where SGLang cannot read it, which its start says itself."""
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.environ import envs
 
     try:
+        if envs.SGLANG_USE_MODELSCOPE.get():
+            return False  # SGLang asks another hub, later
         model = ModelConfig(
             given.model_path,
             trust_remote_code=given.trust_remote_code,
@@ -103,6 +106,7 @@ def _is_latent_checkpoint(given: Any) -> bool:
             model_override_args=given.json_model_override_args,
         )
     except Exception:
+        logger.debug("sparse attention: cannot tell whether %s is MLA", given.model_path, exc_info=True)
         return False
     return is_latent(model)
 

@@ -151,6 +151,8 @@ class QualityRecords:
     """All indexes that served, or were to, the most recent ones.
 
     Attributes:
+        known: records by digest, the most recent ones last. Written here only.
+        clock: seconds.
         events: so far, by kind: `accepted`, `raised`, `dense`, `tried_again`.
         steps: guarded ones whose figures are here.
 
@@ -175,26 +177,26 @@ class QualityRecords:
     ) -> None:
         self._slo, self._recovery_s, self._trial = slo, recovery_s, trial
         self._bound = DEFAULT_SLO if slo is None else slo
-        self._selecting, self._budget, self._clock = list(selecting), budget, clock
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._selecting, self._budget, self.clock = list(selecting), budget, clock
+        self.known: OrderedDict[str, Record] = OrderedDict()
         self.events: Counter[str] = Counter()
         self.steps = self._compared = self._agreed = 0
 
     def of(self, digest: str, prefix_len: int) -> Record:
         """What is known of an index; it is the most recent one now. The least recent one of too many is forgotten."""
-        if digest not in self._records:
-            self._records[digest] = Record(prefix_len, self._first())
-            if len(self._records) > _KEPT:
-                self._records.popitem(last=False)
-        self._records.move_to_end(digest)
-        return self._records[digest]
+        if digest not in self.known:
+            self.known[digest] = Record(prefix_len, self._first())
+            if len(self.known) > _KEPT:
+                self.known.popitem(last=False)
+        self.known.move_to_end(digest)
+        return self.known[digest]
 
     def _first(self) -> Standing:
         return Standing.TRIAL if self._trial else Standing.SERVING
 
     def made(self, digest: str, created: float) -> None:
         """An index that was made then is there: what was found of an earlier one of this digest does not count."""
-        record = self._records.get(digest)
+        record = self.known.get(digest)
         if record is None or created <= record.created:
             return
         if record.created:
@@ -204,7 +206,7 @@ class QualityRecords:
 
     def budget_changed(self) -> None:
         """What was measured by another budget does not count; what did not serve is tried again."""
-        for record in self._records.values():
+        for record in self.known.values():
             serves = record.standing is Standing.SERVING and not self._trial
             record.factor = 1
             record.become(Standing.SERVING if serves else Standing.TRIAL)
@@ -216,11 +218,11 @@ class QualityRecords:
             digest: of the index.
             may_end: whether one whose time is over is on trial from here on; else it stays dense until that is asked.
         """
-        record = self._records.get(digest)
+        record = self.known.get(digest)
         if record is None or record.standing is not Standing.DENSE:
             return False
-        self._records.move_to_end(digest)
-        if not may_end or self._clock() < record.until:
+        self.known.move_to_end(digest)
+        if not may_end or self.clock() < record.until:
             return True
         record.become(Standing.TRIAL)
         self._tell("tried_again", digest, record, "its time is over")
@@ -228,21 +230,21 @@ class QualityRecords:
 
     def standing(self, digest: str) -> Standing:
         """Of an index, as its next request would find it. Changes nothing, unlike `blocks` and `of`."""
-        record = self._records.get(digest)
+        record = self.known.get(digest)
         if record is None:
             return self._first()
-        over = record.standing is Standing.DENSE and self._clock() >= record.until
+        over = record.standing is Standing.DENSE and self.clock() >= record.until
         return Standing.TRIAL if over else record.standing
 
     def factor(self, digest: str) -> int:
         """Of the budget of an index."""
-        record = self._records.get(digest)
+        record = self.known.get(digest)
         return 1 if record is None else record.factor
 
     def add(self, digest: str, sample: Sample) -> None:
         """A guarded step compared an index; may change its standing, unless it has changed since then."""
         self._compared, self._agreed = self._compared + sample.tokens, self._agreed + sample.agreed
-        record = self._records.get(digest)
+        record = self.known.get(digest)
         if record is None or sample.epoch != record.epoch:
             return
         record.guarded += 1
@@ -278,7 +280,7 @@ class QualityRecords:
             self._tell("raised", digest, record, why)
         else:
             record.become(Standing.DENSE)
-            record.until = self._clock() + self._recovery_s
+            record.until = self.clock() + self._recovery_s
             self._tell("dense", digest, record, why)
 
     def _tell(self, event: str, digest: str, record: Record, why: str) -> None:
@@ -293,7 +295,7 @@ class QualityRecords:
         """Guarded steps, events, next tokens compared and agreed; per layer means of the most recent indexes' figures:
         of so few that the scheduler's thread has time for it.
         """
-        known = [one for one in islice(reversed(self._records.values()), _SHOWN) if one.guarded]
+        known = [one for one in islice(reversed(self.known.values()), _SHOWN) if one.guarded]
         found: dict[str, Any] = {"steps": self.steps, "events": self.events, "compared": self._compared}
         found["agreed"] = self._agreed
         for name in ("recall", "output_error"):
@@ -302,7 +304,7 @@ class QualityRecords:
 
     def snapshot(self) -> dict[str, Any]:
         """Figures of the most recent indexes, and events, as plain values. Means are over the layers that select."""
-        recent = list(self._records.items())[-_SHOWN:]
+        recent = list(self.known.items())[-_SHOWN:]
         return {
             "steps": self.steps,
             "slo": self._slo,

@@ -290,30 +290,39 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         """The groups that a step selects for beside those that stand before: all, or, where there is no room, first
         those that save most.
         """
-        taken: list[tuple[PrefixGroup, Index]] = list(before)
+        taken = [self._sizes(*one) for one in before]
 
-        def fits(some: Sequence[tuple[PrefixGroup, Index]]) -> bool:
-            every = [*taken, *some]
-            entries, lengths = sum(self._entries_of(*one) for one in every), [prefix.length for prefix, _ in every]
-            short = max(lengths, default=0) <= self._max_prefix_len and entries <= self._lists.entries
-            return short and (not some or self.op.fits(lengths, [self._budget(*one) for one in every]))
+        def fits(some: Sequence[tuple[PrefixGroup, _IndexT]]) -> bool:
+            every = taken + [sizes[one] for one in some]
+            lengths, budgets, entries = zip(*every, strict=True) if every else ((), (), ())
+            short = max(lengths, default=0) <= self._max_prefix_len and sum(entries) <= self._lists.entries
+            return short and (not some or self.op.fits(lengths, budgets))
 
+        sizes = {one: self._sizes(*one) for one in groups}
         if fits(groups):
             return list(groups)
-        saved = {one: len(one[0].rows) * one[0].length - self._budget(*one) for one in groups}
-        rest = sorted(saved, key=lambda one: (-saved[one], one[0].rows))
+        saved = {one: len(one[0].rows) * one[0].length - sizes[one][1] for one in groups}
+        rest, kept = sorted(saved, key=lambda one: (-saved[one], one[0].rows)), set[tuple[PrefixGroup, _IndexT]]()
         while rest:
-            # As many as fit together, of whom a try looks at all; the next one does not, nor one that is no smaller.
-            count = bisect_right(range(1, len(rest) + 1), False, key=lambda n: not fits(rest[:n]))
-            taken += rest[:count]
-            refused = [(one[0].length, self._budget(*one)) for one in rest[count : count + 1]]
+            # Every try looks at all groups, so there are few: the number of groups doubles until they do not fit.
+            least = 0
+            while least < len(rest) and fits(rest[: max(1, 2 * least)]):
+                least = min(len(rest), max(1, 2 * least))
+            most = min(len(rest), max(1, 2 * least))
+            count = least + bisect_right(range(least + 1, most), False, key=lambda n: not fits(rest[:n]))
+            kept.update(rest[:count])
+            taken += [sizes[one] for one in rest[:count]]
+            # Where one does not fit, none does that is as long and has as large a budget.
+            refused = [sizes[one] for one in rest[count : count + 1]]
             rest = [
-                one
-                for one in rest[count + 1 :]
-                if any(one[0].length < length or self._budget(*one) < budget for length, budget in refused)
+                one for one in rest[count + 1 :] if any(sizes[one][0] < n or sizes[one][1] < k for n, k, _ in refused)
             ]
-        kept = {id(one) for one in taken}
-        return [one for one in groups if id(one) in kept]
+        return [one for one in groups if one in kept]
+
+    def _sizes(self, prefix: PrefixGroup, index: Index) -> tuple[int, int, int]:
+        """Tokens of a prefix, of its budget, and entries of its lists."""
+        budget = self._budget(prefix, index)
+        return prefix.length, budget, self._shape.num_kv_heads * list_stride(budget)
 
     def swaps(self, prefix_len: int) -> bool:
         """Whether a request alone may have a prefix of so many tokens in host memory."""
@@ -337,9 +346,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         alone = [(prefix._replace(rows=prefix.rows[:1]), index) for prefix, index in hosted]
         budgets = self.swap.budgets(lengths, *([self._budget(*one) for one in groups] for groups in (hosted, alone)))
         return None if budgets is None else {one: n for (one, _), n in zip(hosted, budgets, strict=True)}
-
-    def _entries_of(self, prefix: PrefixGroup, index: Index) -> int:
-        return self._shape.num_kv_heads * list_stride(self._budget(prefix, index))
 
     def cost_us(self, plan: SparsePlan) -> float | None:
         """See the base; of a search as many steps have a part as are likely to use it."""

@@ -125,3 +125,11 @@ def test_launch_parameters_fit_the_kernel_that_has_the_shape(
     assert default_config(shape, rows, specialized=specialized) == config
     alone = config if config.specialized else default_config(shape, 1)
     assert passes_for(shape, rows, specialized=specialized) == [config, alone]
+
+
+def test_short_lists_of_many_rows_have_lower_tiles_two_at_a_time() -> None:
+    shape, lower = shape_of(4, 128, torch.bfloat16), AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
+    assert passes_for(shape, 32, specialized=True, short=True) == [lower, lower]
+    for rows, specialized in (8, True), (16, True), (32, False):
+        options = {"rows": rows, "specialized": specialized}
+        assert default_config(shape, **options, short=True) == default_config(shape, **options)

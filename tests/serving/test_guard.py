@@ -141,8 +141,9 @@ def test_an_index_that_selects_badly_is_noticed_and_exact_from_then_on(start: An
     state = runtime.snapshot()
     assert state["guard"]["events"] == {"raised": 1, "dense": 1}, "lists have room for twice the budget"
     assert state["fallbacks"] == {"quality_guard": 2}
-    later = Request()
+    later, hits = Request(), runtime.counters.hits
     runtime.admit(later, "r2", [*PROMPT, 9], NAMESPACE)
+    assert runtime.counters.hits == hits, "nothing is loaded for it"
     assert Steps(runtime, ["r2"]).step(0) == (False, None)
     assert runtime.requests.of(later).reason == "quality_guard"
 

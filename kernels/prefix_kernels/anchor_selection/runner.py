@@ -225,7 +225,7 @@ def share_programs(lengths: Sequence[int], num_items: int, most: int) -> list[in
 
 def _tokens_of_the_busiest(lengths: Tensor, shares: Tensor, num_programs: int) -> float:
     """Tokens of the program that has most of them, each item counted as `_ITEM_TOKENS` more."""
-    costs = (_ITEM_TOKENS + lengths / shares).repeat_interleave(shares)
+    costs = (_ITEM_TOKENS + lengths.double() / shares).repeat_interleave(shares)
     busy = torch.bincount(torch.arange(len(costs)) % num_programs, costs, minlength=1)
     return float(busy.max())
 

@@ -232,6 +232,11 @@ class ScoreTables:
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
         sizes, addresses, first = list[tuple[int, ...]](), list[list[int]](), 0
         for group in groups:
+            if not len(group.first_rows) == len(group.score_begins) == self.shape.num_kv_heads:
+                heads_wanted = self.shape.num_kv_heads
+                raise ValueError(
+                    f"expected first_rows and score_begins for each of {heads_wanted} KV heads, got {group}"
+                )
             if group.arrays:
                 check_group(self.shape, group)
                 addresses.append(array_addresses(self.shape, group.arrays))
@@ -400,10 +405,8 @@ def _check_array(shape: ScoreShape, kind: str, array: Tensor) -> None:
 
 
 def check_group(shape: ScoreShape, group: ScoredGroup) -> None:
-    """Raise ValueError unless kernels can read a group: its KV heads, blocks and lists, and as many rows of codes."""
+    """Raise ValueError unless kernels can read a group: its blocks and lists, and as many rows of codes."""
     sizes, heads = group.block_sizes, shape.num_kv_heads
-    if not len(group.first_rows) == len(group.score_begins) == heads:
-        raise ValueError(f"expected first_rows and score_begins for each of {heads} KV heads, got {group}")
     least = LEAST_BLOCK // shape.entry_tokens
     known = all(size >= least and size & (size - 1) == 0 for size in sizes)
     if len(sizes) != (heads if shape.form.is_block else 0) or not known:

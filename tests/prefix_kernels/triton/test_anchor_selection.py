@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     assert scale is not None
     shifted = torch.zeros(codes.numel() + 8, dtype=torch.uint8, device=device)[8:].view(codes.shape)
     for arrays, message in (
-        ((), "expected 3 arrays"),
+        ((None, codes), "expected 3 arrays"),
         ((None, None, scale), "expected codes of a group's arrays, got none"),
         ((None, codes, scale.half()), "expected scale"),
         ((None, codes.int(), scale), "expected codes"),
@@ -344,8 +344,14 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             one.plan([replace(scored, arrays=arrays)], [selected])
-    one.plan(made.scored, made.selected)
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
+    two = AnchorSelection(made.shape, 2, 2, 300, 124, CONFIG, device, form=FORMS[0])
+    with pytest.raises(ValueError, match="arrays of all groups or of none, got 1 of 2"):
+        two.plan([scored, replace(scored, arrays=())], [selected] * 2)
+    one.plan([replace(scored, arrays=())], [selected])
+    with pytest.raises(ValueError, match="expected arrays, as the plan has none"):
+        one.run(inputs, scores, one.new_lists())
+    one.plan(made.scored, made.selected)
     lists, bare = one.new_lists(with_slots=True), one.new_lists()
     for arguments, table, message in (
         ((inputs, scores[:599], bare), None, "arena of 600 entries or more"),

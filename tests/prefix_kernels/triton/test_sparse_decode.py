@@ -397,6 +397,14 @@ def test_queries_that_stay_select_the_same_a_step_later(spec: IndexSpec, device:
     assert found(op.run_behind) != own, "candidates of other queries"
 
 
+def test_an_index_whose_last_layer_no_kernel_can_read_is_refused_when_it_is_met(device: torch.device) -> None:
+    server = Server(device)
+    _, index = server.prefix(100)
+    index.layers[-1]["keys_packed"] = index.layers[-1]["keys_packed"][:, :50].contiguous()
+    with pytest.raises(ValueError, match="expected 200 rows of codes, got .2, 50, "):
+        server.sparse.op.number_of(index)
+
+
 def test_the_start_says_which_prefixes_candidates_ahead_have_no_room_for(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
