@@ -100,7 +100,7 @@ def _ratio(row: Row) -> Any:
 
 
 def _name(row: Row) -> str:
-    """The case, and of a rival whether it attends what `plain` does."""
+    """The case, and of a rival whether it attends what `plain` did: older rows, without suffixes."""
     return named(row) if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import index_faults
 from sglang_ext.decode.quality import EARLY, LEAST_SAMPLES
+from tests import index_faults
 from tests.server.harness import JOB_SECONDS, METHODS, REQUEST_SECONDS, ROOT, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
 
@@ -108,7 +108,7 @@ def test_a_guard_that_measures_every_step_changes_no_answer(serve: Pool, store: 
 def test_reported_recall_is_what_transformers_computes_of_the_same_steps(serve: Pool, tmp_path: Path) -> None:
     serve.close()
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "benchmarks/guard.py", "recall", "--cpu", "--tokens", "1024", "--off", "0.002"]
+    command = [sys.executable, "benchmarks/guard.py", "--cpu", "--tokens", "1024", "--off", "0.002"]
     job = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS)
     assert job.returncode == 0, job.stdout + job.stderr[-4000:]
     assert len(out.read_text().splitlines()) == 2
