@@ -51,7 +51,7 @@ from kernel_cases import ATTENTION, Case
 from kernel_operators import FLOOR_RATE, OPERATORS, Cell
 from kernel_problem import Gate, Problem, Sizes, make_problem, slot_bytes
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
-from kernel_selection import SELECTION, NoRoomError
+from kernel_selection import SPECS, NoRoomError, Ours, random_prefixes
 from kernel_timing import CpuTimer, GpuTimer
 
 from prefix_kernels.grouped_attention import AttentionShape
@@ -193,13 +193,13 @@ def measure(problem: Problem, case: Case, timer: Any) -> Row:
 
 def gated(case: Any, work: Callable[[], Any], gate: Callable[[], Gate], timer: Any, nbytes: int, layers: int) -> Row:
     """The row of what was poisoned, run once and found right; times and bytes are those of one layer."""
-    replay = timer.prepare(work, eager_too=case.eager_too)
+    replay = timer.prepare(work)
     case.poison()
     replay()
     found = gate()
     figures = {name: float(f"{value:.3g}") for name, value in found.figures.items()}
     row: Row = {"green": found.green, "gate": figures, "gate_share": round(found.error, 4)}
-    row |= {"meaningful": timer.meaningful, "config": case.config, "graph": replay is not work}
+    row |= {"meaningful": timer.meaningful, "config": case.config}
     if row["green"]:
         times = timer.time(replay).over(layers)
         rate = nbytes / (times.us * 1e-6)
@@ -232,20 +232,20 @@ def is_fatal(error: BaseException) -> bool:
 
 
 def selection(args: argparse.Namespace, run: Run) -> None:
-    """All of `SELECTION`, or those of --only."""
-    known(args, SELECTION)
+    """All methods, or those of --only."""
+    known(args, SPECS)
     shape, timer = shape_of(args), timer_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
     for context in args.contexts:
         for batch, groups in batches(args):
-            for name in args.only or SELECTION:
+            for name in args.only or SPECS:
                 key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": groups}
                 key |= conditions(args)
                 if run.has(key):
                     continue
 
                 def row(name: str = name, batch: int = batch, groups: int = groups, context: int = context) -> Row:
-                    one = SELECTION[name](shape, batch, groups, context, device_of(args), args.keep)
+                    one = Ours(random_prefixes(SPECS[name], shape, batch, groups, context, device_of(args), args.keep))
                     return gated(one, one.run, one.check, timer, one.nbytes, one.layers)
 
                 run.add({**key, **attempt(timer, row)})

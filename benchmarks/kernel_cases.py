@@ -41,7 +41,6 @@ class Case:
     lse: Tensor | None
     reads: str
     config: dict[str, Any] = field(default_factory=dict)
-    eager_too = False
     kept: tuple[Any, ...] = ()
 
     def poison(self) -> None:
