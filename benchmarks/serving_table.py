@@ -8,12 +8,13 @@ from statistics import median
 from typing import Any
 
 from engines import BUILDING, INDEXED, STOCK
-from serving_runs import RUNS
 
 Row = dict[str, Any]
 
 _FIGURES = ("output_throughput", "ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99", "itl_ms_p99")
 _STEPS = ("cascade_steps", "sparse_steps")
+_RUNS = ("groups", "agent", "branches", "long")
+"""The last two are those of older rows."""
 _ORDER = ("flashinfer", "triton", "shared", "sparse", "auto", BUILDING)
 
 
@@ -34,9 +35,9 @@ def place_of(name: str) -> tuple[int, str]:
 
 
 def medians(rows: Sequence[Row]) -> dict[tuple[str, ...], dict[str, dict[str, float]]]:
-    """Medians over the starts: by (device, shape, page, run and flags, sizes) and engine, in the order of `RUNS`."""
+    """Medians over the starts: by (device, shape, page, run and flags, sizes) and engine, in the order of `_RUNS`."""
     found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
-    for row in sorted(rows, key=lambda row: (list(RUNS).index(row["run"]), place_of(name_of(row)))):
+    for row in sorted(rows, key=lambda row: (_RUNS.index(row["run"]), place_of(name_of(row)))):
         cell = (row["device"], row["shape"], str(row["page"]), run_of(row), json.dumps(row["sizes"], sort_keys=True))
         found.setdefault(cell, {}).setdefault(name_of(row), []).append(row)
     return {
