@@ -134,8 +134,7 @@ def judge(replayer: Replayer, answer: Answer, epochs: Sequence[Epoch]) -> Judged
             continue
         read = answer.tokens[: chosen.stop - 1]
         steps = [epoch.steps.get(first + i) if first + i >= epoch.end else None for i in range(len(read))]
-        out = replayer.run(answer.prompt, read, steps)
-        logprobs = out.logits[chosen.start :].log_softmax(-1)
+        logprobs = replayer.run(answer.prompt, read, steps)[chosen.start :].log_softmax(-1)
         own = logprobs.gather(
             1, torch.tensor(answer.tokens[chosen.start : chosen.stop], device=logprobs.device)[:, None]
         )

@@ -37,7 +37,9 @@ def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return chat, document, capture.Capturing(str(model), chat, torch.device("cpu")).capture(document, 6)
 
 
-def test_what_is_captured_is_what_the_models_own_network_computes(captured: Any, load: Any, tmp_path: Any) -> None:
+def test_what_is_captured_is_what_the_models_own_network_computes(
+    captured: Any, load: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat, document, found = captured
     path = tmp_path / "planted.pt"
     found.save(path)
@@ -46,17 +48,20 @@ def test_what_is_captured_is_what_the_models_own_network_computes(captured: Any,
     plan = LayerPlan.from_dict({"layers": ["anchor"] * 6}, num_layers=6, num_kv_heads=2)
     prefix = chat.prefix(document.text)
     assert found.keys.shape == found.values.shape == (6, 2, len(prefix), 64)
-    replayer = load("replay_model").replay_model.Replayer(network, plan, max_len=len(prefix) + 100)
+    module, queries = load("replay_model").replay_model, list[Tensor]()
+    attend = module._attend
+    monkeypatch.setattr(module, "_attend", lambda q, *of: queries.append(q) or attend(q, *of))
+    replayer = module.Replayer(network, plan, max_len=len(prefix) + 100)
     for (question,), answer in zip(document.conversations, found.answers, strict=True):
         prompt = prefix + chat.question(question, first=True)
         tokens = list[int]()
         for _ in range(len(answer.queries)):
             out = replayer.run(prompt, tokens, [None] * len(tokens))
-            tokens.append(int(out.logits[-1].argmax()))
-        out = replayer.run(prompt, tokens, [None] * len(tokens))
+            tokens.append(int(out[-1].argmax()))
+        replayer.run(prompt, tokens, [None] * len(tokens))
         assert chat.text(tokens) == answer.text
-        for layer in range(6):
-            torch.testing.assert_close(answer.queries[:, layer], out.queries[layer][1:], rtol=1e-3, atol=1e-3)
+        for layer, own in enumerate(queries[-6:]):
+            torch.testing.assert_close(answer.queries[:, layer], own[1:], rtol=1e-3, atol=1e-3)
         cache = replayer._cache[:, :, :, : len(prompt) + len(tokens)]
         for n, (before, behind) in enumerate(((found.keys, answer.keys), (found.values, answer.values))):
             torch.testing.assert_close(torch.cat([before, behind], 2), cache[:, n], rtol=1e-3, atol=1e-3)
