@@ -33,7 +33,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from engines import (
@@ -41,6 +40,7 @@ from engines import (
     INDEXED,
     SHAPES,
     STOCK,
+    Row,
     add_arguments,
     append,
     base_flags,
@@ -54,8 +54,6 @@ from engines import (
 )
 from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of, write_tokenizer
 from serving_table import table
-
-Row = dict[str, Any]
 
 ENGINES = (*STOCK, "shared", *INDEXED, BUILDING)
 KEY = ("engine", "run", "start", "sizes", "shape", "page", "plan", "config", "flags")

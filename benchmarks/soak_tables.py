@@ -15,11 +15,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from engines import Row, markdown
 from verdicts import counted, detectable, excusing
-
-Row = dict[str, Any]
 
 VERDICTS = ("equal", "tie", "wrong")
 HALVES = {"control": "dense control", "shared": "shared steps", "beside": "exact, beside sparse steps"}
@@ -72,7 +70,7 @@ def main() -> None:
     rows = [line for name, row in files for line in rows_of(name, row)]
     replayed = [row for _, row in files if "found" not in row]
     rows += total(replayed) if len(replayed) > 1 else []
-    print("\n".join("| " + " | ".join(one) + " |" for one in (_HEAD, ["---"] * len(_HEAD), *rows)))
+    print(markdown(_HEAD, rows))
 
 
 if __name__ == "__main__":
