@@ -65,13 +65,7 @@ SELECTING: Row = {
     "min_shared_tokens": 1024,
 }
 USUAL: dict[str, Row] = {DENSE: {}, "cascade": {"build": "off", "decode_path": "cascade"}, "default": {}}
-"""Configurations that are measured where none is named."""
-CONFIGS: dict[str, Row] = {
-    **USUAL,
-    "two_level, in line": {"method": "two_level"},
-    "two_level, ahead": {"method": "two_level", "select_ahead": True},
-}
-"""Configurations that have a name; `--config NAME=JSON` gives others."""
+"""Configurations that have a name, measured where none is named; `--config NAME=JSON` gives others."""
 
 
 class Served:
@@ -310,7 +304,7 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
     work = plan.work
     references = work / f"forced-{hashlib.sha256(same_dense.encode()).hexdigest()[:12]}"
     (work / "logs").mkdir(parents=True, exist_ok=True)
-    settings = {} if name == DENSE else {**SELECTING, **CONFIGS.get(name, {}), **config}
+    settings = {} if name == DENSE else {**SELECTING, **USUAL.get(name, {}), **config}
     if settings:
         store = work / "stores" / name.replace("/", "-")
         store.mkdir(parents=True, exist_ok=True)
@@ -379,8 +373,8 @@ def config_of(text: str) -> tuple[str, Row]:
         found = json.loads(settings) if given else {}
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {text!r}: {error}") from error
-    if not given and name not in CONFIGS:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(CONFIGS)}, or NAME=JSON, got {text!r}")
+    if not given and name not in USUAL:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(USUAL)}, or NAME=JSON, got {text!r}")
     return name, found
 
 

@@ -40,9 +40,11 @@ from engines import (
     INDEXED,
     SHAPES,
     STOCK,
+    Row,
     add_arguments,
     append,
     base_flags,
+    markdown,
     plugin_flags,
     provenance,
     read,
@@ -52,8 +54,6 @@ from engines import (
     unmeasured,
     write_model,
 )
-
-Row = dict[str, Any]
 
 ENGINES = (*STOCK, "plugin", *INDEXED)
 SUFFIX = 64
@@ -196,16 +196,16 @@ def table(rows: Sequence[Row]) -> str:
         group = (row["device"], row["shape"], row["page"], row.get("prefixes", 1), row["context"], row["batch"])
         cells.setdefault(group, {}).setdefault(name_of(row), []).append(row["ms"])
     names = sorted({name for found in cells.values() for name in found}, key=place_of)
-    lines = ["| device, shape, page | tokens | batch | " + " | ".join(names) + " |", "|---" * (len(names) + 3) + "|"]
+    lines = []
     for (device, shape, page, prefixes, context, batch), found in sorted(cells.items()):
         dense = [median(times) for name, times in found.items() if name in STOCK]
         texts = []
         for name in names:
             share = f", {median(found[name]) / min(dense):.3f}" if dense and name in found and name not in STOCK else ""
             texts.append(_spread(found.get(name)) + share)
-        tokens = f"{prefixes} x {context}" if prefixes > 1 else context
-        lines.append(f"| {device}, {shape}, {page} | {tokens} | {batch} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+        tokens = f"{prefixes} x {context}" if prefixes > 1 else str(context)
+        lines.append([f"{device}, {shape}, {page}", tokens, str(batch), *texts])
+    return markdown(["device, shape, page", "tokens", "batch", *names], lines)
 
 
 def _spread(times: list[float] | None) -> str:

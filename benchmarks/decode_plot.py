@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from engines import STOCK
-
-Row = dict[str, Any]
+from engines import STOCK, Row
 
 #: Line and marker by engine and path; whatever else is measured comes after these.
 LOOKS = {

@@ -13,18 +13,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kernel_rows import origin
+from kernel_rows import Row, origin
 
 from scripts.servers import free_ports
-
-Row = dict[str, Any]
 
 STOCK = ("flashinfer", "triton")
 """SGLang without the plugin, by attention backend."""
@@ -166,6 +164,11 @@ def unmeasured(path: str, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
     """Those of the rows that a result file, if it is there, has no row of the same key for."""
     known = [[row.get(name) for name in key] for row in read([path])] if Path(path).exists() else []
     return [row for row in rows if [row.get(name) for name in key] not in known]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(one) + " |" if one else "|---" * len(head) + "|" for one in (head, (), *rows))
 
 
 def append(path: str, row: Row) -> None:

@@ -10,8 +10,7 @@
 Attention of one layer: 32 query heads, 8 KV heads of 128, bf16, prefixes and 64 suffix tokens a request, pages of 16
 in random order, CUDA graph replays with a cold L2 cache, medians. Per context and batch: FlashInfer's tensor-core
 decode and cascade, exact and sparse grouped attention (5% of the prefix, times the square root of the group), the
-suffix pass with its merge apart; `--groups 8x4` adds distinct prefixes; `plain` is the suffix pass from position 0
-against FlashInfer on distinct sequences.
+suffix pass with its merge apart; `--groups 8x4` adds distinct prefixes.
 
 Operators are a layer's selection and sparse attention, suffix and merge included, of the methods that decode graphs
 hold, in graphs of 31 layers: requests that share nothing, and 8 behind one prefix. `floor_us` are the bytes of index
@@ -52,7 +51,7 @@ from kernel_cases import ATTENTION, Case
 from kernel_operators import FLOOR_RATE, OPERATORS, Cell
 from kernel_problem import Gate, Problem, Sizes, make_problem, slot_bytes
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
-from kernel_selection import SELECTION, NoRoomError
+from kernel_selection import SPECS, NoRoomError, Ours, random_prefixes
 from kernel_timing import CpuTimer, GpuTimer
 
 from prefix_kernels.grouped_attention import AttentionShape
@@ -64,8 +63,6 @@ _USUAL: Row = {
     "contexts": [131072, 8192, 32768, 65536, 262144],
     "batches": [1, 8, 32, 64],
     "groups": [(8, 4)],
-    "plain_contexts": [1024, 8192, 32768, 131072],
-    "plain_batches": [1, 8, 32],
     "suffix": 64,
     "shape": (32, 8, 128),
     "dtype": "bfloat16",
@@ -87,8 +84,6 @@ _SMOKE: Row = {
     "contexts": [192],
     "batches": [1, 3],
     "groups": [(2, 2)],
-    "plain_contexts": [80],
-    "plain_batches": [2],
     "suffix": 21,
     "shape": (4, 2, 32),
     "dtype": "float32",
@@ -124,10 +119,6 @@ def problems(args: argparse.Namespace) -> Iterable[tuple[Sizes, list[str]]]:
     for context in args.contexts:
         for batch, groups in batches(args):
             yield Sizes(context, batch, groups, args.suffix, args.page), chosen(args, [*args.rivals, *GROUPED])
-    for context in args.plain_contexts:
-        for batch in args.plain_batches:
-            names = [*(name for name in args.rivals if name == "flashinfer"), "plain"]
-            yield Sizes(context, batch, batch, 0, args.page), chosen(args, names)
 
 
 def batches(args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -202,13 +193,13 @@ def measure(problem: Problem, case: Case, timer: Any) -> Row:
 
 def gated(case: Any, work: Callable[[], Any], gate: Callable[[], Gate], timer: Any, nbytes: int, layers: int) -> Row:
     """The row of what was poisoned, run once and found right; times and bytes are those of one layer."""
-    replay = timer.prepare(work, eager_too=case.eager_too)
+    replay = timer.prepare(work)
     case.poison()
     replay()
     found = gate()
     figures = {name: float(f"{value:.3g}") for name, value in found.figures.items()}
     row: Row = {"green": found.green, "gate": figures, "gate_share": round(found.error, 4)}
-    row |= {"meaningful": timer.meaningful, "config": case.config, "graph": replay is not work}
+    row |= {"meaningful": timer.meaningful, "config": case.config}
     if row["green"]:
         times = timer.time(replay).over(layers)
         rate = nbytes / (times.us * 1e-6)
@@ -241,20 +232,20 @@ def is_fatal(error: BaseException) -> bool:
 
 
 def selection(args: argparse.Namespace, run: Run) -> None:
-    """All of `SELECTION`, or those of --only."""
-    known(args, SELECTION)
+    """All methods, or those of --only."""
+    known(args, SPECS)
     shape, timer = shape_of(args), timer_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
     for context in args.contexts:
         for batch, groups in batches(args):
-            for name in args.only or SELECTION:
+            for name in args.only or SPECS:
                 key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": groups}
                 key |= conditions(args)
                 if run.has(key):
                     continue
 
                 def row(name: str = name, batch: int = batch, groups: int = groups, context: int = context) -> Row:
-                    one = SELECTION[name](shape, batch, groups, context, device_of(args), args.keep)
+                    one = Ours(random_prefixes(SPECS[name], shape, batch, groups, context, device_of(args), args.keep))
                     return gated(one, one.run, one.check, timer, one.nbytes, one.layers)
 
                 run.add({**key, **attempt(timer, row)})
@@ -360,8 +351,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--budgets", **numbers, metavar="TOKENS", help="operators: of a group (2048 1024)")
     add("--batches", **numbers, metavar="N", help="requests on one prefix (1 8 32 64)")
     add("--groups", nargs="*", type=group_shape, metavar="GxR", help="distinct prefixes: G groups of R requests (8x4)")
-    add("--plain-contexts", **numbers, metavar="TOKENS", help="of plain decode (1024 8192 32768 131072)")
-    add("--plain-batches", **numbers, metavar="N", help="requests of plain decode (1 8 32)")
     add("--only", nargs="+", metavar="CASE", help="cases of attention, selection or operators")
     add(
         "--rivals",

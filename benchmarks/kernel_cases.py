@@ -41,7 +41,6 @@ class Case:
     lse: Tensor | None
     reads: str
     config: dict[str, Any] = field(default_factory=dict)
-    eager_too = False
     kept: tuple[Any, ...] = ()
 
     def poison(self) -> None:
@@ -88,16 +87,8 @@ def sparse(problem: Problem) -> Case:
 def suffix(problem: Problem) -> Case:
     """Private suffixes and the merge kernel, apart."""
     slots = problem.suffix_slots.flatten()
-    return _alone(problem, slots, _suffixes(problem, 0), "suffix")
-
-
-def plain(problem: Problem) -> Case:
-    """The suffix pass from position 0: every request reads the whole of its own sequence."""
-    context = problem.sizes.context
-    if problem.sizes.rows != 1 or problem.sizes.suffix:
-        raise ValueError(f"expected one prefix a request and no suffix, got {problem.sizes}")
-    segments = [Segment((row,), context, list_begin=row * context) for row in range(problem.sizes.batch)]
-    return _alone(problem, problem.prefix_slots.flatten(), segments, "all")
+    config = default_config(problem.shape, 1, specialized=has_specialized(slots.device))
+    return _case(problem, [config], slots, (_suffixes(problem, 0),), "suffix", None)
 
 
 #: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
@@ -105,7 +96,6 @@ ATTENTION: dict[str, Callable[[Problem], Case]] = {
     "exact": exact,
     "sparse": sparse,
     "suffix": suffix,
-    "plain": plain,
 }
 
 
@@ -128,11 +118,6 @@ def _grouped(
     if not problem.sizes.suffix:
         passes, plan = passes[:1], plan[:1]
     return _case(problem, passes, slots, plan, reads, counts)
-
-
-def _alone(problem: Problem, slots: Tensor, segments: list[Segment], reads: str) -> Case:
-    config = default_config(problem.shape, 1, specialized=has_specialized(slots.device))
-    return _case(problem, [config], slots, (segments,), reads, None)
 
 
 def _case(

@@ -94,6 +94,10 @@ class Operator(Ours):
         if self._names:
             self._look_ahead()
 
+    def _look_ahead(self) -> None:
+        own = self._prefixes
+        self._op.look_ahead(own.batch, [own.q] * self.layers, own.args.sm_scale)
+
     def _attend(self, kv: PagedKV) -> None:
         lists, problem = self._lists, self._problem
         self._attention.run(

@@ -44,7 +44,7 @@ def decode(problem: Problem) -> Case:
     pages = [
         torch.cat([problem.prefix_pages[row // sizes.rows], problem.suffix_pages[row]]) for row in range(sizes.batch)
     ]
-    last = _last_page(sizes.suffix or sizes.context, sizes.page)
+    last = _last_page(sizes.suffix, sizes.page)
     wrapper.plan(
         _indptr([len(own) for own in pages]),
         torch.cat(pages),
@@ -68,8 +68,6 @@ def decode(problem: Problem) -> Case:
 def cascade(problem: Problem) -> Case:
     """Two levels: each prefix once for its group, each suffix alone, and their merge."""
     module, sizes, shape = flashinfer(), problem.sizes, problem.shape
-    if not sizes.suffix:
-        raise ValueError(f"expected suffixes for the second level, got {sizes}")
     workspace = _workspace(problem)
     wrapper = module.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
     device = problem.q.device

@@ -1,8 +1,7 @@
 """What `kernel_bench.py selection` measures: an anchor layer's selection, from queries to lists, by every method.
 
 Indexes of one layer, as the project's builders make them of random keys and queries, in the recipes of `SPECS`; with
-`--groups 16x1` of 16 prefixes. A case is the method's operation as decode graphs hold it; `<method>_torch` is its
-reference, plain torch.
+`--groups 16x1` of 16 prefixes. A case is the method's operation as decode graphs hold it.
 
 Lists are compared with the reference's ranking: listed tokens that rank clearly below the last one that it chooses are
 wrong, and unlisted ones that rank clearly above. Each of two levels is compared by itself, the second one among the
@@ -225,33 +224,6 @@ def random_prefixes(
     return Prefixes(spec, shape, q, arrays, order.view(groups, -1).to(device, torch.int32), budget)
 
 
-class Torch:
-    """The reference."""
-
-    eager_too = True
-    layers = 1
-
-    def __init__(self, prefixes: Prefixes) -> None:
-        self._prefixes, self.nbytes, self.config = prefixes, prefixes.nbytes, prefixes.told
-        heads, device = prefixes.shape.num_kv_heads, prefixes.q.device
-        self.positions = torch.empty(len(prefixes.rows), heads, prefixes.budget, dtype=torch.int32, device=device)
-
-    def poison(self) -> None:
-        """Positions that are none."""
-        self.positions.fill_(-1)
-
-    def run(self) -> None:
-        """Scores, then the best."""
-        own = self._prefixes
-        for number, rows in enumerate(own.rows):
-            q = own.q[rows[0] : rows[-1] + 1]
-            self.positions[number].copy_(own.selector.select(own.arrays[number], q, own.args).positions)
-
-    def check(self) -> Gate:
-        """The lists."""
-        return self._prefixes.gate(list(self.positions))
-
-
 class Ours:
     """The method's operation. On a CPU phase by phase, with two programs for every KV head.
 
@@ -263,8 +235,6 @@ class Ours:
     Raises:
         NoRoomError: a server would not select in such a step.
     """
-
-    eager_too = False
 
     def __init__(self, prefixes: Prefixes, layers: int = 1, *, ahead: bool = False) -> None:
         self._prefixes, self.nbytes, self.config, self.layers = prefixes, prefixes.nbytes, prefixes.told, layers
@@ -298,10 +268,6 @@ class Ours:
         own = self._prefixes
         run(own.batch, own.q, own.args.sm_scale, self._slots, layer, self._lists)
 
-    def _look_ahead(self) -> None:
-        own = self._prefixes
-        self._op.look_ahead(own.batch, [own.q] * self.layers, own.args.sm_scale)
-
     def _found(self, arena: Tensor | None) -> list[Tensor]:
         """[num_kv_heads, budget] of each group, of positions or of slots."""
         assert arena is not None
@@ -317,36 +283,6 @@ class Ours:
         return gate if same or not gate.green else Gate(math.inf, gate.figures)
 
 
-_ON_GPU = torch.cuda.is_available()
-
-
-class Ahead(Ours):
-    """What names the candidates of the next step, for as many layers as select in an 8B model; the time of one."""
-
-    def __init__(self, prefixes: Prefixes, layers: int = 31 if _ON_GPU else 3) -> None:
-        super().__init__(prefixes, layers, ahead=True)
-
-    def run(self) -> None:
-        self._look_ahead()
-
-    def check(self) -> Gate:
-        """What the last layer selects among them."""
-        self._select(self._op.run_behind, self.layers - 1)
-        return super().check()
-
-
-class Behind(Ahead):
-    """What selects among candidates that the step before named, at some layers one after the other; the time of one."""
-
-    def __init__(self, prefixes: Prefixes) -> None:
-        super().__init__(prefixes, 8 if _ON_GPU else 2)
-        self._look_ahead()
-
-    def run(self) -> None:
-        for layer in range(self.layers):
-            self._select(self._op.run_behind, layer)
-
-
 class _Index(SimpleNamespace):
     """The arrays of an index; each layer has its own, with the values of the first."""
 
@@ -355,18 +291,3 @@ class _Index(SimpleNamespace):
     def __init__(self, arrays: Arrays, prefix_len: int, layers: int) -> None:
         copies = [{name: array.clone() for name, array in arrays.items()} for _ in range(1, layers)]
         super().__init__(layers=[arrays, *copies], prefix_len=prefix_len)
-
-
-def _made(form: Callable[[Prefixes], Any], spec: IndexSpec, *of: Any) -> Any:
-    return form(random_prefixes(spec, *of))
-
-
-#: name -> builder from the arguments of `random_prefixes` but the first one. Its object has `run()` (what is timed),
-#: `check()` (of what the last run wrote), `poison()` (before a run), `nbytes` (of the index), `config` (for the row),
-#: `layers` (that a run selects at) and `eager_too` (timed without a CUDA graph where none can hold it).
-SELECTION: dict[str, Callable[[AttentionShape, int, int, int, torch.device, float], Any]] = {
-    **{name: partial(_made, Ours, spec) for name, spec in SPECS.items()},
-    **{f"{name}_behind": partial(_made, Behind, spec) for name, spec in AHEAD.items()},
-    **{f"{name}_ahead": partial(_made, Ahead, spec) for name, spec in AHEAD.items()},
-    **{f"{name}_torch": partial(_made, Torch, spec) for name, spec in SPECS.items()},
-}

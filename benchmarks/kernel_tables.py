@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engines import markdown
 from kernel_rows import MEMORY_RATE, Row, named
 
 _KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
@@ -64,14 +65,15 @@ def _table(rows: Sequence[Row]) -> str:
     names = sorted(columns, key=lambda column: ("groups" in column, columns[column]))
     operators = rows[0]["bench"] == "operators"
     cell = "floor at 3.0 TB/s" if operators else "10th to 90th percentile; share of 4.3 TB/s"
-    lines = [f"us ({cell}; {_rival(rows)}'s time over ours):", ""]
-    lines += ["| case | tokens | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    for (name, context), own in sorted(cells.items(), key=lambda cell: cell[0][1]):
-        lines.append(f"| {name} | {context} | " + " | ".join(own.get(column, "-") for column in names) + " |")
-    return "\n".join([*failed, *lines, *(_least(rows) if operators else ())])
+    lines = [
+        [name, str(context), *(own.get(column, "-") for column in names)]
+        for (name, context), own in sorted(cells.items(), key=lambda cell: cell[0][1])
+    ]
+    parts = [*failed, f"us ({cell}; {_rival(rows)}'s time over ours):", "", markdown(["case", "tokens", *names], lines)]
+    return "\n".join([*parts, *(("", _least(rows)) if operators else ())])
 
 
-def _least(rows: Sequence[Row]) -> list[str]:
+def _least(rows: Sequence[Row]) -> str:
     """The least of the rival's times over ours, by case: where it has most to read a request, and elsewhere."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     longest = max(row["context"] for row in rows)
@@ -79,14 +81,8 @@ def _least(rows: Sequence[Row]) -> list[str]:
         if row["green"] and row.get("ratio"):
             alone = row["context"] == longest and row["batch"] == row["groups"] and row["batch"] in (1, 8)
             found.setdefault(_name(row), ([], []))[not alone].append(_ratio(row))
-    lines = [
-        "",
-        f"| {_rival(rows)}'s time over ours, at least | {longest} tokens, alone or 8 prefixes | other cells |",
-        "|---" * 3 + "|",
-    ]
-    for name, both in found.items():
-        lines.append(f"| {name} | " + " | ".join(f"{min(one):.2f}" if one else "-" for one in both) + " |")
-    return lines
+    head = f"{_rival(rows)}'s time over ours, at least", f"{longest} tokens, alone or 8 prefixes", "other cells"
+    return markdown(head, ([name, *(f"{min(one):.2f}" if one else "-" for one in of)] for name, of in found.items()))
 
 
 def _rival(rows: Sequence[Row]) -> str:
@@ -100,7 +96,7 @@ def _ratio(row: Row) -> Any:
 
 
 def _name(row: Row) -> str:
-    """The case, and of a rival whether it attends what `plain` does."""
+    """The case, and of a rival whether it attends what `plain` did: older rows, without suffixes."""
     return named(row) if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
 
 

@@ -22,6 +22,10 @@ Work = Callable[[], Any]
 
 _FLUSH_BYTES = 1 << 28
 _SLOW_US = 1e5
+_SECONDS = 0.3
+"""Of one measurement, roughly."""
+_FEWEST, _MOST = 7, 100
+"""Repeats."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class CpuTimer:
 
     meaningful = False
 
-    def prepare(self, work: Work, *, eager_too: bool = False) -> Work:
+    def prepare(self, work: Work) -> Work:
         """The work itself."""
         return work
 
@@ -75,27 +79,22 @@ class GpuTimer:
 
     Args:
         device: a CUDA device.
-        seconds: to spend on one measurement, roughly.
-        repeats: fewest and most.
     """
 
     meaningful = True
 
-    def __init__(self, device: torch.device, *, seconds: float = 0.3, repeats: tuple[int, int] = (7, 100)) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._buffer = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
-        self._seconds = seconds
-        self._repeats = repeats
 
     def flush(self) -> None:
         """Fill L2 with something else."""
         self._buffer.sum()
 
-    def prepare(self, work: Work, *, eager_too: bool = False) -> Work:
+    def prepare(self, work: Work) -> Work:
         """Warm up (which compiles) and capture; returns what replays the work.
 
         Args:
             work: launches kernels on the current stream, without a wait.
-            eager_too: whether work that cannot be captured is timed without a graph: plain torch, never ours.
         """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -104,23 +103,16 @@ class GpuTimer:
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                work()
-        except RuntimeError:
-            if not eager_too:
-                raise
-            torch.cuda.synchronize()
-            return work
+        with torch.cuda.graph(graph):
+            work()
         torch.cuda.synchronize()
         return graph.replay
 
     def time(self, replay: Work) -> Times:
         """Replay (see `prepare`) many times, L2 cleared before each."""
         once = self._between_events(replay, 2)[-1]
-        fewest, most = self._repeats
-        fewest = fewest if once < _SLOW_US else 3
-        count = int(min(max(self._seconds * 1e6 / (once + 100.0), fewest), most))
+        fewest = _FEWEST if once < _SLOW_US else 3
+        count = int(min(max(_SECONDS * 1e6 / (once + 100.0), fewest), _MOST))
         return Times.of(self._between_events(replay, count))
 
     def null_us(self) -> float:

@@ -1,4 +1,4 @@
-"""Post-RoPE queries, keys and values of a real model's dense decode, by transformers: for `query_prediction.py`.
+"""Post-RoPE queries, keys and values of a real model's dense decode, by transformers: for `offload.py churn`.
 
 A document is prefilled once. Each question behind it is answered for a given number of steps, past tokens that end an
 answer, as `answers.py` forces them. Nothing here knows the plugin or SGLang.
@@ -6,7 +6,6 @@ answer, as `answers.py` forces them. Nothing here knows the plugin or SGLang.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,6 @@ from torch import Tensor
 
 from sglang_ext.files import partial_file
 
-LONG = {
-    "long prose": "Retell the text above in your own words, one paragraph after the other, as fully as you can.",
-    "long code": "Write unit tests for the module above, several for each public function and method.",
-}
-"""What is asked for a long answer, by the name of its task."""
 TEMPERATURE = 0.8
 """Of long answers: greedy ones of small models soon repeat themselves, and so do their queries."""
 
@@ -150,16 +144,3 @@ def _layers(cache: Any, begin: int) -> tuple[Tensor, Tensor]:
         torch.stack([layer.keys[0, :, begin:] for layer in cache.layers]),
         torch.stack([layer.values[0, :, begin:] for layer in cache.layers]),
     )
-
-
-def long_documents(chat: Chat, prose: Document, length: int) -> list[Document]:
-    """Documents that ask for long answers: a text, and the source of Python's `argparse`, cut at that many tokens."""
-    import argparse
-
-    tokens = chat.ids(inspect.getsource(argparse))
-    source = chat.text(tokens[: length - len(chat.prefix(""))])
-    texts = {"long prose": prose.text, "long code": source}
-    return [
-        Document(f"{task}-{length}", texts[task], ((Question(task, text, "", (), "all", 0),),))
-        for task, text in LONG.items()
-    ]

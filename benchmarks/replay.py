@@ -114,14 +114,13 @@ class Judged:
         return "equal" if max(self.gaps) == 0 else "tie" if max(self.gaps) <= tie else "wrong"
 
 
-def judge(replayer: Replayer, answer: Answer, epochs: Sequence[Epoch], selections: Any = None) -> Judged:
+def judge(replayer: Replayer, answer: Answer, epochs: Sequence[Epoch]) -> Judged:
     """Replay one answer.
 
     Args:
         replayer: of the model that the server ran.
         answer: the request.
         epochs: of its trace; none: it is not judged.
-        selections: takes the queries of sparse steps (`replay_selection.SelectionCheck`).
     """
     judged, first = Judged(retractions=max(0, len(epochs) - 1)), len(answer.prompt)
     behind = [*(epoch.end for epoch in epochs[1:]), first + len(answer.tokens)]
@@ -135,10 +134,7 @@ def judge(replayer: Replayer, answer: Answer, epochs: Sequence[Epoch], selection
             continue
         read = answer.tokens[: chosen.stop - 1]
         steps = [epoch.steps.get(first + i) if first + i >= epoch.end else None for i in range(len(read))]
-        out = replayer.run(answer.prompt, read, steps)
-        if selections is not None:
-            selections.take(answer.rid, out.queries, [None, *steps])
-        logprobs = out.logits[chosen.start :].log_softmax(-1)
+        logprobs = replayer.run(answer.prompt, read, steps)[chosen.start :].log_softmax(-1)
         own = logprobs.gather(
             1, torch.tensor(answer.tokens[chosen.start : chosen.stop], device=logprobs.device)[:, None]
         )
@@ -203,16 +199,12 @@ class Options:
         requests, dense_requests: of each kind, at most.
         seconds: no further request begins behind that.
         tie: nats; two tokens that near are equally good.
-        store: the server's store, to compare selections with the reference's; None: not compared.
-        config: the server's --sparse-attn-config, for that.
     """
 
     requests: int = 200
     dense_requests: int = 100
     seconds: float = 540.0
     tie: float = 0.13
-    store: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
 
 
 def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
@@ -237,11 +229,6 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
     plan = LayerPlan.from_dict(start.layer_plan, num_layers=network.shape.layers, num_kv_heads=start.num_kv_heads)
     longest = max((len(one.prompt) + len(one.tokens) for of in kinds.values() for one in of), default=1)
     replayer = Replayer(network, plan, max_len=longest)
-    selections = None
-    if args.store:
-        from replay_selection import Reselection, SelectionCheck
-
-        selections = SelectionCheck(Reselection(args.store, args.config, model, plan, torch.device(device)))
     row: dict[str, Any] = {"traced": len(traced), "answers": len(answers)}
     ends = time.monotonic() + args.seconds
     for kind, chosen in kinds.items():
@@ -250,14 +237,12 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
         for answer in chosen:
             if time.monotonic() > ends:
                 break
-            one = judge(replayer, answer, traced[answer.rid], selections if kind == "sparse" else None)
+            one = judge(replayer, answer, traced[answer.rid])
             judged.append(one)
             if one.verdict(args.tie) == "wrong" and len(examples) < 8:
                 worst = max(range(len(one.gaps)), key=one.gaps.__getitem__)
                 examples.append({"rid": answer.rid, "token": worst, "gap": one.gaps[worst], "of": len(one.gaps)})
         row[kind] = {"replayed": len(judged), "asked": len(chosen), **summary(judged, args.tie), "examples": examples}
-    if selections is not None:
-        row["selections"] = selections.result()
     row["dtype"] = start.dtype
     control, sparse = excusing(row["dense"], start.dtype), counted(row["sparse"])
     row |= {"verdict": verdict(control, sparse), "chance": chance(control, sparse)}
@@ -286,8 +271,6 @@ def main() -> int:
     parser.add_argument("--dense-requests", type=int, default=own.dense_requests, help="dense ones, at most")
     parser.add_argument("--seconds", type=float, default=own.seconds, help="begin no further request behind that")
     parser.add_argument("--tie", type=float, default=own.tie, help="nats; two tokens that near are equally good")
-    parser.add_argument("--store", help="the server's store: also compare selections with the reference's")
-    parser.add_argument("--config", type=json.loads, default={}, help="the server's --sparse-attn-config, for that")
     args = parser.parse_args()
     options = Options(**{name: getattr(args, name) for name in vars(own)})
     row = replay(args.folder, args.model_path, options)

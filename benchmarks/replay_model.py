@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,18 +11,8 @@ from scripts.needle_network import Needle, rms_norm
 from sglang_ext.decode.trace import Selected
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 
-
-@dataclass
-class Output:
-    """What `Replayer.run` gives.
-
-    Attributes:
-        logits: [rows, vocab_size] float32: of the prompt's last token and of those behind it.
-        queries: by anchor layer, [rows, num_qo_heads, head_dim] float32.
-    """
-
-    logits: Tensor
-    queries: dict[int, Tensor] = field(default_factory=dict)
+ROWS = 256
+"""That are computed at a time: memory grows with rows times tokens."""
 
 
 class Replayer:
@@ -33,26 +22,18 @@ class Replayer:
         model: the network, in float32.
         plan: role of each layer.
         max_len: tokens of a request, at most.
-        rows: that are computed at a time: memory grows with rows times tokens.
     """
 
-    def __init__(
-        self,
-        model: Needle,
-        plan: LayerPlan,
-        *,
-        max_len: int,
-        rows: int = 256,
-    ) -> None:
-        self._model, self._plan, self._rows = model, plan, rows
+    def __init__(self, model: Needle, plan: LayerPlan, *, max_len: int) -> None:
+        self._model, self._plan = model, plan
         self._weights = model.layer_weights()
         shape = (model.shape.layers, 2, model.shape.kv_heads, max_len, model.shape.head_dim)
         self._cache = torch.zeros(shape, device=model.embed.device)
         self._known: list[int] = []
 
     @torch.no_grad()
-    def run(self, prompt: Sequence[int], tokens: Sequence[int], steps: Sequence[Selected | None]) -> Output:
-        """Logits that each token was chosen by.
+    def run(self, prompt: Sequence[int], tokens: Sequence[int], steps: Sequence[Selected | None]) -> Tensor:
+        """[1 + tokens, vocab_size] float32: logits that each token was chosen by, and those behind the last one.
 
         Args:
             prompt: token ids, at least one; all of them are attended densely.
@@ -71,41 +52,32 @@ class Replayer:
         same = next((i for i, pair in enumerate(zip(before, self._known, strict=False)) if pair[0] != pair[1]), None)
         same = min(len(before), len(self._known)) if same is None else same
         self._known = before[:same]
-        for start in range(same, len(before), self._rows):
-            self._advance(before[start : start + self._rows], start, None)
+        for start in range(same, len(before), ROWS):
+            self._advance(before[start : start + ROWS], start, None)
         self._known = before
         ids, read = [prompt[-1], *tokens], [None, *steps]
         parts = [
-            self._advance(ids[at : at + self._rows], len(before) + at, read[at : at + self._rows])
-            for at in range(0, len(ids), self._rows)
+            self._advance(ids[at : at + ROWS], len(before) + at, read[at : at + ROWS])
+            for at in range(0, len(ids), ROWS)
         ]
-        layers = parts[0].queries
-        return Output(
-            torch.cat([part.logits for part in parts]),
-            {layer: torch.cat([part.queries[layer] for part in parts]) for layer in layers},
-        )
+        return torch.cat(parts)
 
-    def _advance(self, ids: Sequence[int], start: int, steps: Sequence[Selected | None] | None) -> Output:
-        """Tokens at the positions from `start` on; logits and queries only where steps are given."""
+    def _advance(self, ids: Sequence[int], start: int, steps: Sequence[Selected | None] | None) -> Tensor:
+        """Tokens at the positions from `start` on: logits where steps are given, else the residual stream."""
         model, device = self._model, self._cache.device
         end = start + len(ids)
         cos, sin = model.rope(start, len(ids), device)
         x = model.embed[torch.tensor(ids, device=device)]
         causal = torch.arange(end, device=device) <= torch.arange(start, end, device=device)[:, None]
-        queries: dict[int, Tensor] = {}
         for layer, weights in enumerate(self._weights):
             q, k, v = model.before(x, cos, sin, weights, model.shape.head_dim, model.shape.eps)
             keys, values = self._cache[layer, :, :, :end]
             keys[:, start:], values[:, start:] = k.transpose(0, 1), v.transpose(0, 1)
-            if steps is not None and self._plan.layers[layer].mode is LayerMode.ANCHOR:
-                queries[layer] = q
             allowed = causal.expand(model.shape.kv_heads, -1, -1)
             if steps is not None:
                 allowed = self._limited(allowed, layer, steps)
             x = model.after(x, _attend(q, keys, values, allowed), weights, model.shape.eps)
-        if steps is None:
-            return Output(x)
-        return Output(model.logits(rms_norm(x, model.final_norm, model.shape.eps)), queries)
+        return x if steps is None else model.logits(rms_norm(x, model.final_norm, model.shape.eps))
 
     def _limited(self, causal: Tensor, layer: int, steps: Sequence[Selected | None]) -> Tensor:
         """[num_kv_heads, rows, tokens] bool: what each KV head attends at this layer."""

@@ -16,14 +16,11 @@ Runs, all through HTTP, streamed, with 32 requests at a time (sizes: `--set`, de
 
 - `groups`: `--dataset-name generated-shared-prefix`, groups of one system prompt each, requests spread by zipf.
 - `agent`: the same with `--gsp-num-turns`: conversations behind system prompts.
-- `branches`: `--dataset-name agentic-trace`: conversations behind one tool schema, which has branches.
-- `long`: the same, one conversation alone, whose suffix tokens grow beyond 16,384.
 
 What is the same for every engine: flags, seed, and so prompts; the prefix cache is on and nothing is evicted. Before
 each run come a short rehearsal behind another prefix, and a pass that is not timed: from an empty cache, one request at
-a time, it prefills every shared prompt, and in `sparse` and `auto` builds its index (of `branches` that of the tool
-schema alone: a branch's prefill begins in the cache). So the stock engines' requests find their prompt in the prefix
-cache, too, and a time to the first token is that of a question behind a cached prompt.
+a time, it prefills every shared prompt, and in `sparse` and `auto` builds its index. So the stock engines' requests
+find their prompt in the prefix cache, too, and a time to the first token is that of a question behind a cached prompt.
 
 Weights are dummies: they serve to time, never to judge an answer. The tokenizer has a word for every token.
 """
@@ -36,7 +33,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from engines import (
@@ -44,6 +40,7 @@ from engines import (
     INDEXED,
     SHAPES,
     STOCK,
+    Row,
     add_arguments,
     append,
     base_flags,
@@ -57,8 +54,6 @@ from engines import (
 )
 from serving_runs import RUNS, bench, commands, context_tokens, figures, pool_tokens, sizes_of, write_tokenizer
 from serving_table import table
-
-Row = dict[str, Any]
 
 ENGINES = (*STOCK, "shared", *INDEXED, BUILDING)
 KEY = ("engine", "run", "start", "sizes", "shape", "page", "plan", "config", "flags")
@@ -107,7 +102,7 @@ def measure(args: argparse.Namespace, engine: str, start: int, home: Path) -> No
             port = urlsplit(url).port
             assert port is not None
             for row in wanted:
-                passes = commands(row["run"], row["sizes"], args.seed + start, model, folder, port, vocab)
+                passes = commands(row["run"], row["sizes"], args.seed + start, model, folder, port)
                 try:
                     results = bench(passes, row["run"], folder, logs, home)
                     row |= {"pool_tokens": pool_tokens(row["sizes"]), **figures(results, row["sizes"], args.page)}

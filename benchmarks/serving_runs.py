@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import string
 import subprocess
 import sys
@@ -42,23 +41,11 @@ RUNS: dict[str, Sizes] = {
         "turns": 8,
         "concurrency": 32,
     },
-    "branches": {
-        "prefix": 32768,
-        "branches": 4,
-        "branch": 8192,
-        "question": 128,
-        "output": 256,
-        "conversations": 32,
-        "turns": 8,
-        "concurrency": 32,
-    },
-    "long": {"prefix": 65536, "question": 2048, "output": 128, "conversations": 1, "turns": 8, "concurrency": 1},
 }
 """Sizes of each run; lengths are tokens, `question` and `output` are those of a turn.
 
 `groups`: system prompts of `prefix` tokens, requests spread over them by zipf. `agent`: conversations behind system
-prompts. `branches`: conversations behind one tool schema of `prefix` tokens, each followed by one of its branches.
-`long`: a conversation whose suffix tokens grow to `turns` times `question` and `output`.
+prompts.
 """
 
 #: Contents alone, in their order. Roles would be tokens that no row could tell from a prompt's.
@@ -104,12 +91,16 @@ def sizes_of(run: str, changes: Sequence[str]) -> Sizes:
             raise ValueError(f"expected RUN.SIZE=NUMBER, RUN one of {', '.join(RUNS)}, got {change!r}")
         if of == run:
             sizes[key] = type(RUNS[of][key])(value)
-    every, of = (
-        ("requests", "groups") if run == "groups" else ("conversations", "groups" if run == "agent" else "branches")
-    )
-    if sizes[every] % sizes.get(of, 1):
-        raise ValueError(f"{run}: expected {every} to be a multiple of {of}, got {sizes[every]} and {sizes[of]}")
+    if _every(sizes) % sizes["groups"]:
+        what = "requests" if "requests" in sizes else "conversations"
+        found = f"{_every(sizes)} and {sizes['groups']}"
+        raise ValueError(f"{run}: expected {what} to be a multiple of groups, got {found}")
     return sizes
+
+
+def _every(sizes: Sizes) -> int:
+    """Requests, or conversations, of all groups."""
+    return int(sizes.get("requests") or sizes["conversations"])
 
 
 def own_tokens(sizes: Sizes) -> int:
@@ -119,51 +110,17 @@ def own_tokens(sizes: Sizes) -> int:
 
 def context_tokens(sizes: Sizes) -> int:
     """Tokens of the longest request."""
-    return int(sizes["prefix"] + sizes.get("branch", 0) + own_tokens(sizes))
+    return int(sizes["prefix"] + own_tokens(sizes))
 
 
 def pool_tokens(sizes: Sizes) -> int:
     """Slots of KV that hold all of a run, so that nothing is evicted during it."""
-    shared = sizes.get("groups", 1) * (sizes["prefix"] + _SPARE) + sizes.get("branches", 0) * (
-        sizes.get("branch", 0) + _SPARE
-    )
-    every = sizes["requests"] if "requests" in sizes else sizes["conversations"]
-    return int(shared + (every + sizes["concurrency"]) * (own_tokens(sizes) + _SPARE))
+    shared = sizes["groups"] * (sizes["prefix"] + _SPARE)
+    return int(shared + (_every(sizes) + sizes["concurrency"]) * (own_tokens(sizes) + _SPARE))
 
 
-def conversations(sizes: Sizes, seed: int, vocab: int, *, warm_up: bool) -> Row:
-    """A trace for `--dataset-name agentic-trace`: conversations behind one prefix and, where there are any, its
-    branches, which they take in turns. The warm-up is the prefix alone, then each branch, one turn each.
-    """
-    rng, known = random.Random(seed), words(vocab)
-
-    def text(tokens: int) -> str:
-        return " ".join(rng.choices(known, k=tokens))
-
-    prefix = text(sizes["prefix"])
-    systems = [f"{prefix} {text(sizes['branch'])}" for _ in range(sizes.get("branches", 0))] or [prefix]
-
-    def conversation(system: str, turns: int, tokens: int) -> list[Row]:
-        made = []
-        for turn in range(turns):
-            messages = [{"role": "user", "content": text(tokens)}]
-            if turn == 0:
-                messages.insert(0, {"role": "system", "content": system})
-            length = sum(len(one["content"].split()) for one in messages)
-            made.append({"messages": messages, "prompt_tokens": length})
-        return made
-
-    if warm_up:
-        return {"conversations": [conversation(one, 1, 1) for one in dict.fromkeys([prefix, *systems])]}
-    every = [
-        conversation(systems[i % len(systems)], sizes["turns"], sizes["question"])
-        for i in range(sizes["conversations"])
-    ]
-    return {"conversations": every}
-
-
-def commands(run: str, sizes: Sizes, seed: int, model: Path, folder: Path, port: int, vocab: int) -> list[list[str]]:
-    """Arguments of `bench_serving` for three passes; data sets of our own go to `folder`.
+def commands(run: str, sizes: Sizes, seed: int, model: Path, folder: Path, port: int) -> list[list[str]]:
+    """Arguments of `bench_serving` for three passes; it writes to `folder`.
 
     1. A rehearsal behind another prefix, short, so that no kernel is compiled later.
     2. The warm-up: an empty prefix cache, then every shared prompt, one at a time.
@@ -178,27 +135,13 @@ def commands(run: str, sizes: Sizes, seed: int, model: Path, folder: Path, port:
     warm_up = [*always, *chat, "--seed", str(seed), "--max-concurrency", "1", "--flush-cache"]
     rehearsal = [*always, "--backend", "sglang", "--seed", str(seed + 1000)]
     rehearsal += _prefixes(1, sizes["concurrency"], min(sizes["prefix"], _REHEARSAL), sizes["question"], 32)
-    if "groups" in sizes:
-        groups, prefix = sizes["groups"], sizes["prefix"]
-        every = sizes["requests"] if "requests" in sizes else sizes["conversations"]
-        timed += _prefixes(groups, every // groups, prefix, sizes["question"], sizes["output"])
-        if "turns" in sizes:
-            timed += ["--gsp-num-turns", str(sizes["turns"])]
-        else:
-            timed += ["--gsp-group-distribution", "zipf", "--gsp-zipf-alpha", str(sizes["zipf"])]
-        return [rehearsal, [*warm_up, *_prefixes(groups, 1, prefix, 1, 2), "--gsp-ordered"], timed]
-    for arguments, output, first in ((warm_up, 2, True), (timed, sizes["output"], False)):
-        trace = folder / f"{run}-{'warm-up' if first else 'timed'}.json"
-        trace.write_text(json.dumps(conversations(sizes, seed, vocab, warm_up=first)))
-        arguments += [
-            "--dataset-name",
-            "agentic-trace",
-            "--dataset-path",
-            str(trace),
-            "--sharegpt-output-len",
-            str(output),
-        ]
-    return [rehearsal, warm_up, timed]
+    groups, prefix = sizes["groups"], sizes["prefix"]
+    timed += _prefixes(groups, _every(sizes) // groups, prefix, sizes["question"], sizes["output"])
+    if "turns" in sizes:
+        timed += ["--gsp-num-turns", str(sizes["turns"])]
+    else:
+        timed += ["--gsp-group-distribution", "zipf", "--gsp-zipf-alpha", str(sizes["zipf"])]
+    return [rehearsal, [*warm_up, *_prefixes(groups, 1, prefix, 1, 2), "--gsp-ordered"], timed]
 
 
 def _prefixes(groups: int, prompts: int, prefix: int, question: int, output: int) -> list[str]:
@@ -255,10 +198,9 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     errors = [error for error in found["errors"] if error]
     if errors or found["completed"] != len(found["output_lens"]):
         raise RuntimeError(f"expected every request to be answered, got {found['completed']} and {errors[:1]}")
-    shared = sizes["prefix"] + sizes.get("branch", 0)
     cached = found["cached_tokens"]
-    if min(cached) < shared // page * page:
-        raise RuntimeError(f"expected {shared} tokens of each request in the prefix cache, got {min(cached)}")
+    if min(cached) < sizes["prefix"] // page * page:
+        raise RuntimeError(f"expected {sizes['prefix']} tokens of each request in the prefix cache, got {min(cached)}")
     row = {
         "requests": found["completed"],
         "seconds": found["duration"],

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from engines import BUILDING, INDEXED, STOCK
-from serving_runs import RUNS
-
-Row = dict[str, Any]
+from engines import BUILDING, INDEXED, STOCK, Row, markdown
 
 _FIGURES = ("output_throughput", "ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99", "itl_ms_p99")
 _STEPS = ("cascade_steps", "sparse_steps")
+_RUNS = ("groups", "agent", "branches", "long")
+"""The last two are those of older rows."""
 _ORDER = ("flashinfer", "triton", "shared", "sparse", "auto", BUILDING)
 
 
@@ -34,9 +33,9 @@ def place_of(name: str) -> tuple[int, str]:
 
 
 def medians(rows: Sequence[Row]) -> dict[tuple[str, ...], dict[str, dict[str, float]]]:
-    """Medians over the starts: by (device, shape, page, run and flags, sizes) and engine, in the order of `RUNS`."""
+    """Medians over the starts: by (device, shape, page, run and flags, sizes) and engine, in the order of `_RUNS`."""
     found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
-    for row in sorted(rows, key=lambda row: (list(RUNS).index(row["run"]), place_of(name_of(row)))):
+    for row in sorted(rows, key=lambda row: (_RUNS.index(row["run"]), place_of(name_of(row)))):
         cell = (row["device"], row["shape"], str(row["page"]), run_of(row), json.dumps(row["sizes"], sort_keys=True))
         found.setdefault(cell, {}).setdefault(name_of(row), []).append(row)
     return {
@@ -54,11 +53,9 @@ def best_stock(engines: dict[str, dict[str, float]]) -> dict[str, float]:
 
 def table(rows: Sequence[Row]) -> str:
     """Medians over the starts; ours with their share of the best stock engine's, where one was measured."""
-    lines = [
-        "| device, shape, page | run | engine | output, tokens/s | TTFT p50, p99, ms | TPOT p50, ms | TPOT p99, ms "
-    ]
-    lines[0] += "| ITL p99, ms | steps shared, sparse |"
-    lines.append("|---" * 9 + "|")
+    head = ["device, shape, page", "run", "engine", "output, tokens/s", "TTFT p50, p99, ms", "TPOT p50, ms"]
+    head += ["TPOT p99, ms", "ITL p99, ms", "steps shared, sparse"]
+    lines = []
     for (device, shape, page, run, _), engines in medians(rows).items():
         best = best_stock(engines)
         for name, of in engines.items():
@@ -70,5 +67,5 @@ def table(rows: Sequence[Row]) -> str:
             cells = [f"{device}, {shape}, {page}", run, name, text("output_throughput", 0)]
             cells += [f"{of['ttft_ms']:.0f}, {of['ttft_ms_p99']:.0f}", text("tpot_ms", 2), text("tpot_ms_p99", 2)]
             steps = "" if name in STOCK else f"{of['cascade_steps']:.0f}, {of['sparse_steps']:.0f}"
-            lines.append("| " + " | ".join([*cells, text("itl_ms_p99", 2), steps]) + " |")
-    return "\n".join(lines)
+            lines.append([*cells, text("itl_ms_p99", 2), steps])
+    return markdown(head, lines)

@@ -57,7 +57,6 @@ _NO_SETTINGS = (
     "out",
     "replay",
     "replay_seconds",
-    "selections",
     "sglang_flags",
     "trace",
 )
@@ -221,7 +220,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trace", metavar="FOLDER", help="new; keeps store, trace and requests for replay.py")
     parser.add_argument("--replay", type=int, default=100, help="traced requests replayed at the end; 0: none")
     parser.add_argument("--replay-seconds", type=float, default=300.0, help="begin no further one behind that")
-    parser.add_argument("--selections", action="store_true", help="also compare selections with the reference's")
     parser.add_argument(
         "--tie",
         type=float,
@@ -295,8 +293,6 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     replayed = None
     if args.sparse_seconds and args.replay:
         options = Options(args.replay, args.replay // 2, args.replay_seconds, args.tie)
-        if args.selections:
-            options.store, options.config = str(folder / "store"), config
         replayed = replay(folder, Path(args.model_path), options)
     control, longest = soak.found.get("control"), max(soak.longest_wait, *waits, 0.0)
     excuse = excusing(control, dtype)

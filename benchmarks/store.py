@@ -1,4 +1,4 @@
-"""The index store against the disk and the memory below it: reading, writing, checking, listing, latency.
+"""The index store against the disk and the memory below it: reading, writing, listing, latency.
 
 Each row is one JSON line: medians and [min, max] over the repeats, the figure it is compared with from the same
 run, and what is needed to repeat it. A row is written only after what was measured gave the right bytes.
@@ -9,15 +9,14 @@ run, and what is needed to repeat it. A row is written only after what was measu
 `read`, `write`  cold reads and durable writes against `fio` on the same disk, in turn; without `fio`, against a plain
                  reader and writer of our own, which the row's `reference` then names
 `warm`           from the page cache, against memcpy and xxh3
-`verify`         what the checksums cost;  `header`  opening an index of many arrays
-`scan`           start-up with many entries, and memory per entry;  `latency`  get and read of a 1 MB index
+`scan`           start-up with many entries
+`latency`        get and read of a 1 MB index
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import platform
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -188,22 +186,6 @@ def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     yield {"bench": "write_durable", "nbytes": nbytes, "reference": name, **rates(values, nbytes)}
 
 
-def header_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    for layers, heads in ((32, 8), (1042, 8)):
-        path, payload = folder / "header", payload_of(8, layers=layers, heads=heads)
-        write_plainly(path, payload)
-        with IndexFile.open(path) as index:
-            if set(index.keys) != set(payload.arrays):
-                raise RuntimeError(f"{path}: expected the addresses that were written, found others")
-        values = [seconds_of(lambda p=path: header_of(p)) * 1e3 for _ in range(4 * args.repeats)]
-        yield {"bench": "open_header", "arrays": len(payload.arrays), "ms": summary(values)}
-
-
-def header_of(path: Path) -> IndexFile:
-    with IndexFile.open(path) as index:
-        return index
-
-
 def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     store, payload = FileStore(folder / "scan", create=True), payload_of(64, names=1, layers=1, heads=1)
     store.open()
@@ -228,15 +210,6 @@ def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
                 raise RuntimeError("scan: expected all entries, found others")
             store.close()
         yield {"bench": "startup_scan", "entries": args.entries, "headers": state, "seconds": summary(seconds)}
-    del identities, paths
-    gc.collect()
-    tracemalloc.start()
-    store.open()
-    gc.collect()
-    each = tracemalloc.get_traced_memory()[0] / len(store.list())
-    tracemalloc.stop()
-    store.close()
-    yield {"bench": "memory_per_entry", "entries": args.entries, "bytes": round(each)}
 
 
 def latency_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -304,7 +277,6 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]] = {
     "read": read_rows,
     "warm": warm_rows,
     "write": write_rows,
-    "header": header_rows,
     "scan": scan_rows,
     "latency": latency_rows,
 }

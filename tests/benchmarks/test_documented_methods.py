@@ -1,4 +1,4 @@
-"""docs/selection.md, kernels.md and offload.md: what methods cost, and a sample's sums, are the committed rows."""
+"""docs/selection.md, kernels.md and offload.md say what the committed rows do."""
 
 from __future__ import annotations
 
@@ -22,6 +22,31 @@ def test_the_documented_errors_of_a_samples_sums() -> None:
     }
     text = prose("selection")
     assert f"{errors[16]:.3f} with 16 and {errors[1]:.3f} with all tokens" in text
+
+
+def test_the_documented_overlaps_of_predicted_queries() -> None:
+    def means(name: str) -> dict[tuple[str, float, str], tuple[float, float]]:
+        """(overlap, error) by (model, share kept, selection): over tasks, of each over its answers."""
+        found: dict[tuple[str, float, str], dict[str, list[dict[str, float]]]] = {}
+        with lzma.open(RESULTS / f"query-prediction-{name}.jsonl.xz", "rt") as file:
+            for row in map(json.loads, file):
+                tasks = found.setdefault((row["model"], row["kept"], row["selection"]), {})
+                tasks.setdefault(row["task"], []).append(row)
+
+        def mean(tasks: dict[str, list[dict[str, float]]], figure: str) -> float:
+            return fmean(fmean(row[figure] for row in of) for of in tasks.values())
+
+        return {key: (mean(tasks, "overlap"), mean(tasks, "error")) for key, tasks in found.items()}
+
+    of_cpu, of_h100 = means("cpu"), means("h100")
+    columns = list(dict.fromkeys(key[:2] for key in of_cpu))
+    for bold, *said in documented_table("selection", "| selected by | Qwen, 1/8 |"):
+        cells = [of_cpu[(*column, bold.strip("*"))] for column in columns]
+        assert said == [f"{overlap:.1%}, {error:.3f}" for overlap, error in cells], bold
+    old = [of_cpu[(*column, "lag 16")][0] for column in columns if column[1] == 1 / 8]
+    assert "Queries 16 steps old overlap by {:.1%} and {:.1%} at 1/8".format(*old) in prose("selection")
+    longer = [of_h100[key][0] for name in ("lagged tokens x 4", "last") for key in of_h100 if key[2] == name]
+    assert "overlap of {:.1%} and {:.1%}, the last query's {:.1%} and {:.1%}".format(*longer) in prose("selection")
 
 
 def test_the_documented_times_of_selection_on_an_h100() -> None:

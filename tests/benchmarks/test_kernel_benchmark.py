@@ -50,14 +50,13 @@ def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
     rows = rows_of(out)
     found = {(row["case"], row["batch"], row.get("groups")) for row in rows}
     assert found >= {(case, batch, 1) for case in ("exact", "sparse", "suffix") for batch in (1, 3)}
-    assert found >= {("exact", 4, 2), ("sparse", 4, 2), ("plain", 2, 2)}
+    assert found >= {("exact", 4, 2), ("sparse", 4, 2)}
     selection = {(row["case"], row["batch"]) for row in rows if row["bench"] == "selection"}
-    parts = {f"{name}_{part}" for name in ("two_level", "two_level_tokens") for part in ("ahead", "behind")}
-    names = {name.removesuffix("_torch") for name, _ in selection} - parts
+    names = {name for name, _ in selection}
     assert names >= {"token_index", "ab_sparse", "csattention", "two_level", "union"}
-    both = [*names, *parts, *(f"{name}_torch" for name in names)]
-    assert selection == {(name, batch) for name in both for batch in (1, 3, 4)}
+    assert selection == {(name, batch) for name in names for batch in (1, 3, 4)}
     operators = {(row["case"], row["batch"]) for row in rows if row["bench"] == "operators"}
+    parts = {f"{name}_{part}" for name in ("two_level", "two_level_tokens") for part in ("ahead", "behind")}
     methods = {"token_index", "ab_sparse", "two_level", *parts}
     assert operators == {(name, batch) for name in methods for batch in (2, 3)}
     provenance = {"device", "driver", "torch", "triton", "flashinfer", "commit", "date", "config", "null_us"}
@@ -70,7 +69,6 @@ def test_every_case_gives_a_green_row_with_its_provenance_once(tmp_path):
     row = next(r for r in rows if (r["case"], r["batch"], r.get("groups")) == ("exact", 3, 1))
     assert row["bytes"] == (192 + 3 * 21) * 2 * (32 + 32) * 4, "each key and value once"
     assert row["share"] == round(row["bytes"] / (row["us"] * 1e-6) / 4.3e12, 4)
-    assert next(r for r in rows if r["case"] == "plain")["bytes"] == 2 * 80 * 2 * (32 + 32) * 4
     assert command("selection", "--smoke", "--out", out).stdout == ""
     assert rows_of(out) == rows, "rows that are there are not measured again"
     assert "these times mean nothing" in command("--table", out).stdout
@@ -82,7 +80,7 @@ sys.path.insert(0, "")
 import kernel_bench, kernel_selection, torch
 from prefix_kernels.grouped_attention import GroupedAttention
 from sglang_ext.methods.two_level.decode_op import TwoLevelOp
-sound, select, behind = kernel_selection.Torch.run, kernel_selection.Ours.run, TwoLevelOp.run_behind
+select, behind = kernel_selection.Ours.run, TwoLevelOp.run_behind
 
 def unwritten(self, *arguments, **options):
     pass
@@ -91,8 +89,9 @@ def raising(self, *arguments, **options):
     raise RuntimeError("no such instruction")
 
 def unsorted(self):
-    sound(self)
-    self.positions[:] = self.positions.flip(2)
+    select(self)
+    for found in (self._lists.positions, self._lists.slots):
+        found[:2] = found[:2].flip(0)
 
 def lists_moved(self):
     select(self)
@@ -103,7 +102,7 @@ def unranked_candidates(self, *arguments):
     self._of_all.positions[:56].view(2, 28)[:, :21] = torch.arange(21)
     behind(self, *arguments)
 
-selections = {"unsorted": kernel_selection.Torch, "lists_moved": kernel_selection.Ours}
+selections = dict.fromkeys(("unsorted", "lists_moved"), kernel_selection.Ours)
 if sys.argv[2] == "unranked_candidates":
     TwoLevelOp.run_behind = unranked_candidates
 else:
@@ -116,10 +115,10 @@ sys.exit(kernel_bench.main([*sys.argv[3:], "--smoke", "--out", sys.argv[1]]))
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("unwritten", ["attention", "--contexts", "192", "--plain-contexts", "--batches", "2", "--only", "exact"]),
-        ("raising", ["attention", "--contexts", "192", "--plain-contexts", "--batches", "2", "--only", "sparse"]),
+        ("unwritten", ["attention", "--contexts", "192", "--batches", "2", "--only", "exact"]),
+        ("raising", ["attention", "--contexts", "192", "--batches", "2", "--only", "sparse"]),
         ("unwritten", ["operators", "--batches", "1", "--only", "token_index"]),
-        ("unsorted", ["selection", "--batches", "1", "--only", "token_index_torch"]),
+        ("unsorted", ["selection", "--batches", "1", "--only", "token_index"]),
         ("lists_moved", ["selection", "--batches", "1", "--only", "token_index"]),
         ("unranked_candidates", ["operators", "--contexts", "1024", "--batches", "1", "--only", "two_level"]),
     ],

@@ -28,9 +28,9 @@ def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[st
 
 
 def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    args = bench.serving.parse(["--runs", "groups", "long", "--set", "groups.prefix=4096", "groups.zipf=1.5"])
-    groups, long = ({**bench.runs.RUNS[name]} for name in ("groups", "long"))
-    assert args.sizes == {"groups": {**groups, "prefix": 4096, "zipf": 1.5}, "long": long}
+    args = bench.serving.parse(["--runs", "groups", "agent", "--set", "groups.prefix=4096", "groups.zipf=1.5"])
+    groups, agent = ({**bench.runs.RUNS[name]} for name in ("groups", "agent"))
+    assert args.sizes == {"groups": {**groups, "prefix": 4096, "zipf": 1.5}, "agent": agent}
     for wrong, message in (
         ("groups.length=3", "expected RUN.SIZE=NUMBER"),
         ("all.prefix=3", "expected RUN.SIZE=NUMBER"),
@@ -98,10 +98,10 @@ def test_a_row_that_would_not_be_what_it_says_is_none(bench: SimpleNamespace) ->
 
 def test_what_is_there_is_not_measured_again(bench: SimpleNamespace, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    args = bench.serving.parse(["--out", str(out), "--shape", "tiny", "--runs", "groups", "long"])
+    args = bench.serving.parse(["--out", str(out), "--shape", "tiny", "--runs", "groups", "agent"])
     first, _ = bench.serving.missing(args, "shared", 0)
     out.write_text(json.dumps(first) + "\n")
-    assert [one["run"] for one in bench.serving.missing(args, "shared", 0)] == ["long"]
+    assert [one["run"] for one in bench.serving.missing(args, "shared", 0)] == ["agent"]
     assert len(bench.serving.missing(args, "shared", 1)) == len(bench.serving.missing(args, "auto", 0)) == 2
     args.sizes["groups"] = {**args.sizes["groups"], "output": 3}
     assert len(bench.serving.missing(args, "shared", 0)) == 2
@@ -143,23 +143,23 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
     """Two runs of the plugin through HTTP, by SGLang's own `bench_serving`. No time in them means anything."""
     out = tmp_path / "rows.jsonl"
     of_groups = {"groups": 2, "prefix": 512, "question": 16, "output": 64, "requests": 8, "concurrency": 4}
-    of_branches = {"prefix": 512, "branches": 2, "branch": 64, "question": 16, "output": 64, "conversations": 4}
+    of_agent = {"groups": 2, "prefix": 512, "question": 16, "output": 64, "conversations": 4, "concurrency": 4}
     sizes = {f"groups.{name}": size for name, size in of_groups.items()}
-    sizes |= {f"branches.{name}": size for name, size in {**of_branches, "turns": 2, "concurrency": 4}.items()}
+    sizes |= {f"agent.{name}": size for name, size in {**of_agent, "turns": 2}.items()}
     command = [sys.executable, str(BENCHMARKS / "serving.py"), "--out", str(out), "--shape", "tiny", "--page", "16"]
-    command += ["--engines", "shared", "--runs", "groups", "branches", "--config", '{"min_shared_tokens": 256}']
+    command += ["--engines", "shared", "--runs", "groups", "agent", "--config", '{"min_shared_tokens": 256}']
     command += ["--logs", str(tmp_path / "logs"), "--set", *(f"{name}={size}" for name, size in sizes.items())]
     status, output = run_job(command, tmp_path / "job.log")
     assert status == 0, output[-6000:]
-    groups, branches = rows_of(out)
+    groups, agent = rows_of(out)
     assert (groups["run"], groups["requests"], groups["output_tokens"]) == ("groups", 8, 8 * 64)
     assert (groups["prompt_tokens"], groups["cached_tokens"]) == ([512 + 16] * 2, [512] * 2)
-    assert (branches["run"], branches["requests"]) == ("branches", 4 * 2)
-    first, last = 512 + 64 + 16, 512 + 64 + 16 + 64 + 16
-    assert branches["prompt_tokens"] in ([first, first], [first, last])  # 0.5.16 counts each conversation's first turn
-    assert branches["cached_tokens"] == [576, 640], "behind the first turn also its question and answer, by pages"
-    assert len(branches["tpot_ms_by_turn"]) == 2
-    for one in (groups, branches):
+    assert (agent["run"], agent["requests"]) == ("agent", 4 * 2)
+    first, last = 512 + 16, 512 + 16 + 64 + 16
+    assert agent["prompt_tokens"] in ([first, first], [first, last])  # 0.5.16 counts each conversation's first turn
+    assert agent["cached_tokens"] == [512, 576], "behind the first turn also its question and answer, by pages"
+    assert len(agent["tpot_ms_by_turn"]) == 2
+    for one in (groups, agent):
         assert one["cascade_steps"] > 0
         assert (one["sparse_steps"], one["hits"]) == (0, 0)
         assert 0 < one["tpot_ms"] <= one["tpot_ms_p99"]

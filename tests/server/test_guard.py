@@ -6,18 +6,22 @@ of the same steps says.
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
+from transformers import AutoTokenizer
 
-from benchmarks import index_faults
+from scripts.needle_network import load
 from sglang_ext.decode.quality import EARLY, LEAST_SAMPLES
-from tests.server.harness import JOB_SECONDS, METHODS, REQUEST_SECONDS, ROOT, Answer, Pool, Server
+from sglang_ext.decode.trace import read_trace
+from sglang_ext.methods.layer_plan import LayerPlan
+from tests import index_faults
+from tests.server.harness import METHODS, REQUEST_SECONDS, ROOT, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
 
 NOTICED = EARLY[LEAST_SAMPLES - 1] + 2
@@ -105,10 +109,40 @@ def test_a_guard_that_measures_every_step_changes_no_answer(serve: Pool, store: 
 
 
 @pytest.mark.full
-def test_reported_recall_is_what_transformers_computes_of_the_same_steps(serve: Pool, tmp_path: Path) -> None:
-    serve.close()
-    out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "benchmarks/guard.py", "recall", "--cpu", "--tokens", "1024", "--off", "0.002"]
-    job = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=JOB_SECONDS)
-    assert job.returncode == 0, job.stdout + job.stderr[-4000:]
-    assert len(out.read_text().splitlines()) == 2
+@pytest.mark.boot("guard")
+def test_reported_recall_is_what_the_model_computes_of_the_same_steps(
+    serve: Pool, built: Prebuilt, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another process and in plain torch, over what the server's trace says that it selected."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import replay
+    import replay_model
+
+    guarded = {"guard_every": 1, "guard_share": 1.0, "quality_slo": None, "trace_folder": str(tmp_path)}
+    server = serve(built.store, {**CONFIG, **guarded}, fresh=True)
+    prompt = AutoTokenizer.from_pretrained(ROOT / "models" / "needle")(texts.ask(texts.first, 0))["input_ids"]
+    tokens = list(server.generate(prompt, 16, rid="trace-1").ids)
+    reported = server.state()["guard"]["indexes"][built.line("first")["digest"]]
+    start, *records = read_trace(next(tmp_path.glob("steps-*.trace")))
+    (epoch,) = replay.histories(records)["trace-1"]
+    steps = [epoch.steps.get(len(prompt) + i) for i in range(len(tokens) - 1)]
+    found: list[Tensor] = []
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
+        """Notes the recall of each row, a mean over heads; the last six calls are those of the answer."""
+        scores = (q.view(len(q), len(keys), -1, q.shape[2]).permute(1, 2, 0, 3) @ keys[:, None].mT) * q.shape[2] ** -0.5
+        causal = torch.ones(len(q), keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - len(q))
+        kept, every = (scores.masked_fill(~mask, -torch.inf).logsumexp(-1) for mask in (allowed[:, None], causal))
+        found.append((kept - every).exp().mean((0, 1)))
+        return whole(q, keys, values, allowed)
+
+    whole = replay_model._attend
+    monkeypatch.setattr(replay_model, "_attend", attend)
+    plan = LayerPlan.from_dict(start.layer_plan, num_layers=6, num_kv_heads=start.num_kv_heads)
+    network = load(ROOT / "models" / "needle", torch.float32, "cpu")
+    replay_model.Replayer(network, plan, max_len=len(prompt) + len(tokens)).run(prompt, tokens[:-1], steps)
+    sparse = [row for row, step in enumerate(steps, 1) if step is not None][: reported["guarded"]]
+    assert len(sparse) >= LEAST_SAMPLES
+    recall = [float(of[sparse].mean()) for of in found[-6:]]
+    assert reported["recall"] == pytest.approx(recall, abs=0.002)
+    assert min(recall) < 0.99, "something is left out"

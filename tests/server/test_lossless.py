@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import index_faults
+from tests import index_faults
 from tests.server.harness import SPARSE_CONFIG, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
 from tests.server.test_schedules import SMALL_POOL

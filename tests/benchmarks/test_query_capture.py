@@ -1,0 +1,92 @@
+"""What is captured of a real model's dense decode, and attention over a selection of it, for `offload.py churn`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.needle_network import load as load_network
+from sglang_ext.methods.base import SelectArgs
+from sglang_ext.methods.layer_plan import LayerPlan
+from tests.benchmarks.results import ROOT
+
+SHIPPED = ROOT / "models" / "needle"
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The shipped model's answers to two questions behind one document; it has no chat template of its own."""
+    from transformers import AutoTokenizer
+
+    modules, model = load("query_capture", "answers_data"), tmp_path_factory.mktemp("model")
+    capture, data = modules.query_capture, modules.answers_data
+    for path in SHIPPED.iterdir():
+        (model / path.name).symlink_to(path)
+    (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text, chat = tokenizer.decode(torch.arange(3, 900).repeat(2).tolist()), data.Chat(tokenizer)
+    asked = [data.Question(str(n), f"ASK {n}", "", (), "all", 0) for n in range(2)]
+    document = data.Document("planted", text, tuple((one,) for one in asked))
+    return chat, document, capture.Capturing(str(model), chat, torch.device("cpu")).capture(document, 6)
+
+
+def test_what_is_captured_is_what_the_models_own_network_computes(
+    captured: Any, load: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, document, found = captured
+    path = tmp_path / "planted.pt"
+    found.save(path)
+    found = type(found).load(path, torch.device("cpu"))
+    network = load_network(SHIPPED, torch.float32, "cpu")
+    plan = LayerPlan.from_dict({"layers": ["anchor"] * 6}, num_layers=6, num_kv_heads=2)
+    prefix = chat.prefix(document.text)
+    assert found.keys.shape == found.values.shape == (6, 2, len(prefix), 64)
+    module, queries = load("replay_model").replay_model, list[Tensor]()
+    attend = module._attend
+    monkeypatch.setattr(module, "_attend", lambda q, *of: queries.append(q) or attend(q, *of))
+    replayer = module.Replayer(network, plan, max_len=len(prefix) + 100)
+    for (question,), answer in zip(document.conversations, found.answers, strict=True):
+        prompt = prefix + chat.question(question, first=True)
+        tokens = list[int]()
+        for _ in range(len(answer.queries)):
+            out = replayer.run(prompt, tokens, [None] * len(tokens))
+            tokens.append(int(out[-1].argmax()))
+        replayer.run(prompt, tokens, [None] * len(tokens))
+        assert chat.text(tokens) == answer.text
+        for layer, own in enumerate(queries[-6:]):
+            torch.testing.assert_close(answer.queries[:, layer], own[1:], rtol=1e-3, atol=1e-3)
+        cache = replayer._cache[:, :, :, : len(prompt) + len(tokens)]
+        for n, (before, behind) in enumerate(((found.keys, answer.keys), (found.values, answer.values))):
+            torch.testing.assert_close(torch.cat([before, behind], 2), cache[:, n], rtol=1e-3, atol=1e-3)
+
+
+def test_mass_and_error_are_those_of_gathered_attention(load: Any) -> None:
+    """Planted: 2 KV heads of 3 query heads, 512 prefix tokens, 20 behind."""
+    keys, values, query = drawn(2, 512, 16, seed=8), drawn(2, 512, 16, seed=9), drawn(6, 16, seed=11)
+    own, args = drawn(2, 2, 20, 16, seed=10), SelectArgs(prefix_len=512, sm_scale=0.25)
+    step = load("query_prediction").query_prediction.Step(keys, values, {}, *own, query, query, query[None], args)
+    best = drawn(2, 512, seed=12).topk(64).indices
+    selected = torch.zeros(2, 512, dtype=torch.bool).scatter_(1, best, True)
+    mass, error = step.attended(selected[None])
+    for head in range(2):
+        own, masses, errors = selected[head], [], []
+        keys = torch.cat([step.keys[head], step.own_keys[head]])
+        values = torch.cat([step.values[head], step.own_values[head]])
+        read = torch.cat([own, torch.ones(20, dtype=torch.bool)])
+        for query in step.query[3 * head : 3 * head + 3]:
+            weights = (keys @ query * 0.25).softmax(0)
+            dense = weights @ values
+            sparse = (keys[read] @ query * 0.25).softmax(0) @ values[read]
+            masses.append(weights[read].sum())
+            errors.append((sparse - dense).norm() / dense.norm())
+        torch.testing.assert_close(mass[0, head], torch.stack(masses).mean())
+        torch.testing.assert_close(error[0, head], torch.stack(errors).mean())
+    everything = step.attended(torch.ones(2, 512, dtype=torch.bool))
+    torch.testing.assert_close(everything, (torch.ones(2), torch.zeros(2)), atol=1e-5, rtol=0)
