@@ -17,7 +17,7 @@ failed, without a time.
 `prefill` is of `--layers` layers, eager: exact attention of `--suffix` new tokens of each of `--requests` behind one
 prefix in pinned memory, beside its bytes at 51 GB/s. Its gate is attention in fp32 over a copy of the prefix.
 
-`churn` decodes a document's long answers as `query_prediction.py` does, and counts by layer.
+`churn` decodes a document's long answers, and counts by layer.
 """
 
 from __future__ import annotations

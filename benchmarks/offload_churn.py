@@ -15,7 +15,7 @@ The first step, which fetches all, does not count. `lagged_rows` attend what was
     near 4     the same; the aligned 4 tokens of each missing one are fetched
     within     the budget's best resident tokens, by the true query
     wide 2     the same; the best 2 budgets are fetched
-    error      |output - dense output| / |dense output| of a query head, as `query_prediction.py` has it
+    error      |output - dense output| / |dense output| of a query head
     lost       selected tokens that are not attended, as a share of the budget
     moved      tokens that are fetched, as a share of the budget
 """
@@ -32,8 +32,7 @@ from pathlib import Path
 import torch
 from answers_data import Chat, Document, Question, documents
 from engines import Row
-from query_capture import Answered, Captured
-from query_prediction import Step
+from query_capture import Answered, Captured, Step
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
@@ -257,7 +256,7 @@ def lagged_rows(
             steps = []
             for step, ways in lagging(scores, args, every):
                 query, end = answer.queries[step, layer], captured.keys.shape[2] - prefix_len + behind + step + 1
-                now = Step(keys, values, {}, own_keys[:, :end], own_values[:, :end], query, query, query[None], args)
+                now = Step(keys, values, own_keys[:, :end], own_values[:, :end], query, args.sm_scale)
                 attended, fetched = (torch.stack(one) for one in zip(*ways.values(), strict=True))
                 lost, moved = ((one.sum(-1) / args.budget) for one in (attended[:1] & ~attended, fetched))
                 steps.append(torch.stack([now.attended(attended)[1], lost, moved], -1).mean(1))

@@ -67,6 +67,48 @@ class Captured:
         return cls(**{**data, "answers": [Answered(**one) for one in data["answers"]]})
 
 
+@dataclass(frozen=True)
+class Step:
+    """One layer at one decode step.
+
+    Attributes:
+        keys, values: [num_kv_heads, prefix_len, head_dim].
+        own_keys, own_values: [num_kv_heads, tokens behind the prefix, head_dim], the token that is read included.
+        query: [num_qo_heads, head_dim].
+        sm_scale: multiplies q.k.
+    """
+
+    keys: Tensor
+    values: Tensor
+    own_keys: Tensor
+    own_values: Tensor
+    query: Tensor
+    sm_scale: float
+
+    def attended(self, selected: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention mass and relative output error [..., num_kv_heads], means over the KV head's query heads.
+
+        Args:
+            selected: bool [..., num_kv_heads, prefix_len]: the prefix tokens that are attended.
+        """
+        heads = self.keys.shape[0]
+        query = self.query.view(heads, -1, self.query.shape[-1])
+        logits = query @ torch.cat([self.keys, self.own_keys], 1).mT * self.sm_scale
+        shares = logits.softmax(-1)
+        prefix, own = shares.split([self.keys.shape[1], self.own_keys.shape[1]], -1)
+        behind = own @ self.own_values
+        dense = prefix @ self.values + behind
+        # As many tokens are read as the fullest selection has: masks are cheap to name, and slow to multiply.
+        count = int(selected.sum(-1).amax())
+        best = selected.float().topk(count, dim=-1)
+        read = best.indices[..., None, :].expand(*best.indices.shape[:-1], query.shape[1], count)
+        kept = prefix.expand(*read.shape[:-1], -1).gather(-1, read) * best.values[..., None, :]
+        head = torch.arange(heads, device=read.device)[:, None]
+        mass = kept.sum(-1) + own.sum(-1)
+        out = (kept @ self.values[head, best.indices] + behind) / mass[..., None]
+        return mass.mean(-1), ((out - dense).norm(dim=-1) / dense.norm(dim=-1)).mean(-1)
+
+
 class Capturing:
     """A model that writes down its queries.
 

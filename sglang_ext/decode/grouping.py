@@ -7,9 +7,10 @@ requests share with a third one, they share with each other: so lengths in commo
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from prefix_kernels.slot_lists import common_slots
 from sglang_ext.decode.types import DecodeBatch, HostPrefix, Index, PrefixGroup
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixIndex
+
+_T = TypeVar("_T")
 
 _LOCKSTEP = 2
 """Steps after which a result is taken in lockstep. With the overlap schedule the host prepares a step when the one
@@ -335,3 +338,34 @@ class StepGroups:
 
     def _settled(self, serial: int | None) -> int | None:
         return None if serial is None else self._prefixes.number_of(serial)
+
+
+def first_that_fit(
+    wanted: Sequence[_T], sizes: Mapping[_T, tuple[int, ...]], fits: Callable[[Sequence[_T]], bool]
+) -> set[_T]:
+    """Those that fit beside all that were taken before them, in few tries: each looks at all that are taken.
+
+    Args:
+        wanted: in the order in which they are taken.
+        sizes: where one does not fit, none does all of whose sizes are as large.
+        fits: whether some fit together; where they do, fewer of them do, too.
+    """
+    taken, rest = list[_T](), list(wanted)
+    while rest:
+        # Twice as many each time, until they do not fit.
+        least, most = 0, 1
+        while least < len(rest) and fits([*taken, *rest[:most]]):
+            least, most = most, min(len(rest), 2 * most)
+        count = least + bisect_right(range(least + 1, most), False, key=lambda n: not fits([*taken, *rest[:n]]))
+        taken += rest[:count]
+        refused = [sizes[one] for one in rest[count : count + 1]]
+        rest = [
+            one
+            for one in rest[count + 1 :]
+            if any(size < large for of in refused for size, large in zip(sizes[one], of, strict=True))
+        ]
+        least_sizes = tuple(map(min, zip(*(sizes[one] for one in rest), strict=True)))
+        smallest = next((one for one in rest if sizes[one] == least_sizes), None)
+        if smallest is not None and not fits([*taken, smallest]):
+            break
+    return set(taken)

@@ -36,7 +36,7 @@ from sglang_ext.decode.buffers import (
     num_sets,
 )
 from sglang_ext.decode.costs import Line, Lines, StepCosts, measure_us, numbers_of_groups
-from sglang_ext.decode.grouping import SlotTracker, StepGroups
+from sglang_ext.decode.grouping import SlotTracker, StepGroups, first_that_fit
 from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, selection_group
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.trace import SelectionCopies
@@ -290,33 +290,20 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         """The groups that a step selects for beside those that stand before: all, or, where there is no room, first
         those that save most.
         """
-        taken = [self._sizes(*one) for one in before]
+        before_all = [self._sizes(*one) for one in before]
+        sizes = {one: self._sizes(*one) for one in groups}
 
         def fits(some: Sequence[tuple[PrefixGroup, _IndexT]]) -> bool:
-            every = taken + [sizes[one] for one in some]
+            every = before_all + [sizes[one] for one in some]
             lengths, budgets, entries = zip(*every, strict=True) if every else ((), (), ())
             short = max(lengths, default=0) <= self._max_prefix_len and sum(entries) <= self._lists.entries
             return short and (not some or self.op.fits(lengths, budgets))
 
-        sizes = {one: self._sizes(*one) for one in groups}
         if fits(groups):
             return list(groups)
         saved = {one: len(one[0].rows) * one[0].length - sizes[one][1] for one in groups}
-        rest, kept = sorted(saved, key=lambda one: (-saved[one], one[0].rows)), set[tuple[PrefixGroup, _IndexT]]()
-        while rest:
-            # Every try looks at all groups, so there are few: the number of groups doubles until they do not fit.
-            least = 0
-            while least < len(rest) and fits(rest[: max(1, 2 * least)]):
-                least = min(len(rest), max(1, 2 * least))
-            most = min(len(rest), max(1, 2 * least))
-            count = least + bisect_right(range(least + 1, most), False, key=lambda n: not fits(rest[:n]))
-            kept.update(rest[:count])
-            taken += [sizes[one] for one in rest[:count]]
-            # Where one does not fit, none does that is as long and has as large a budget.
-            refused = [sizes[one] for one in rest[count : count + 1]]
-            rest = [
-                one for one in rest[count + 1 :] if any(sizes[one][0] < n or sizes[one][1] < k for n, k, _ in refused)
-            ]
+        wanted = sorted(saved, key=lambda one: (-saved[one], one[0].rows))
+        kept = first_that_fit(wanted, sizes, fits)
         return [one for one in groups if one in kept]
 
     def _sizes(self, prefix: PrefixGroup, index: Index) -> tuple[int, int, int]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from scripts.needle_network import load as load_network
-from sglang_ext.methods.base import SelectArgs
 from sglang_ext.methods.layer_plan import LayerPlan
 from tests.benchmarks.results import ROOT
 
@@ -70,8 +69,8 @@ def test_what_is_captured_is_what_the_models_own_network_computes(
 def test_mass_and_error_are_those_of_gathered_attention(load: Any) -> None:
     """Planted: 2 KV heads of 3 query heads, 512 prefix tokens, 20 behind."""
     keys, values, query = drawn(2, 512, 16, seed=8), drawn(2, 512, 16, seed=9), drawn(6, 16, seed=11)
-    own, args = drawn(2, 2, 20, 16, seed=10), SelectArgs(prefix_len=512, sm_scale=0.25)
-    step = load("query_prediction").query_prediction.Step(keys, values, {}, *own, query, query, query[None], args)
+    own = drawn(2, 2, 20, 16, seed=10)
+    step = load("query_capture").query_capture.Step(keys, values, *own, query, 0.25)
     best = drawn(2, 512, seed=12).topk(64).indices
     selected = torch.zeros(2, 512, dtype=torch.bool).scatter_(1, best, True)
     mass, error = step.attended(selected[None])

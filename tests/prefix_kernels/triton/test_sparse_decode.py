@@ -401,7 +401,7 @@ def test_an_index_whose_last_layer_no_kernel_can_read_is_refused_when_it_is_met(
     server = Server(device)
     _, index = server.prefix(100)
     index.layers[-1]["keys_packed"] = index.layers[-1]["keys_packed"][:, :50].contiguous()
-    with pytest.raises(ValueError, match="expected 200 rows of codes, got .2, 50, "):
+    with pytest.raises(ValueError, match=r"expected 200 rows of codes, got .2, 50, "):
         server.sparse.op.number_of(index)
 
 
