@@ -221,8 +221,10 @@ class SparseRuntime:
 
     def _kept_away(self, digest: str) -> bool:
         """Whether the guard has an index decode dense now. Several ranks vote on that instead (`Readiness`)."""
-        records = None if self.planner.guard is None or self.ranks.size > 1 else self.planner.guard.records
-        record = None if records is None else records.known.get(digest)
+        if self.planner.guard is None or self.ranks.size > 1:
+            return False
+        records = self.planner.guard.records
+        record = records.known.get(digest)
         return record is not None and record.standing is Standing.DENSE and records.clock() < record.until
 
     def _serves(self, attachment: Attachment) -> bool:
