@@ -112,7 +112,6 @@ class Swap:
         )
         self.residents.plan(self._groups)
         self.config = {"copying": sizes.copying, "cells": cells, "part": part}
-        self.eager_too = False
 
     def run(self) -> None:
         """All steps."""

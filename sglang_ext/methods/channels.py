@@ -7,6 +7,7 @@ over a prefix's own keys and sampled queries.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from sglang_ext.methods.base import (
 WIDE_KEYS = 256
 """Keys of more channels are wide: those of MLA models, which have 576."""
 CHANNELS_OF_WIDE_KEYS = 128
-"""That are kept of them by default."""
+"""Channels that an index keeps of wide keys by default."""
 CHANNELS = "channels"
 """Name of the array that has the kept channels' numbers: int16 [num_kv_heads, num_channels], ascending."""
 
@@ -45,12 +46,12 @@ class ChannelSpec(IndexSpec):
     channel_ratio: float = 1.0
 
     @property
+    @abstractmethod
     def bits(self) -> int:
         """Of a kept value."""
-        raise NotImplementedError
 
     @property
-    def _unit(self) -> int:
+    def unit(self) -> int:
         """Channels that fill a byte, or one."""
         return max(1, 8 // self.bits)
 
@@ -61,12 +62,12 @@ class ChannelSpec(IndexSpec):
     def __post_init__(self) -> None:
         name = self.method
         check_range(f"{name}.num_channels", self.num_channels, 0, 1 << 15)
-        if self.num_channels % self._unit:
+        if self.num_channels % self.unit:
             raise ValueError(
-                f"expected {name}.num_channels to be a multiple of {self._unit} (values of {self.bits} bits in a "
+                f"expected {name}.num_channels to be a multiple of {self.unit} (values of {self.bits} bits in a "
                 f"byte), got {self.num_channels}; round it up"
             )
-        check_share(f"{name}.channel_ratio", self.channel_ratio, "1 takes all channels")
+        check_share(f"{name}.channel_ratio", self.channel_ratio, "0.5 keeps half of the channels")
         if self.num_channels and self.channel_ratio not in (self._default_ratio, 1.0):
             raise ValueError(
                 f"expected {name}.num_channels or {name}.channel_ratio, got both ({self.num_channels} and "
@@ -74,7 +75,7 @@ class ChannelSpec(IndexSpec):
             )
 
     def _cut(self, head_dim: int) -> bool:
-        """Whether the default ratio says nothing, as keys are wide."""
+        """Whether keys are wide, and `channel_ratio` is the default, which does not count then."""
         return self.channel_ratio == self._default_ratio and head_dim > WIDE_KEYS
 
     def kept_channels(self, head_dim: int) -> int:
@@ -83,7 +84,7 @@ class ChannelSpec(IndexSpec):
             return self.num_channels
         if self._cut(head_dim):
             return CHANNELS_OF_WIDE_KEYS
-        return math.ceil(round(self.channel_ratio * head_dim, 6) / self._unit) * self._unit
+        return math.ceil(round(self.channel_ratio * head_dim, 6) / self.unit) * self.unit
 
     def selects_channels(self, head_dim: int) -> bool:
         """Whether some channels of such keys are chosen, and not all taken in their order."""
@@ -141,10 +142,9 @@ class ChannelBuilder(IndexBuilder[C]):
         wanted = spec.kept_channels(head_dim)
         if wanted > head_dim:
             if not spec.num_channels:
-                unit = 8 // spec.bits
                 raise ValueError(
-                    f"expected head_dim to be a multiple of {unit} for {spec.bits} bits, got {head_dim}; keep more "
-                    f"bits, or lower {spec.method}.channel_ratio"
+                    f"expected head_dim to be a multiple of {spec.unit} for {spec.bits} bits, got {head_dim}; keep "
+                    f"more bits, or lower {spec.method}.channel_ratio"
                 )
             raise ValueError(
                 f"expected {spec.method}.num_channels of at most head_dim={head_dim}, got {wanted}; 0 takes as many "

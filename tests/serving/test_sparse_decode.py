@@ -176,7 +176,7 @@ def test_where_the_operation_is_full_the_surplus_attends_all(monkeypatch: pytest
 
 
 def test_a_full_operation_is_asked_for_many_groups_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One try for each group is 15 ms of a step of 64 groups."""
+    """Every try looks at all groups: one for each group would be much of a step of many."""
     server, tries = Server(CPU, 24, kernels=False), list[int]()
 
     def fits(lengths: Sequence[int], budgets: Sequence[int]) -> bool:

@@ -245,27 +245,25 @@ def make_items(groups: Sequence[SelectionGroup], num_programs: int, count: int =
     Returns:
         int64 [items, ITEM_FIELDS] on the host.
     """
-    known = [
+    of_groups = [
         (g.prefix_len, g.count, g.num_sink, g.prefix_len - g.num_recent, g.slot_start, g.list_begin, g.head_stride)
         for g in groups
     ]
-    fields = torch.tensor(known, dtype=torch.int64).view(-1, 7).repeat(count, 1)
+    fields = torch.tensor(of_groups, dtype=torch.int64).view(-1, 7).repeat(count, 1)
     fields[:, 5] += apart * torch.arange(count).repeat_interleave(len(groups))
-    some = fields[:, 0].nonzero().flatten()
-    lengths, shares = fields[some, 0], torch.ones(len(fields), dtype=torch.int64)
-    told = lengths.tolist()
-    tried = [
-        torch.tensor(share_programs(told, rounds * num_programs, num_programs), dtype=torch.int64)
+    with_tokens = fields[:, 0].nonzero().flatten()
+    lengths = fields[with_tokens, 0]
+    of_rounds = [
+        torch.tensor(share_programs(lengths.tolist(), rounds * num_programs, num_programs), dtype=torch.int64)
         for rounds in range(1, _ROUNDS + 1)
     ]
-    shares[some] = min(tried, key=lambda of: _tokens_of_the_busiest(lengths, of, num_programs))
-    order = torch.cat([some, (fields[:, 0] == 0).nonzero().flatten()])
-    of_order = shares[order]
-    group, ends = order.repeat_interleave(of_order), of_order.cumsum(0)
-    chunk = torch.arange(len(group)) - (ends - of_order).repeat_interleave(of_order)
-    return torch.cat(
-        [torch.stack([group, chunk, shares[group]], 1), fields[group], torch.full((len(group), 1), len(group))], 1
-    )
+    best = min(of_rounds, key=lambda shares: _tokens_of_the_busiest(lengths, shares, num_programs))
+    without = (fields[:, 0] == 0).nonzero().flatten()
+    groups_in_order, shares = torch.cat([with_tokens, without]), torch.cat([best, torch.ones_like(without)])
+    group, share = (one.repeat_interleave(shares) for one in (groups_in_order, shares))
+    chunk = torch.arange(len(group)) - (shares.cumsum(0) - shares).repeat_interleave(shares)
+    number = torch.full_like(group, len(group))
+    return torch.cat([torch.stack([group, chunk, share], 1), fields[group], number[:, None]], 1)
 
 
 def item_table(items: Tensor, like: Tensor) -> Tensor:

@@ -216,35 +216,19 @@ class ScoreTables:
                 another number of KV heads, or arrays that the kernel cannot read. The plan before stays in force.
         """
         rows = [row for group in groups for row in group.rows]
-        count, apart = (1, 0) if layers is None else (layers.number, layers.rows)
-        in_range = all(0 <= row < self.max_batch - (count - 1) * apart for row in rows)
         most = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
-        many = count * len(groups) > self.max_groups or count * len(rows) > self.max_batch or most > self.max_rows
-        if many or not in_range:
-            raise ValueError(
-                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, and "
-                f"{self.max_rows // self.shape.gqa} each, got {count} times {len(groups)} of rows {rows}"
-            )
-        if not all(group.rows for group in groups):
-            raise ValueError(f"expected a row or more in each group, got {groups}; leave a group without rows out")
+        count, apart = (1, 0) if layers is None else (layers.number, layers.rows)
+        self._check_groups(groups, rows, most, count, apart)
         tables = torch.zeros(self._groups.shape, dtype=torch.int32)
         heads = torch.zeros(self._heads.shape, dtype=torch.int64)
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
         sizes, addresses, first = list[tuple[int, ...]](), list[list[int]](), 0
         for group in groups:
-            if not len(group.first_rows) == len(group.score_begins) == self.shape.num_kv_heads:
-                heads_wanted = self.shape.num_kv_heads
-                raise ValueError(
-                    f"expected first_rows and score_begins for each of {heads_wanted} KV heads, got {group}"
-                )
             if group.arrays:
                 check_group(self.shape, group)
                 addresses.append(array_addresses(self.shape, group.arrays))
             sizes.append((first, len(group.rows), max(group.counts), 0))
             first += len(group.rows)
-        if len(addresses) not in (0, len(groups)):
-            raise ValueError(f"expected arrays of all groups or of none, got {len(addresses)} of {len(groups)}")
-        own_arrays = layers is not None or bool(addresses)
         if groups:
             tables[: len(groups)] = torch.tensor(sizes, dtype=torch.int32)
             heads[: len(groups)] = torch.tensor([group.heads for group in groups])
@@ -266,11 +250,34 @@ class ScoreTables:
             (arrays, self._arrays),
         ):
             send(source, buffer)
-        self._own_arrays = own_arrays or not groups
+        self._own_arrays = layers is not None or bool(addresses) or not groups
         self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
         self._scores_end = max((group.scores_end for group in groups), default=0)
         self._scores_end += 0 if layers is None else (count - 1) * layers.scores
         self._raw_shape = (self._scores_end, most)
+
+    def _check_groups(
+        self, groups: Sequence[ScoredGroup], rows: Sequence[int], most: int, count: int, apart: int
+    ) -> None:
+        """Of `plan`: their rows, the most query rows of one, and how many layers with queries how far apart."""
+        in_range = all(0 <= row < self.max_batch - (count - 1) * apart for row in rows)
+        many = count * len(groups) > self.max_groups or count * len(rows) > self.max_batch or most > self.max_rows
+        if many or not in_range:
+            raise ValueError(
+                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, and "
+                f"{self.max_rows // self.shape.gqa} each, got {count} times {len(groups)} of rows {rows}"
+            )
+        if not all(group.rows for group in groups):
+            raise ValueError(f"expected a row or more in each group, got {groups}; leave a group without rows out")
+        heads, with_arrays = self.shape.num_kv_heads, sum(bool(group.arrays) for group in groups)
+        if with_arrays not in (0, len(groups)):
+            raise ValueError(
+                f"expected arrays of all groups or of none, got {with_arrays} of {len(groups)}; hand in the others' "
+                "arrays, or none and a layer's `array_addresses` to each run"
+            )
+        for group in groups:
+            if not len(group.first_rows) == len(group.score_begins) == heads:
+                raise ValueError(f"expected first_rows and score_begins for each of {heads} KV heads, got {group}")
 
     def arguments(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
         """What kernels are told of the plan, the queries and the index, by parameter name.

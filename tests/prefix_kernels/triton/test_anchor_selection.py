@@ -310,6 +310,18 @@ def test_runners_that_cannot_be(
         AnchorSelection(replace(ScoreShape(4, 1, 16), **options), *sizes, CONFIG, device)
 
 
+def test_arrays_come_with_the_plan_or_with_each_run(device: torch.device) -> None:
+    made = problem(device, [((0,), 300, 30)])
+    (scored,), (selected,) = made.scored, made.selected
+    one = AnchorSelection(made.shape, 2, 2, 300, 124, CONFIG, device, form=FORMS[0])
+    with pytest.raises(ValueError, match="arrays of all groups or of none, got 1 of 2"):
+        one.plan([scored, replace(scored, arrays=())], [selected] * 2)
+    one.plan([replace(scored, arrays=())], [selected])
+    inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
+    with pytest.raises(ValueError, match="expected arrays, as the plan has none"):
+        one.run(inputs, scores, one.new_lists())
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     made = problem(device, [((0,), 300, 30)])
     one = AnchorSelection(made.shape, 1, 1, 300, 62, CONFIG, device, form=FORMS[0])
@@ -345,12 +357,6 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         with pytest.raises(ValueError, match=message):
             one.plan([replace(scored, arrays=arrays)], [selected])
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
-    two = AnchorSelection(made.shape, 2, 2, 300, 124, CONFIG, device, form=FORMS[0])
-    with pytest.raises(ValueError, match="arrays of all groups or of none, got 1 of 2"):
-        two.plan([scored, replace(scored, arrays=())], [selected] * 2)
-    one.plan([replace(scored, arrays=())], [selected])
-    with pytest.raises(ValueError, match="expected arrays, as the plan has none"):
-        one.run(inputs, scores, one.new_lists())
     one.plan(made.scored, made.selected)
     lists, bare = one.new_lists(with_slots=True), one.new_lists()
     for arguments, table, message in (
