@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,9 @@ class Rank:
             self.offloading.drop()
         file = self.own.choice(self.files)
         if file.is_file() and self.own.random() < 0.1:
-            self.own.choice((file.unlink, lambda: file.write_bytes(file.read_bytes()[:-1] + b"?")))()
+            damage = self.own.choice((file.unlink, lambda: file.write_bytes(file.read_bytes()[:-1] + b"?")))
+            with suppress(FileNotFoundError):  # the thread that reads files removes a damaged one meanwhile
+                damage()
         held = self.offloading.before_batch(self.waiting, SLOTS)
         self.trace.append(["held", *(place for place, (one, _) in enumerate(self.waiting) if one in held)])
         for request, one in list(self.waiting):
