@@ -5,6 +5,7 @@
     python benchmarks/answers.py --out answers.jsonl                  # dense, exact and the default, on a GPU
     python benchmarks/answers.py --out answers.jsonl --suites forced documents ruler \\
         --config dense --config 'default 5%={"keep_ratio": 0.05}'     # configurations by name
+    python benchmarks/answers.py --out answers.jsonl --suites own --model-path models/needle --lengths 65536
     python benchmarks/answers.py --table answers.jsonl --plot answers.png
     python benchmarks/answers.py --prompts development.jsonl --seed 500 --documents 4     # for `sglang-ext calibrate`
 
@@ -15,6 +16,7 @@ own prefill. Suites:
     forced      teacher-forced agreement inside sustained decoding: dense's tokens are forced through the decode loop
     documents   many questions of six kinds behind one document, and conversations
     ruler       RULER's 13 tasks, each sample its own prefix
+    own         the seven tasks of `models/needle`, which reads up to 147,456 tokens
     times       milliseconds of a decode step, of as many requests as are in flight (alone on its GPU)
 
 Servers listen on loopback; `forced` starts them with `--enable-custom-logit-processor`: clients can run code there.
@@ -36,18 +38,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from answers_data import KINDS, RULER_TASKS, Chat, Document, Question, documents, ruler
+from answers_data import KINDS, OWN_QUESTIONS, RULER_TASKS, Chat, Document, Question, documents, own_documents, ruler
 from answers_table import plot, table
 from engines import Row, append, launched, read
 from kernel_rows import origin
 from tqdm import tqdm
 
+from scripts.needle.tasks import TASKS
 from scripts.servers import keep_ratio_between, post, server_state
 from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.cli.arguments import sglang_option
 
 DENSE = "dense"
-SUITES = ("forced", "documents", "ruler", "times")
+SUITES = ("forced", "documents", "ruler", "own", "times")
 FORCED_QUESTIONS = 16
 """Of a document, asked at once."""
 START_SECONDS = 600.0
@@ -250,6 +253,8 @@ class Plan:
         args = self._args
         if suite == "ruler":
             return ruler(args.packages, args.model_path, self.work, task, length, args.samples)
+        if suite == "own":
+            return list(own_documents(task, length, args.documents, args.seed))
         count = args.forced_documents if suite == "forced" else args.documents
         count = 1 if suite == "times" else count
         return list(documents(args.packages, self._chat, length, count, args.seed))
@@ -262,6 +267,7 @@ class Plan:
             "forced": args.forced_documents,
             "documents": args.documents * conversations,
             "ruler": args.samples,
+            "own": args.documents * OWN_QUESTIONS,
             "times": 1,
         }[suite]
 
@@ -269,10 +275,10 @@ class Plan:
         """(suite, task, length), in the order of measuring: a length's documents are prefilled once for all suites."""
         args = self._args
         found = []
+        by_task = {"ruler": args.tasks, "own": list(TASKS)}
         for length in args.lengths:
-            found += [(suite, "", length) for suite in SUITES if suite in args.suites and suite != "ruler"]
-            if "ruler" in args.suites:
-                found += [("ruler", task, length) for task in args.tasks]
+            found += [(suite, "", length) for suite in SUITES if suite in args.suites and suite not in by_task]
+            found += [(suite, task, length) for suite in by_task if suite in args.suites for task in by_task[suite]]
         return found
 
 
@@ -323,7 +329,7 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
                 reference_files(served, docs, args.steps, references)
             for in_flight in numbers:
                 cell = {"suite": suite, "cell": task, "length": length, "in_flight": in_flight}
-                if suite in ("documents", "ruler"):
+                if suite in ("documents", "ruler", "own"):
                     found = list(ask(served, docs, in_flight, bar.update))
                 elif suite == "forced":
                     own = force(served, docs, in_flight, args.steps, references, f"of-{name.replace('/', '-')}")

