@@ -48,7 +48,7 @@ def test_programs_share_groups(options: dict[str, Any], form: Form) -> None:
 
 @pytest.mark.parametrize(("subspaces", "centroids", "dim"), [(1, 1, 8), (16, 16, 64), (64, 2, 64)], ids=str)
 def test_tables_of_any_size(subspaces: int, centroids: int, dim: int) -> None:
-    """Four warps that share one list, four each of their own, and eight of eight lists each."""
+    """Eight warps that share one list, and eight of two and of eight lists each."""
     made = problem(
         torch.device("cpu"), [((0, 1), 2300, 40)], CsaShape(KV_HEADS * GQA, KV_HEADS, dim, subspaces, centroids)
     )

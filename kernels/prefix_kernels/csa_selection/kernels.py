@@ -209,9 +209,11 @@ def _score_rows(
         end0, end1, end2, end3 = _ends(counts, begin // BLOCK, tl.where(used, num_blocks, 0))
         for start in range(begin, end, TILE):
             # Rounds differ by what a load adds to an address, and in no code's place in its byte.
-            places = places_ptr + (first_place + entry)[None, :, None] + lanes
+            # Lanes are told to be next to each other, and so are lists: then every Triton gives lists to warps, and loads
+            # a code where it is added. Nothing is loaded by words, as no address is known to be a multiple of any.
+            places = places_ptr + tl.max_contiguous((first_place + entry)[None, :, None] + lanes, [1, 2, 32])
             own = entry[None, :, None] + lanes
-            codes = codes_ptr + first_code + own // PACKED
+            codes = codes_ptr + tl.max_contiguous(first_code + own // PACKED, [1, 2, 32])
             place_of_code = own % PACKED * BITS
             # Asked once more: of a carried value Triton 3.6 takes the first step's maximum for that of all steps.
             _, _, _, ends = _ends(counts, start // BLOCK, tl.where(used, num_blocks, 0))
@@ -223,10 +225,12 @@ def _score_rows(
                 code = tl.load(codes + first // PACKED + rounds * (32 // PACKED), mask=listed, other=0).to(tl.int32)
                 if BITS == 4:
                     code = (code >> place_of_code) & 15
-                # By signs: predicates of so many comparisons would be packed into words, and unpacked again.
+                # By signs: there are few predicates, and one that is asked for behind its load makes loads wait for
+                # each other.
                 in_first, in_second = e - end0[None, :, None] >> 31, e - end1[None, :, None] >> 31
                 block = 3 + in_first + in_second + (e - end2[None, :, None] >> 31)
-                _add_sums(sums, block * BLOCK + place, tl.where(listed, code * per_code + of_zero, 0))
+                in_list = e - end3[None, :, None] >> 31
+                _add_sums(sums, block * BLOCK + place, code * per_code + of_zero & in_list)
             entry += end3
             end0, end1, end2, end3 = _ends(counts, (start + TILE) // BLOCK, tl.where(used, num_blocks, 0))
             found = _take_sums(sums)

@@ -134,8 +134,8 @@ class CsaConfig:
     """
 
     entries: int
-    num_warps: int = _WARPS
-    programs_per_sm: int = 4
+    num_warps: int = 8
+    programs_per_sm: int = 2
 
     def __post_init__(self) -> None:
         check_power_of_2("entries", self.entries, 32)
@@ -149,10 +149,8 @@ class CsaConfig:
 
 
 def default_config(shape: CsaShape) -> CsaConfig:
-    """Launch parameters: more warps for so many lists that one has too much to know of its own."""
-    lists = block_of(shape.num_subspaces)
-    wide = {"num_warps": 8, "programs_per_sm": 2} if lists > 32 else {}
-    return CsaConfig(max(_SLOTS // lists, 32), **wide)
+    """Launch parameters: a thread adds eight entries at a time, of 32 to a list, or more."""
+    return CsaConfig(max(_SLOTS // block_of(shape.num_subspaces), 32))
 
 
 class CsaSelection:
