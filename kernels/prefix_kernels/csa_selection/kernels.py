@@ -209,8 +209,8 @@ def _score_rows(
         end0, end1, end2, end3 = _ends(counts, begin // BLOCK, tl.where(used, num_blocks, 0))
         for start in range(begin, end, TILE):
             # Rounds differ by what a load adds to an address, and in no code's place in its byte.
-            # Lanes are told to be next to each other, and so are lists: then every Triton gives lists to warps, and loads
-            # a code where it is added. Nothing is loaded by words, as no address is known to be a multiple of any.
+            # Lanes are told to be next to each other, and so are lists: then every Triton gives lists to warps, and
+            # loads a code where it is added. Nothing is loaded by words: no address is known to be a multiple of any.
             places = places_ptr + tl.max_contiguous((first_place + entry)[None, :, None] + lanes, [1, 2, 32])
             own = entry[None, :, None] + lanes
             codes = codes_ptr + tl.max_contiguous(first_code + own // PACKED, [1, 2, 32])

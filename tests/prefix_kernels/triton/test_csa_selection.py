@@ -143,7 +143,7 @@ def test_positions_that_no_list_holds_come_last(form: Form, device: torch.device
 
 def test_entries_are_added_a_few_at_a_time(form: Form, device: torch.device) -> None:
     made = problem(device, [((0, 1), 1100, 99)], ratio=0.11, clustered=True)
-    check(made, *select(runner(made, form, config=CsaConfig(32)), made))
+    check(made, *select(runner(made, form, config=CsaConfig(32, num_warps=4, programs_per_sm=4)), made))
     with pytest.raises(ValueError, match=r"4 lists for each of 256 threads, got 32 of each list; raise entries"):
         runner(made, form, config=CsaConfig(32, num_warps=8, programs_per_sm=2))
 
