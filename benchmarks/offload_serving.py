@@ -4,7 +4,6 @@
     python benchmarks/offload_serving.py --out rows.jsonl                    # a GPU of 80 GB; none is measured twice
     python benchmarks/offload_serving.py --out rows.jsonl --engines hbm host
     python benchmarks/offload_serving.py --table rows.jsonl
-    python benchmarks/offload_serving.py --out rows.jsonl --engines hbm host --profile traces   # offload_profile.py
     python benchmarks/offload_serving.py --out tiny.jsonl --shape tiny       # a CPU: tries the script, no more
 
 Engines are started one after another, each in a process of its own; a start is left out when its rows are there.
@@ -28,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import os
 import random
@@ -85,8 +83,6 @@ SIZES: dict[str, Row] = {
 }  # fmt: skip
 """Tokens: `prefix`, `long`, `warm` (a prefix to warm up with), `budget`s, `residents`, `pool`, `answers`, and `tokens`
 of an answer whose steps are counted. Requests: `in_flight`, `batch`."""
-RECORDED = 10
-"""Steps of a profile."""
 TRACE = Path(__file__).with_name("results") / "selected-qwen.npz"
 _BEGUN = time.monotonic()
 
@@ -248,17 +244,6 @@ class Asked:
 
         return counted_steps(self.wait(run()).arrivals)
 
-    def record(self, prompts: Sequence[Sequence[int]], name: str) -> Path:
-        """SGLang's own profile of some steps of all prompts together, and of the device alone where there is one."""
-        tokens, folder = SPARE + 3 * RECORDED, self.args.profile.resolve()
-        ours = [self.engine.loop.create_task(streamed(self.engine, one, sampling(tokens))) for one in prompts]
-        self.ask(prompts[0], SPARE)  # sent last: all others decode when it ends
-        activities = ["CPU" if self.args.cpu else "GPU"]
-        options = {"activities": activities, "with_stack": False, "record_shapes": False, "profile_id": name}
-        self.engine.start_profile(output_dir=str(folder), num_steps=RECORDED, **options)
-        self.wait(asyncio.gather(*ours))
-        return Path(folder / f"{name}-TP-0.trace.json.gz")
-
     def state(self) -> Row:
         """The plugin's part of the server's state; empty in a stock engine."""
         state: Row = self.engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
@@ -286,14 +271,9 @@ def counting(asked: Asked, row: Row, measured: Callable[[], Row]) -> Row:
 
 
 def stepped(asked: Asked, row: Row, prompts: Sequence[Sequence[int]]) -> Row:
-    """`step` of all prompts, once they are warm; with `--profile` a trace of more of them, which holds the row."""
+    """`step` of all prompts, once they are warm."""
     per_token = resident_bytes(asked.args)
-    row = counting(asked, row, lambda: step(asked, prompts, per_token))
-    if asked.args.profile:
-        path = asked.record(prompts, row["start"])
-        trace = json.loads(gzip.decompress(path.read_bytes()))
-        path.write_bytes(gzip.compress(json.dumps(trace | {"row": row}).encode()))
-    return row
+    return counting(asked, row, lambda: step(asked, prompts, per_token))
 
 
 def step(asked: Asked, prompts: Sequence[Sequence[int]], per_token: float) -> Row:
@@ -543,7 +523,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--start-seconds", type=float, default=500.0, help="a start and its rows take at most (%(default)s)")
     add("--work", type=Path, default=Path(".models/offload"), help="folder of KV files and indexes (%(default)s)")
     add("--logs", type=Path, help="folder of the engines' logs (WORK/logs)")
-    add("--profile", type=Path, metavar="DIR", help="folder of a trace of each start that is measured")
     add("--out", default="offload-serving.jsonl", help="result file; rows are appended (%(default)s)")
     add("--one", choices=[*STARTS, "builder"], help=argparse.SUPPRESS)
     add_arguments(parser)
