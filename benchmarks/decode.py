@@ -46,6 +46,7 @@ from engines import (
     base_flags,
     markdown,
     plugin_flags,
+    plugin_state,
     provenance,
     read,
     sampling,
@@ -98,37 +99,44 @@ class Cell:
         known = self._prefixes.setdefault(length, [])
         while len(known) < count:
             known.append(self._tokens(length))
-            self._wait(self._generate([*known[-1], *self._tokens(1)], 1))
+            prompt = [*known[-1], *self._tokens(1)]
+            self._wait(self._engine.async_generate(input_ids=prompt, sampling_params=sampling(1)))
         return known[:count]
 
     def steps(self, row: Row, *, stock: bool) -> list[float]:
         """Seconds of the counted steps of one batch."""
-        batch, tokens = row["batch"], row["tokens"]
-        prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), batch)
+        prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), row["batch"])
         prompts = [[*prefix, *self._tokens(SUFFIX)] for prefix in prefixes]
-
-        async def run() -> list[tuple[int, float]]:
-            others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
-            await asyncio.sleep(0)
-            measured = await streamed(self._engine, prompts[0], sampling(tokens, dense=stock))
-            await asyncio.gather(*others)
-            return measured.arrivals
-
-        return counted_steps(self._wait(run()))
+        found: list[float] = self._wait(batch_steps(self._engine, prompts, row["tokens"], dense=stock))
+        return found
 
     def counted(self) -> Row:
         """Steps that the plugin attended so far, exactly and sparsely; 0 in a stock engine."""
-        state = self._engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
+        state = plugin_state(self._engine.get_server_info())
         return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps")}
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(10, self._vocab) for _ in range(count)]
 
-    async def _generate(self, prompt: list[int], tokens: int, stock: bool = False) -> Any:
-        return await self._engine.async_generate(input_ids=prompt, sampling_params=sampling(tokens, dense=stock))
-
     def _wait(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
+
+
+async def batch_steps(engine: Any, prompts: Sequence[list[int]], tokens: int, *, dense: bool = False) -> list[float]:
+    """Seconds of the counted steps of the first of some requests, which starts last and ends first.
+
+    Args:
+        engine: SGLang's.
+        prompts: of all.
+        tokens: that the first one generates.
+        dense: all opt out of the plugin.
+    """
+    longer = sampling(tokens + SPARE + len(prompts), dense=dense)
+    others = [asyncio.create_task(engine.async_generate(input_ids=one, sampling_params=longer)) for one in prompts[1:]]
+    await asyncio.sleep(0)
+    measured = await streamed(engine, prompts[0], sampling(tokens, dense=dense))
+    await asyncio.gather(*others)
+    return counted_steps(measured.arrivals)
 
 
 def counted_steps(arrivals: Sequence[tuple[int, float]]) -> list[float]:

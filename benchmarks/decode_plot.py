@@ -49,8 +49,7 @@ def lines(rows: Sequence[Row]) -> dict[tuple[int, str], list[tuple[int, float]]]
     times: dict[tuple[int, str], dict[int, list[float]]] = {}
     for row in [row for row in rows if row.get("prefixes", 1) == 1]:
         times.setdefault((row["batch"], name_of(row)), {}).setdefault(row["context"], []).append(row["ms"])
-    order = {name: place for place, name in enumerate(LOOKS)}
-    keys = sorted(times, key=lambda key: (key[0], order.get(key[1], len(order)), key[1]))
+    keys = sorted(times, key=lambda key: (key[0], place_of(key[1])))
     return {key: [(context, median(ms)) for context, ms in sorted(times[key].items())] for key in keys}
 
 

@@ -188,6 +188,15 @@ def start_engine(flags: Sequence[str]) -> Any:
     return Engine(server_args=prepare_server_args(list(flags)))
 
 
+def plugin_state(info: Row) -> Row:
+    """The plugin's part of a server's state; empty in a stock one.
+
+    Args:
+        info: SGLang's, of a server or an engine.
+    """
+    return info["internal_states"][0].get("sparse_attn") or {}
+
+
 def sampling(tokens: int, *, dense: bool = False) -> Row:
     """Sampling parameters: greedy, so many tokens; dense: opted out of the plugin."""
     own = {"custom_params": {"sparse_attn": False}} if dense else {}

@@ -37,56 +37,23 @@ class Damage:
     fits: bool = False
 
 
-def _one_more(a: Array) -> Array:
-    return np.concatenate([a, a[-1:]]) if a.ndim else np.stack([a, a])
-
-
-def _half(a: Array) -> Array:
-    return a[: len(a) // 2] if a.ndim and len(a) > 1 else np.stack([a, a])
-
-
-def _twice_as_wide(a: Array) -> Array:
-    return np.concatenate([a, a], axis=-1) if a.ndim else np.stack([a] * 3)
-
-
-def _one_less(a: Array) -> Array:
-    return a[:-1] if a.ndim else np.stack([a] * 4)
-
-
-def _narrower(a: Array) -> Array:
-    return a[..., :-1] if a.ndim > 1 else np.stack([a] * 5)
-
-
-def _flat(a: Array) -> Array:
-    return a.reshape(-1) if a.ndim > 1 else a.reshape(1, 1, -1)
-
-
-def _one_dim_more(a: Array) -> Array:
-    return a[None]
-
-
-def _three_dims_more(a: Array) -> Array:
-    return a[None, None, None]
-
-
-def _none(a: Array) -> Array:
-    return a[:0] if a.ndim else np.empty(0, a.dtype)
-
-
-def _other_dtype(a: Array) -> Array:
-    return a.astype(np.float64 if a.dtype.kind == "f" else np.int64)
-
-
-def _same_bytes(a: Array) -> Array:
-    """Another dtype of the same size."""
-    return a.view({1: np.int8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize])
-
-
-FORMS = (
-    _half, _one_less, _one_more, _narrower, _twice_as_wide, _flat, _one_dim_more, _three_dims_more, _none,
-    _other_dtype, _same_bytes,
-)  # fmt: skip
-
+FORMS: dict[str, Callable[[Array], Array]] = {
+    "half": lambda a: a[: len(a) // 2],
+    "one less": lambda a: a[:-1],
+    "one more": lambda a: np.concatenate([a, a[-1:]]),
+    "narrower": lambda a: a[..., :-1],
+    "twice as wide": lambda a: np.concatenate([a, a], axis=-1),
+    "flat": lambda a: a.reshape(-1) if a.ndim > 1 else a.reshape(1, 1, -1),
+    "one dim more": lambda a: a[None],
+    "three dims more": lambda a: a[None, None, None],
+    "none": lambda a: a[:0],
+}
+"""Other shapes; of a single number, those of two in a row."""
+DTYPES: dict[str, Callable[[Array], Array]] = {
+    "other dtype": lambda a: a.astype(np.float64 if a.dtype.kind == "f" else np.int64),
+    "same bytes": lambda a: a.view({1: np.int8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]),
+}
+"""Other dtypes, of the same size too."""
 VALUES: dict[str, dict[str, float]] = {
     "i": {"32767": 32767, "minus 1": -1, "minus 32768": -32768},
     "u": {},
@@ -124,11 +91,10 @@ def damages(arrays: Arrays, method: str) -> Iterator[Damage]:
         yield Damage(f"{name}: missing in a KV head", _drop(lambda k, n=name: k.name == n and k[1:] == VICTIM))
         if len(names) > 1:  # else it is an index of another method
             yield Damage(f"{name}: missing everywhere", _drop(lambda k, n=name: k.name == n))
-        for form in FORMS:
-            for everywhere in (False, True):
-                where = "everywhere" if everywhere else "in a KV head"
-                label = form.__name__.strip("_").replace("_", " ")
-                yield Damage(f"{name}: {label} {where}", _on(name, form, everywhere=everywhere))
+        shapes = {label: lambda a, form=form: form(a if a.ndim else np.stack([a, a])) for label, form in FORMS.items()}
+        for label, form in {**shapes, **DTYPES}.items():
+            for where in ("in a KV head", "everywhere"):
+                yield Damage(f"{name}: {label} {where}", _on(name, form, everywhere=where == "everywhere"))
         sample = arrays[ArrayKey(name, *VICTIM)]
         for label, value in VALUES[sample.dtype.kind].items():
             yield Damage(f"{name}: {label}", _on(name, _set(value), everywhere=True))

@@ -4,10 +4,11 @@
     python benchmarks/hostile_indexes.py                  # on a CPU, kernels in Triton's interpreter
     python benchmarks/hostile_indexes.py --device cuda    # on a GPU
 
-For reads out of bounds, on a GPU, with `--plant` first: that must end with 86, else the tool's silence says nothing.
+For reads out of bounds, on a GPU. The first command must end with 86, else the tool's silence says nothing.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     check="compute-sanitizer --tool memcheck --error-exitcode 86 --kernel-name kns=_kernel"
+    $check python benchmarks/sanitize.py --plant memcheck
     $check python benchmarks/hostile_indexes.py --device cuda --methods token_index "token_index, 2 bits"
 
 Each damage of `hostile_damages.py` is planted in an index of each method, stored, and loaded. What the loader refuses
@@ -330,25 +331,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--unchecked", action="store_true", help="let the loader accept everything: what damages would do"
     )
-    parser.add_argument("--plant", action="store_true", help="launch a kernel that reads behind its tensor, and end")
     parser.add_argument("--out", type=Path, help="rows as JSON lines")
     args = parser.parse_args(argv)
-    if args.plant:
-        from sanitize import plant
-
-        plant("memcheck")
-        return 0
     if args.unchecked:
         residency.check_forms = residency.check_layer = lambda *_: None  # type: ignore[assignment]
     logging.disable(logging.ERROR)  # each refusal is one
     failed = 0
     for name in args.methods:
         for tally in run(name, torch.device(args.device), args.sample, args.unchecked):
-            counts, wrong = tally.counts, {what: tally.counts[what] for what in (EXCEPTION, OUTSIDE, OTHER)}
-            wrong |= {what: counts[what] for what in LOADER if counts[what]}
-            num = {"damages": counts["refused"] + counts["accepted"], "refused": counts["refused"]}
-            row = {"method": name, "path": tally.path, **num, "accepted": counts["accepted"], **wrong}
-            print(", ".join(f"{value} {key}" if key not in ("method", "path") else value for key, value in row.items()))
+            counts = {"damages": tally.counts["refused"] + tally.counts["accepted"]}
+            counts |= {what: tally.counts[what] for what in ("refused", "accepted", EXCEPTION, OUTSIDE, OTHER)}
+            counts |= {what: tally.counts[what] for what in LOADER if tally.counts[what]}
+            row = {"method": name, "path": tally.path, **counts}
+            print(", ".join([name, tally.path, *(f"{count} {what}" for what, count in counts.items())]))
             for line in tally.wrong[:20]:
                 print(f"    {line}"[:300])
             if args.out is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kernel_problem import Problem
+from kernel_problem import Gate, Problem
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import (
@@ -28,6 +28,7 @@ class Case:
     """One measured form of attention over a problem.
 
     Attributes:
+        problem: what is attended.
         run: launches it, for each layer of the problem.
         out: [batch, num_qo_heads, v_head_dim], written by `run`, or what `run` put into `results`.
         lse: [batch, num_qo_heads] or None.
@@ -36,6 +37,7 @@ class Case:
         kept: what must live as long as the graph.
     """
 
+    problem: Problem
     run: Callable[[], Any]
     out: Tensor
     lse: Tensor | None
@@ -43,11 +45,25 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     kept: tuple[Any, ...] = ()
 
+    @property
+    def layers(self) -> int:
+        """Of a run."""
+        return len(self.problem.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a layer, see `Problem.kv_bytes`."""
+        return self.problem.kv_bytes(self.reads)
+
     def poison(self) -> None:
         """NaN where a result is expected."""
         self.out.fill_(torch.nan)
         if self.lse is not None:
             self.lse.fill_(torch.nan)
+
+    def check(self) -> Gate:
+        """The last layer's output."""
+        return self.problem.gate(self.out, self.lse, self.reads)
 
 
 def each_layer(problem: Problem, attend: Callable[[PagedKV], Any]) -> Callable[[], None]:
@@ -88,7 +104,7 @@ def suffix(problem: Problem) -> Case:
     """Private suffixes and the merge kernel, apart."""
     slots = problem.suffix_slots.flatten()
     config = default_config(problem.shape, 1, specialized=has_specialized(slots.device))
-    return _case(problem, [config], slots, (_suffixes(problem, 0),), "suffix", None)
+    return _case(problem, [config], slots, (suffixes(problem, 0),), "suffix", None)
 
 
 #: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
@@ -99,7 +115,8 @@ ATTENTION: dict[str, Callable[[Problem], Case]] = {
 }
 
 
-def _suffixes(problem: Problem, begin: int) -> list[Segment]:
+def suffixes(problem: Problem, begin: int) -> list[Segment]:
+    """Each request's own list; they lie one behind the other."""
     length = problem.sizes.suffix
     return [Segment((row,), length, list_begin=begin + row * length) for row in range(problem.sizes.batch)]
 
@@ -114,7 +131,7 @@ def _grouped(
 ) -> Case:
     shape = problem.shape
     passes = passes_for(shape, problem.sizes.rows, specialized=has_specialized(slots.device))
-    plan = (list(groups), _suffixes(problem, suffix_begin))
+    plan = (list(groups), suffixes(problem, suffix_begin))
     if not problem.sizes.suffix:
         passes, plan = passes[:1], plan[:1]
     return _case(problem, passes, slots, plan, reads, counts)
@@ -128,13 +145,9 @@ def _case(
     reads: str,
     counts: Tensor | None,
 ) -> Case:
-    shape, device = problem.shape, problem.q.device
-    # On a CPU two thread blocks per KV head, so that the smoke run splits and merges, too.
-    num_programs = None if device.type == "cuda" else 2 * shape.num_kv_heads
-    attention = GroupedAttention(shape, problem.sizes.batch, passes, device, num_programs=num_programs)
+    device = problem.q.device
+    attention, out, lse = grouped_attention(problem, passes)
     attention.plan(*plan)
-    out = torch.empty(problem.sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
-    lse = torch.empty(problem.sizes.batch, shape.num_qo_heads, device=device)
 
     def attend(kv: PagedKV) -> None:
         attention.run(problem.q, kv, slots, problem.sm_scale, out, lse, counts=counts)
@@ -144,4 +157,15 @@ def _case(
         "programs": [programs_at_once(device, one.programs_per_sm) for one in passes],
         "workspace_bytes": attention.workspace_bytes,
     }
-    return Case(each_layer(problem, attend), out, lse, reads, dict(config), kept=(attention, slots, counts))
+    kept = (attention, slots, counts)
+    return Case(problem, each_layer(problem, attend), out, lse, reads, dict(config), kept)
+
+
+def grouped_attention(problem: Problem, passes: list[AttentionConfig]) -> tuple[GroupedAttention, Tensor, Tensor]:
+    """Our kernel for a problem's batch, without a plan, and room for out and lse."""
+    shape, batch, device = problem.shape, problem.sizes.batch, problem.q.device
+    # On a CPU two thread blocks per KV head, so that the smoke run splits and merges, too.
+    num_programs = None if device.type == "cuda" else 2 * shape.num_kv_heads
+    attention = GroupedAttention(shape, batch, passes, device, num_programs=num_programs)
+    out = torch.empty(batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+    return attention, out, torch.empty(batch, shape.num_qo_heads, device=device)

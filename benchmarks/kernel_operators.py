@@ -1,8 +1,8 @@
-"""What `kernel_bench.py operators` measures: an anchor layer's selection and attention, as a decode graph holds them.
+"""What `kernel_bench.py` measures at one context and batch, its operators among it.
 
-A cell is a context and a batch, over one `kernel_problem.Problem`. Indexes are built of the keys that are attended, and
-the slots that a selection lists are the pool's. The gate compares lists with the reference's ranking, then the
-attention output with an fp64 oracle of the listed tokens and the suffixes.
+An operator is an anchor layer's selection and attention, as a decode graph holds them. Indexes are built of the keys
+that are attended, and the slots that a selection lists are the pool's. The gate compares lists with the reference's
+ranking, then the attention output with an fp64 oracle of the listed tokens and the suffixes.
 
 One graph holds a step's layers, each with an index of its own, and with KV of its own as far as `POOL_BYTES` reach.
 """
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
+from kernel_cases import ATTENTION, grouped_attention, suffixes
 from kernel_problem import Gate, Problem, Sizes, make_problem, slot_bytes
-from kernel_selection import AHEAD, SPECS, Ours, Prefixes, build_arrays
+from kernel_rivals import RIVALS
+from kernel_selection import AHEAD, SPECS, Ours, Prefixes, budget_of, build_arrays
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape, GroupedAttention, Segment, has_specialized, passes_for
-from prefix_kernels.types import PagedKV
+from prefix_kernels.grouped_attention import AttentionShape, Segment, has_specialized, passes_for
 from sglang_ext.methods.base import Arrays, IndexSpec
 from sglang_ext.methods.combined import part_arrays
 from sglang_ext.methods.two_level import TwoLevelSpec
@@ -39,26 +41,21 @@ class Operator(Ours):
         names: and those of the next step are named behind the last layer.
     """
 
-    def __init__(self, prefixes: Prefixes, problem: Problem, *, ahead: bool, names: bool) -> None:
+    def __init__(self, prefixes: Prefixes, problem: Problem, ahead: bool, names: bool) -> None:
         super().__init__(prefixes, len(problem.layers), ahead=ahead)
         self._problem, self._names = problem, names
         self._run_one = self._op.run_behind if ahead else self._op.run
-        shape, sizes, device = problem.shape, problem.sizes, problem.q.device
+        shape = problem.shape
         suffix_begin = len(self._slots)
         self._slots = torch.cat([self._slots, problem.suffix_slots.flatten()])
-        specialized = has_specialized(device, shape.num_kv_heads)
-        passes = passes_for(shape, sizes.batch, specialized=specialized, short=True)
-        # On a CPU two thread blocks per KV head, so that the smoke run splits and merges, too.
-        num_programs = None if device.type == "cuda" else 2 * shape.num_kv_heads
-        self._attention = GroupedAttention(shape, sizes.batch, passes, device, num_programs=num_programs)
+        specialized = has_specialized(problem.q.device, shape.num_kv_heads)
+        passes = passes_for(shape, problem.sizes.batch, specialized=specialized, short=True)
+        self._attention, self._out, self._lse = grouped_attention(problem, passes)
         listed = [
             Segment(rows, group.count, group.list_begin, group.head_stride, number)
             for number, (rows, group) in enumerate(zip(prefixes.rows, self._groups, strict=True))
         ]
-        suffixes = [Segment((row,), sizes.suffix, suffix_begin + row * sizes.suffix) for row in range(sizes.batch)]
-        self._attention.plan(listed, suffixes)
-        self._out = torch.empty(sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
-        self._lse = torch.empty(sizes.batch, shape.num_qo_heads, device=device)
+        self._attention.plan(listed, suffixes(problem, suffix_begin))
         self.nbytes = self._bytes(ahead, names)
         if ahead:
             self._look_ahead()
@@ -88,28 +85,17 @@ class Operator(Ours):
             result.fill_(torch.nan)
 
     def run(self) -> None:
-        for layer, kv in enumerate(self._problem.layers):
+        problem, lists = self._problem, self._lists
+        of_lists: dict[str, Any] = {"counts": lists.counts, "head_slots": lists.slots}
+        for layer, kv in enumerate(problem.layers):
             self._select(self._run_one, layer)
-            self._attend(kv)
+            self._attention.run(problem.q, kv, self._slots, problem.sm_scale, self._out, self._lse, **of_lists)
         if self._names:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
         own = self._prefixes
         self._op.look_ahead(own.batch, [own.q] * self.layers, own.args.sm_scale)
-
-    def _attend(self, kv: PagedKV) -> None:
-        lists, problem = self._lists, self._problem
-        self._attention.run(
-            problem.q,
-            kv,
-            self._slots,
-            problem.sm_scale,
-            self._out,
-            self._lse,
-            counts=lists.counts,
-            head_slots=lists.slots,
-        )
 
     def check(self) -> Gate:
         """Lists and slots, then what the last layer attended."""
@@ -126,17 +112,42 @@ class Cell:
     Args:
         shape: of a layer.
         sizes: of the batch.
+        keep: of a prefix, for a group of one; where no budget is given.
         layers: of a step.
         device: where everything lies.
         seed: of everything.
     """
 
-    def __init__(self, shape: AttentionShape, sizes: Sizes, layers: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, shape: AttentionShape, sizes: Sizes, keep: float, layers: int, device: torch.device, seed: int
+    ) -> None:
         kept = layers if device.type != "cuda" else min(layers, max(2, POOL_BYTES // pool_bytes(shape, sizes)))
-        problem = make_problem(shape, sizes, 1 / sizes.context, device, seed, kept)
+        problem = make_problem(shape, sizes, keep, device, seed, kept)
         pools = tuple(problem.layers[-1 - number % kept] for number in reversed(range(layers)))
         self.problem = dataclasses.replace(problem, layers=pools)
+        self._keep = keep
         self._arrays: dict[str, list[Arrays]] = {}
+
+    def case(self, part: str, name: str, budget: int | None = None) -> Any:
+        """One of `PARTS`, or a rival.
+
+        Args:
+            part: what is measured.
+            name: of the case.
+            budget: tokens of a group; None: by the share that is kept.
+
+        Raises:
+            NoRoomError: a server attends such a batch exactly.
+        """
+        own = self.problem
+        if name in RIVALS or part == "attention":
+            return (RIVALS | ATTENTION)[name](own)
+        spec, *how = OPERATORS[name] if part == "operators" else (SPECS[name],)
+        if budget is None:
+            budget = budget_of(self._keep, own.sizes)
+        arrays = self._arrays_of(spec)
+        prefixes = Prefixes(spec, own.shape, own.q, arrays, own.prefix_slots, min(budget, own.sizes.context))
+        return Operator(prefixes, own, *how) if how else Ours(prefixes)
 
     def _arrays_of(self, spec: IndexSpec) -> list[Arrays]:
         """An index of each prefix, of the last layer's keys."""
@@ -147,22 +158,6 @@ class Cell:
         if name not in self._arrays:
             self._arrays[name] = [build_arrays(spec, keys[own.long()], queries.to(shape.dtype)) for own in tables]
         return self._arrays[name]
-
-    def operator(self, name: str, budget: int) -> Operator:
-        """One of `OPERATORS`.
-
-        Args:
-            name: of it.
-            budget: tokens of a group.
-
-        Raises:
-            NoRoomError: a server attends such a batch exactly.
-        """
-        spec, ahead, names = OPERATORS[name]
-        own = self.problem
-        arrays = self._arrays_of(spec)
-        prefixes = Prefixes(spec, own.shape, own.q, arrays, own.prefix_slots, min(budget, own.sizes.context))
-        return Operator(prefixes, own, ahead=ahead, names=names)
 
 
 def pool_bytes(shape: AttentionShape, sizes: Sizes) -> int:
@@ -177,4 +172,10 @@ OPERATORS: dict[str, tuple[IndexSpec, bool, bool]] = {
     **{name: (SPECS[name], False, False) for name in ("token_index", "ab_sparse", "two_level")},
     **{f"{name}_ahead": (spec, True, True) for name, spec in AHEAD.items()},
     **{f"{name}_behind": (spec, True, False) for name, spec in AHEAD.items()},
+}
+#: By part, the cases that may be asked for.
+PARTS: dict[str, tuple[str, ...]] = {
+    "attention": tuple(ATTENTION),
+    "selection": tuple(SPECS),
+    "operators": tuple(OPERATORS),
 }

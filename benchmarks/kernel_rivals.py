@@ -62,7 +62,7 @@ def decode(problem: Problem) -> Case:
     def attend(kv: PagedKV) -> None:
         wrapper.run(problem.q, _paged(problem, kv), out=out)
 
-    return Case(each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
+    return Case(problem, each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
 
 
 def cascade(problem: Problem) -> Case:
@@ -96,7 +96,7 @@ def cascade(problem: Problem) -> Case:
     def attend(kv: PagedKV) -> None:
         out.copy_(wrapper.run(problem.q, _paged(problem, kv)))  # it has no `out`; the copy is timed with it
 
-    return Case(each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
+    return Case(problem, each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
 
 
 def triton(problem: Problem) -> Case:
@@ -127,7 +127,7 @@ def triton(problem: Problem) -> Case:
             1.0, 1.0, has_mla=kv.latent, use_pdl=True,
         )  # fmt: skip
 
-    return Case(each_layer(problem, attend), out, None, "all", {"splits": int(splits[0])}, kept=(slots, parts))
+    return Case(problem, each_layer(problem, attend), out, None, "all", {"splits": int(splits[0])}, kept=(slots, parts))
 
 
 #: name -> builder. FlashInfer's decode kernels as SGLang's flashinfer backend calls them; on Hopper SGLang's default

@@ -1,6 +1,6 @@
 """What `kernel_bench.py selection` measures: an anchor layer's selection, from queries to lists, by every method.
 
-Indexes of one layer, as the project's builders make them of random keys and queries, in the recipes of `SPECS`; with
+Indexes of one layer, as the project's builders make them of a problem's keys, in the recipes of `SPECS`; with
 `--groups 16x1` of 16 prefixes. A case is the method's operation as decode graphs hold it.
 
 Lists are compared with the reference's ranking: listed tokens that rank clearly below the last one that it chooses are
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from kernel_problem import Gate, slot_bytes
+from kernel_problem import Gate, Sizes, slot_bytes
 from torch import Tensor
 
 from prefix_kernels.budget import budget_for_group
@@ -198,30 +198,10 @@ def build_arrays(spec: IndexSpec, keys: Tensor, queries: Tensor) -> Arrays:
     return make_builder(spec, LayerProfile(block_sizes=sizes)).build_layer(keys, queries)
 
 
-def random_prefixes(
-    spec: IndexSpec,
-    shape: AttentionShape,
-    batch: int,
-    groups: int,
-    prefix_len: int,
-    device: torch.device,
-    keep: float,
-) -> Prefixes:
-    """So many prefixes of random keys; of each a share is kept, times the square root of the group."""
-    gen = torch.Generator(device).manual_seed(prefix_len + batch)
-
-    def randn(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=gen, device=device).to(shape.dtype)
-
-    q, heads = randn(batch, shape.num_qo_heads, shape.head_dim), shape.num_kv_heads
-    arrays = [
-        build_arrays(spec, randn(prefix_len, heads, shape.head_dim), randn(heads, 256, shape.head_dim))
-        for _ in range(groups)
-    ]
-    order = torch.randperm(groups * prefix_len, generator=torch.Generator().manual_seed(0))
-    wanted = max(NUM_SINK + NUM_RECENT + 16, round(keep * prefix_len))
-    budget = min(budget_for_group(wanted, batch // groups), prefix_len)
-    return Prefixes(spec, shape, q, arrays, order.view(groups, -1).to(device, torch.int32), budget)
+def budget_of(keep: float, sizes: Sizes) -> int:
+    """Tokens of a group that keeps a share of the prefix, times the square root of its requests."""
+    wanted = max(NUM_SINK + NUM_RECENT + 16, round(keep * sizes.context))
+    return min(budget_for_group(wanted, sizes.rows), sizes.context)
 
 
 class Ours:

@@ -12,9 +12,6 @@ The first step, which fetches all, does not count. `lagged_rows` attend what was
 
     exact      the selection itself
     lagged     selected tokens that are resident; the others are fetched, and resident at the next step
-    near 4     the same; the aligned 4 tokens of each missing one are fetched
-    within     the budget's best resident tokens, by the true query
-    wide 2     the same; the best 2 budgets are fetched
     error      |output - dense output| / |dense output| of a query head
     lost       selected tokens that are not attended, as a share of the budget
     moved      tokens that are fetched, as a share of the budget
@@ -24,15 +21,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from answers_data import Chat, Document, Question, documents
 from engines import Row
-from query_capture import Answered, Captured, Step
+from query_capture import Answered, Captured, output_error
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
@@ -204,34 +199,15 @@ def lagging(scores: Tensor, args: SelectArgs, every: int) -> Iterator[tuple[int,
     heads, prefix_len = scores.shape[1:]
     cells = {size: tokens_of(size, args.budget, prefix_len) for size in LAGS}
     cells = {size: count for size, count in cells.items() if args.budget <= count <= prefix_len}
-    wanted = masked(selected(scores, args), prefix_len)
-    wide = masked(selected(scores, replace(args, budget=2 * args.budget)), prefix_len)
-    plain, wider = Recency(heads, prefix_len), Recency(heads, prefix_len)
-    near = {key: Recency(heads, prefix_len) for key in itertools.product(UNITS[1:], cells)}
-    for step, now in enumerate(wanted):
-        judged, found = step % every == 1 % every and step > 0, {"exact": (now, now & ~plain.resident(args.budget))}
-
-        def best(there: Tensor, of: Tensor = scores[step]) -> Tensor:
-            return there & masked(selected(of.masked_fill(~there, -torch.inf), args), prefix_len)
-
-        for size, count in cells.items():
-            there = plain.resident(count)
-            if judged:
+    recency = Recency(heads, prefix_len)
+    for step, now in enumerate(masked(selected(scores, args), prefix_len)):
+        if step % every == 1 % every and step > 0:
+            found = {"exact": (now, now & ~recency.resident(args.budget))}
+            for size, count in cells.items():
+                there = recency.resident(count)
                 found[f"lagged {size}"] = now & there, now & ~there
-                found[f"within {size}"] = best(there), now & ~there
-            if judged and count >= 2 * args.budget:
-                there = wider.resident(count)
-                found[f"wide 2, {size}"] = best(there), wide[step] & ~there
-            for unit in UNITS[1:]:
-                there = near[unit, size].resident(count)
-                brought = (now & ~there).unflatten(1, (-1, unit)).any(2).repeat_interleave(unit, 1) & ~there
-                found[f"near {unit}, {size}"] = now & there, brought
-                near[unit, size].want(brought)
-                near[unit, size].want(now)
-        plain.want(now)
-        wider.want(wide[step])
-        if judged:
             yield step, found
+        recency.want(now)
 
 
 def lagged_rows(
@@ -247,19 +223,21 @@ def lagged_rows(
     """
     found, behind = list[tuple[Row, Row]](), answer.keys.shape[2] - len(answer.queries)
     for layer in range(1, len(captured.keys)):
-        keys, values = captured.keys[layer, :, :prefix_len], captured.values[layer, :, :prefix_len]
-        own_keys = torch.cat([captured.keys[layer, :, prefix_len:], answer.keys[layer]], 1)
-        own_values = torch.cat([captured.values[layer, :, prefix_len:], answer.values[layer]], 1)
-        scores = scored(keys, answer.queries[:, layer, None])
+        keys, values = (
+            torch.cat([of[layer], own[layer]], 1)
+            for of, own in ((captured.keys, answer.keys), (captured.values, answer.values))
+        )
+        scores = scored(keys[:, :prefix_len], answer.queries[:, layer, None])
         for size in keep:
             args = sizes(prefix_len, keys.shape[-1], tokens_of(size, 1, prefix_len))
             steps = []
             for step, ways in lagging(scores, args, every):
-                query, end = answer.queries[step, layer], captured.keys.shape[2] - prefix_len + behind + step + 1
-                now = Step(keys, values, own_keys[:, :end], own_values[:, :end], query, args.sm_scale)
+                end = captured.keys.shape[2] + behind + step + 1
+                query = answer.queries[step, layer]
                 attended, fetched = (torch.stack(one) for one in zip(*ways.values(), strict=True))
                 lost, moved = ((one.sum(-1) / args.budget) for one in (attended[:1] & ~attended, fetched))
-                steps.append(torch.stack([now.attended(attended)[1], lost, moved], -1).mean(1))
+                error = output_error(keys[:, :end], values[:, :end], query, args.sm_scale, attended)
+                steps.append(torch.stack([error, lost, moved], -1).mean(1))
             for way, means in zip(ways, torch.stack(steps).mean(0).tolist(), strict=True):
                 figures = {name: round(one, 5) for name, one in zip(("error", "lost", "moved"), means, strict=True)}
                 found.append(({"kept": size, "budget": args.budget, "way": way}, figures))

@@ -9,18 +9,11 @@ The gate looks at the layers' outputs, beside attention in fp32 over a gathered 
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from kernel_bench import attempt
 from kernel_problem import Gate
-from kernel_rows import Row, Run
-from offload_swap import LINK_RATE
+from offload_swap import pinned
 from torch import Tensor
 
 from prefix_kernels import PagedKV
@@ -71,11 +64,8 @@ class PinnedLayers:
 
     def __init__(self, sizes: PrefillSizes, device: torch.device, seed: int) -> None:
         gen = torch.Generator(device).manual_seed(seed)
-        shape, pinned = (sizes.context // PAGE_TOKENS, sizes.heads, PAGE_TOKENS, 2 * sizes.dim), device.type == "cuda"
-        self.kv = [torch.empty(shape, dtype=sizes.dtype, pin_memory=pinned) for _ in range(sizes.layers)]
-        for layer in self.kv:
-            for part in layer.split(1 << 12):
-                part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
+        layer = (sizes.context // PAGE_TOKENS, sizes.heads, sizes.dim, sizes.dtype, gen)
+        self.kv = [pinned(*layer) for _ in range(sizes.layers)]
 
     def layer(self, layer: int) -> Tensor:
         """See `HostPool.layer`."""
@@ -119,6 +109,7 @@ class Prefill:
             implementation=implementation,
         )
         self._found: list[Tensor] = []
+        self.layers, self.nbytes, self.config = 1, sizes.nbytes, dict[str, int]()  # a time is that of all layers
 
     def _kv(self, layer: int) -> PagedKV:
         return PagedKV(*self._pools[layer])
@@ -153,53 +144,3 @@ class Prefill:
             error = (found.float() - expected).norm() / expected.norm()
             worst = max(worst, float(error.nan_to_num(torch.inf)))
         return Gate(worst / ALLOWED[sizes.dtype], {"error": worst})
-
-
-def measure(args: argparse.Namespace, run: Run, timer: Any, device: torch.device) -> None:
-    """All rows that the file does not hold. A time is that of all layers, and of the host that queues them."""
-    heads, dim = args.shape
-    for context in args.contexts:
-        host: PinnedLayers | None = None
-        for requests in args.requests:
-            for suffix in args.suffix:
-                fields = (context, suffix, requests, args.staging, args.layers, 4 * heads, heads, dim)
-                sizes = PrefillSizes(*fields, getattr(torch, args.dtype))
-                key = {"bench": "prefill", "case": f"suffix {suffix}", "batch": requests, "groups": 1}
-                key |= dataclasses.asdict(sizes) | {"dtype": args.dtype}
-                if run.has(key):
-                    continue
-                host = host or PinnedLayers(sizes, device, args.seed)
-                floor = round(sizes.nbytes / LINK_RATE * 1e6, 2)
-                work = functools.partial(measured, sizes, host, timer, device, args.seed, smoke=args.smoke)
-                run.add({**key, "bytes": sizes.nbytes, "floor_us": floor, **attempt(timer, work)})
-
-
-def measured(
-    sizes: PrefillSizes, host: PinnedLayers, timer: Any, device: torch.device, seed: int, *, smoke: bool
-) -> Row:
-    """The gate first; a time only when it is green."""
-    case = Prefill(sizes, host, device, seed, "triton" if smoke else None)
-    case.poison()
-    case.run()
-    gate = case.check()
-    row: Row = {"green": gate.green, "gate": gate.figures, "meaningful": timer.meaningful, "config": {}}
-    if gate.green:
-        times = timer.time(case.run)
-        row |= {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
-    return row
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Milliseconds of all layers; each cell with the time of the prefix's bytes at 51 GB/s."""
-    green = [row for row in rows if row["green"]]
-    columns = list(dict.fromkeys((row["context"], row["requests"]) for row in green))
-    layers = ", ".join(str(one) for one in dict.fromkeys(row["layers"] for row in green))
-    lines = [f"| ms of {layers} layers | " + " | ".join(f"{r} requests behind {c:,}" for c, r in columns) + " |"]
-    lines.append("|---|" + "---|" * len(columns))
-    for suffix in dict.fromkeys(row["suffix"] for row in green):
-        cells = []
-        for column in columns:
-            of = [row for row in green if row["suffix"] == suffix and (row["context"], row["requests"]) == column]
-            cells.append(f"{of[-1]['us'] / 1e3:,.2f} (link {of[-1]['floor_us'] / 1e3:,.2f})" if of else "-")
-        lines.append(f"| {suffix} new tokens each | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

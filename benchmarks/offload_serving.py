@@ -42,7 +42,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from decode import SPARE, counted_steps
+from decode import SPARE, batch_steps
 from engines import (
     SHAPES,
     Streamed,
@@ -50,6 +50,7 @@ from engines import (
     append,
     base_flags,
     layer_plan,
+    plugin_state,
     provenance,
     read,
     sampling,
@@ -229,25 +230,14 @@ class Asked:
         found = self.ask([*self.prefix(name), *self.suffix()], 4)
         return found.arrivals[0][1] - found.begun
 
-    def steps(self, prompts: Sequence[Sequence[int]]) -> list[float]:
+    def steps(self, prompts: Sequence[list[int]]) -> list[float]:
         """Seconds of the steps of all prompts together, that are counted; see `decode.py`."""
-        tokens, count = self.args.sizes["tokens"], len(prompts)
-
-        async def run() -> Streamed:
-            rest = [
-                asyncio.create_task(streamed(self.engine, one, sampling(tokens + SPARE + count))) for one in prompts[1:]
-            ]
-            await asyncio.sleep(0)
-            measured = await streamed(self.engine, prompts[0], sampling(tokens))
-            await asyncio.gather(*rest)
-            return measured
-
-        return counted_steps(self.wait(run()).arrivals)
+        found: list[float] = self.wait(batch_steps(self.engine, prompts, self.args.sizes["tokens"]))
+        return found
 
     def state(self) -> Row:
         """The plugin's part of the server's state; empty in a stock engine."""
-        state: Row = self.engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
-        return state
+        return plugin_state(self.engine.get_server_info())
 
     def counted(self) -> Row:
         """What a row shows the difference of."""
@@ -270,14 +260,8 @@ def counting(asked: Asked, row: Row, measured: Callable[[], Row]) -> Row:
     return row | {"pool_bytes": pool, "bytes": state.get("bytes"), "allocated_bytes": state.get("allocated_bytes")}
 
 
-def stepped(asked: Asked, row: Row, prompts: Sequence[Sequence[int]]) -> Row:
-    """`step` of all prompts, once they are warm."""
-    per_token = resident_bytes(asked.args)
-    return counting(asked, row, lambda: step(asked, prompts, per_token))
-
-
-def step(asked: Asked, prompts: Sequence[Sequence[int]], per_token: float) -> Row:
-    """Milliseconds of a step of all prompts; `per_token`: bytes of what residents count."""
+def step(asked: Asked, prompts: Sequence[list[int]]) -> Row:
+    """Milliseconds of a step of all prompts, once they are warm."""
     before = asked.counted()
     times = asked.steps(prompts)
     after = asked.counted()
@@ -285,6 +269,8 @@ def step(asked: Asked, prompts: Sequence[Sequence[int]], per_token: float) -> Ro
     if after.get("wanted", 0) > before.get("wanted", 0):
         share = (after["transferred"] - before["transferred"]) / (after["wanted"] - before["wanted"])
         all_steps = asked.args.sizes["tokens"] + SPARE + len(prompts)
+        model = SHAPES[asked.args.shape]
+        per_token = token_bytes(asked.args.shape) / model["num_hidden_layers"] / model["num_key_value_heads"]
         moved = (after["transferred"] - before["transferred"]) * per_token / all_steps
         row |= {"moved_share": share, "moved_bytes": moved, "link_ms": 1e3 * moved / LINK_RATE}
     return row
@@ -367,7 +353,7 @@ def measure_long(args: argparse.Namespace, start: str, wanted: Sequence[Row]) ->
         yield rows["first_token", "host"] | {"seconds": median(again[1:]), **told(asked)}
     prompts = [[*asked.prefix("long"), *asked.suffix()] for _ in range(args.sizes["batch"])]
     asked.steps(prompts[:1])
-    yield stepped(asked, rows["step", start], prompts)
+    yield counting(asked, rows["step", start], lambda: step(asked, prompts))
     asked.engine.shutdown()
 
 
@@ -375,12 +361,6 @@ def told(asked: Asked) -> Row:
     """Whether a first token came from where it should."""
     offload = asked.state()["offload"]
     return {"events": offload["events"], "translated": offload["translated"]}
-
-
-def resident_bytes(args: argparse.Namespace) -> float:
-    """Of a token of a KV head of a layer, K and V."""
-    model = SHAPES[args.shape]
-    return float(token_bytes(args.shape) / model["num_hidden_layers"] / model["num_key_value_heads"])
 
 
 def forget(path: Path) -> None:
@@ -445,14 +425,17 @@ def measure_served(args: argparse.Namespace, start: str, wanted: Sequence[Row]) 
         some = prefixes if start == "ours" else prefixes[:1]
         prompts = [[*prefix, *asked.suffix()] for prefix in some]
         asked.steps(prompts)
-        yield stepped(asked, row, prompts)
+        yield counting(asked, row, lambda of=prompts: step(asked, of))  # type: ignore[misc]
     asked.engine.shutdown()
 
 
 def measure(args: argparse.Namespace, start: str) -> None:
     """One start, in this process: the rows that the result file does not hold yet."""
-    rows = measure_long(args, start, cells(args, start)) if start in ("hbm", "host") else None
-    for row in measure_served(args, start, unmeasured(args.out, cells(args, start), KEY)) if rows is None else rows:
+    if start in ("hbm", "host"):
+        rows = measure_long(args, start, cells(args, start))
+    else:
+        rows = measure_served(args, start, unmeasured(args.out, cells(args, start), KEY))
+    for row in rows:
         say(f"{start}: {brief(row)}")
         if unmeasured(args.out, [row], KEY):
             append(args.out, row)

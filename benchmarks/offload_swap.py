@@ -36,11 +36,9 @@ class SwapSizes:
         budget: tokens of a list.
         churn: share of the wanted tokens that the step before did not want.
         room: cells of the residents for each token that a step wants.
-        near: tokens side by side that come and go together.
         heads, dim: KV heads and their width.
         dtype: of the KV.
         steps: in one graph.
-        copying: programs that copy.
     """
 
     context: int
@@ -48,17 +46,15 @@ class SwapSizes:
     budget: int
     churn: float
     room: float
-    near: int
     heads: int
     dim: int
     dtype: torch.dtype
     steps: int
-    copying: int
 
     @property
     def fresh(self) -> int:
         """Of a list's tokens so many are new."""
-        return round(self.churn * self.budget / self.near) * self.near
+        return round(self.churn * self.budget)
 
     @property
     def cells(self) -> int:
@@ -71,16 +67,22 @@ class SwapSizes:
         return self.groups * self.heads * self.fresh * 2 * self.dim * self.dtype.itemsize
 
 
+def pinned(pages: int, heads: int, dim: int, dtype: torch.dtype, gen: torch.Generator) -> Tensor:
+    """A layer of prefixes of any values in pinned memory: [pages, heads, PAGE_TOKENS, 2 * dim]."""
+    on_gpu = gen.device.type == "cuda"
+    kv = torch.empty(pages, heads, PAGE_TOKENS, 2 * dim, dtype=dtype, pin_memory=on_gpu)
+    for part in kv.split(1 << 12):
+        part.copy_(torch.randn(part.shape, generator=gen, device=gen.device).to(dtype))
+    return kv
+
+
 class Host:
-    """Prefixes in pinned memory, of any values; made once for all rows of the same sizes."""
+    """Prefixes of a layer; made once for all rows of the same sizes."""
 
     def __init__(self, sizes: SwapSizes, device: torch.device, seed: int) -> None:
         pages = sizes.groups * sizes.context // PAGE_TOKENS
         gen = torch.Generator(device).manual_seed(seed)
-        shape = (pages, sizes.heads, PAGE_TOKENS, 2 * sizes.dim)
-        self.kv = torch.empty(shape, dtype=sizes.dtype, pin_memory=device.type == "cuda")
-        for part in self.kv.split(1 << 12):
-            part.copy_(torch.randn(part.shape, generator=gen, device=device).to(sizes.dtype))
+        self.kv = pinned(pages, sizes.heads, sizes.dim, sizes.dtype, gen)
         self.tables = torch.arange(pages, dtype=torch.int32, device=device)
 
 
@@ -107,11 +109,10 @@ class Swap:
         self._groups = [ResidentGroup(n, group, n * sizes.context // PAGE_TOKENS) for n, group in enumerate(packed)]
         self._entries = self._groups[-1].group.lists_end(sizes.heads)
         self._lists = _lists(sizes, self._groups, self._entries, device, seed)
-        self.residents = Residents(
-            self._shape, sizes.groups, self._entries, device, implementation="triton", num_copying=sizes.copying
-        )
+        self.residents = Residents(self._shape, sizes.groups, self._entries, device, implementation="triton")
         self.residents.plan(self._groups)
-        self.config = {"copying": sizes.copying, "cells": cells, "part": part}
+        self.config = {"cells": cells, "part": part}
+        self.layers, self.nbytes = sizes.steps, sizes.nbytes
 
     def run(self) -> None:
         """All steps."""
@@ -119,23 +120,26 @@ class Swap:
             if self._part == "reuse":
                 self.residents.fetch(0, self._host.kv, self.pool)
             else:
-                self.residents.run(0, self._host.tables, lists, self._host.kv, self.pool)
+                self._select(lists)
+
+    def _select(self, lists: SelectedLists) -> None:
+        self.residents.run(0, self._host.tables, lists, self._host.kv, self.pool)
 
     def poison(self) -> None:
         """Residents hold nothing, and what they hold is NaN; then each step has been once."""
         state = self.residents.state
         for tensor, value in ((state.row_of_cell, -1), (state.cell_of_row, -1), (state.counters, 0)):
             tensor.fill_(value)
+        self._forget()
+        for lists in self._lists:
+            self._select(lists)
+        if self._part == "reuse":
+            self._forget()
+        self._before = self.residents.counters[0].tolist()
+
+    def _forget(self) -> None:
         for cache in (self.pool.k_cache, self.pool.v_cache):
             cache.fill_(torch.nan)
-        if self._part == "reuse":
-            for lists in self._lists:
-                self.residents.run(0, self._host.tables, lists, self._host.kv, self.pool)
-            for cache in (self.pool.k_cache, self.pool.v_cache):
-                cache.fill_(torch.nan)
-        else:
-            self.run()
-        self._before = self.residents.counters[0].tolist()
 
     def check(self) -> Gate:
         """Counts, and bytes, behind a run."""
@@ -193,8 +197,7 @@ def _lists(
     ]
     for one in groups:
         for head in range(sizes.heads):
-            order = torch.randperm(tokens // sizes.near, generator=gen)[:, None] * sizes.near + torch.arange(sizes.near)
-            order = order.flatten()
+            order = torch.randperm(tokens, generator=gen)
             for step, lists in enumerate(found):
                 begin = fixed + step % turns * fresh
                 wanted = torch.cat([order[:fixed], order[begin : begin + fresh]]).sort().values.int()

@@ -46,14 +46,12 @@ class Captured:
         name: of the document.
         keys, values: [layers, num_kv_heads, prefix_len, head_dim] float32, post-RoPE.
         answers: in the order of the questions.
-        frequencies: [head_dim / 2] radians a position, of RoPE that turns channels i and i + head_dim / 2 together.
     """
 
     name: str
     keys: Tensor
     values: Tensor
     answers: list[Answered]
-    frequencies: Tensor
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
@@ -67,46 +65,21 @@ class Captured:
         return cls(**{**data, "answers": [Answered(**one) for one in data["answers"]]})
 
 
-@dataclass(frozen=True)
-class Step:
-    """One layer at one decode step.
+def output_error(keys: Tensor, values: Tensor, query: Tensor, sm_scale: float, selected: Tensor) -> Tensor:
+    """Relative error of one layer's output at one decode step [..., num_kv_heads], mean over the KV head's query heads.
 
-    Attributes:
-        keys, values: [num_kv_heads, prefix_len, head_dim].
-        own_keys, own_values: [num_kv_heads, tokens behind the prefix, head_dim], the token that is read included.
+    Args:
+        keys, values: [num_kv_heads, tokens, head_dim]: the prefix, and all behind it, which is attended.
         query: [num_qo_heads, head_dim].
         sm_scale: multiplies q.k.
+        selected: bool [..., num_kv_heads, prefix_len]: the prefix tokens that are attended.
     """
-
-    keys: Tensor
-    values: Tensor
-    own_keys: Tensor
-    own_values: Tensor
-    query: Tensor
-    sm_scale: float
-
-    def attended(self, selected: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention mass and relative output error [..., num_kv_heads], means over the KV head's query heads.
-
-        Args:
-            selected: bool [..., num_kv_heads, prefix_len]: the prefix tokens that are attended.
-        """
-        heads = self.keys.shape[0]
-        query = self.query.view(heads, -1, self.query.shape[-1])
-        logits = query @ torch.cat([self.keys, self.own_keys], 1).mT * self.sm_scale
-        shares = logits.softmax(-1)
-        prefix, own = shares.split([self.keys.shape[1], self.own_keys.shape[1]], -1)
-        behind = own @ self.own_values
-        dense = prefix @ self.values + behind
-        # As many tokens are read as the fullest selection has: masks are cheap to name, and slow to multiply.
-        count = int(selected.sum(-1).amax())
-        best = selected.float().topk(count, dim=-1)
-        read = best.indices[..., None, :].expand(*best.indices.shape[:-1], query.shape[1], count)
-        kept = prefix.expand(*read.shape[:-1], -1).gather(-1, read) * best.values[..., None, :]
-        head = torch.arange(heads, device=read.device)[:, None]
-        mass = kept.sum(-1) + own.sum(-1)
-        out = (kept @ self.values[head, best.indices] + behind) / mass[..., None]
-        return mass.mean(-1), ((out - dense).norm(dim=-1) / dense.norm(dim=-1)).mean(-1)
+    query = query.view(len(keys), -1, query.shape[-1])
+    logits = query @ keys.mT * sm_scale
+    dense = logits.softmax(-1) @ values
+    every = torch.nn.functional.pad(selected, (0, keys.shape[1] - selected.shape[-1]), value=True)
+    out = logits.masked_fill(~every[..., None, :], -torch.inf).softmax(-1) @ values
+    return ((out - dense).norm(dim=-1) / dense.norm(dim=-1)).mean(-1)
 
 
 class Capturing:
@@ -156,7 +129,7 @@ class Capturing:
         for turns in document.conversations:
             answers.append(self._answer(turns[0], cache, len(prefix), steps, temperature))
             cache.crop(len(prefix))
-        return Captured(document.name, keys, values, answers, self._model.model.rotary_emb.inv_freq)
+        return Captured(document.name, keys, values, answers)
 
     def _answer(self, question: Question, cache: Any, prefix_len: int, steps: int, temperature: float) -> Answered:
         logits = self._read(self._chat.question(question, first=True), cache)

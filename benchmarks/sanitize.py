@@ -36,7 +36,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_rows import driver, installed, origin
-from sanitize_races import races
+from sanitize_races import dispatched
 from tqdm import tqdm
 
 from prefix_kernels.kernels import COUNTS
@@ -166,11 +166,11 @@ def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> 
         told, _ = job.communicate()
     errors = [int(count) for count in _ERRORS.findall(told)]
     apart = re.search(rf"dispatch of {kernel}, [1-9]\d* variants: apart$", told, re.MULTILINE)
-    dispatched = sum(race.dispatch for race in races(told, kernel, ROOT / "kernels")) if apart else 0
+    aside = dispatched(told, kernel, ROOT / "kernels") if apart else 0
     summaries = [line for line in told.splitlines() if _PASSED.search(line)]
     row = {
-        "errors": sum(errors) - dispatched if errors else None,
-        "of the dispatch": dispatched,
+        "errors": sum(errors) - aside if errors else None,
+        "of the dispatch": aside,
         "passed": int(_PASSED.findall(summaries[-1])[0]) if summaries else 0,
         "failed": any(word in line for line in summaries for word in ("failed", "error")),
         "launches": sum(int(times) for times in re.findall(rf"launched {kernel} (\d+) times", told)),

@@ -13,8 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 
 _ENTRY = re.compile(r"(?:Error|Warning): Race reported between ")
@@ -92,41 +91,23 @@ def parts(source: str, kernel: str) -> set[int]:
 
 
 def _dispatches(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr == "warp_specialize"
-    )
+    return isinstance(node, ast.Expr) and re.match(r"\w+\.warp_specialize\(", ast.unparse(node)) is not None
 
 
-@dataclass(frozen=True)
-class Race:
-    """Attributes:
-    accesses: how many are named.
-    dispatch: whether all of them stand where the kernel starts its warp groups.
-    """
-
-    accesses: int
-    dispatch: bool
-
-
-def races(told: str, kernel: str, folder: Path) -> Iterator[Race]:
-    """What racecheck's report says of a kernel.
+def dispatched(told: str, kernel: str, folder: Path) -> int:
+    """Races of racecheck's report whose accesses all stand where the kernel starts its warp groups.
 
     Args:
         told: the report.
         kernel: that it looked at.
         folder: of source files, searched with all below it for the kernel's.
     """
-    found = {path.name: parts(path.read_text(), kernel) for path in sorted(folder.rglob("*.py")) if _has(path, kernel)}
+    sources = {path.name: path.read_text() for path in sorted(folder.rglob("*.py"))}
+    found = {name: parts(text, kernel) for name, text in sources.items() if f"\ndef {kernel}(" in text}
+    count = 0
     for entry in _ENTRY.split(told)[1:]:
         text = _END.split(entry)[0]
         named = _REPORTED.findall(text)
         at_start = [name == kernel and int(line) in found.get(Path(file).name, ()) for _, name, file, line in named]
-        accesses = len(re.findall(r"\baccess at\b", text))
-        yield Race(accesses, accesses > 1 and accesses == len(named) and all(at_start))
-
-
-def _has(path: Path, kernel: str) -> bool:
-    return re.search(rf"^def {kernel}\(", path.read_text(), re.MULTILINE) is not None
+        count += 1 < len(re.findall(r"\baccess at\b", text)) == len(named) and all(at_start)
+    return count

@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-Row = dict[str, Any]
+from engines import Row, plugin_state
+
 Sizes = dict[str, Any]
 
 RUNS: dict[str, Sizes] = {
@@ -215,7 +216,7 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
         turns = range(sizes["turns"])
         row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
         row["tpot_ms_by_turn"] = [_tpot_ms(found["itls"][turn :: len(turns)]) for turn in turns]
-    row["suffix_keep_ratio"] = _state(found).get("suffix_keep_ratio")
+    row["suffix_keep_ratio"] = plugin_state(found["server_info"]).get("suffix_keep_ratio")
     return row | {name: counted(found)[name] - counted(before)[name] for name in counted(found)}
 
 
@@ -232,13 +233,8 @@ def counted(result: Row) -> dict[str, int]:
     """Steps that the plugin attended until a pass was over, exactly and sparsely, and requests that found an index; 0
     in a stock server.
     """
-    state = _state(result)
+    state = plugin_state(result["server_info"])
     return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps", "hits")}
-
-
-def _state(result: Row) -> Row:
-    """The plugin's part of the server's state when a pass was over; empty in a stock server."""
-    return result["server_info"]["internal_states"][0].get("sparse_attn") or {}
 
 
 @cache

@@ -16,8 +16,8 @@ from tests.server.jobs import run_job
 
 @pytest.fixture
 def bench(load: Any) -> SimpleNamespace:
-    found = load("serving", "serving_runs", "serving_table")
-    return SimpleNamespace(serving=found.serving, runs=found.serving_runs, table=found.serving_table)
+    found = load("serving", "serving_runs")
+    return SimpleNamespace(serving=found.serving, runs=found.serving_runs)
 
 
 def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_the_table_has_medians_and_shares_of_the_best_stock_engine_of_the_same_s
     rows += [row("flashinfer", 300.0, 40.0), row("triton", 200.0, 50.0), row("auto", 400.0, 10.0, run="long")]
     rows += [row("shared", 450.0, 9.0, config={"x": 1}), row("shared", 500.0, 9.0, sizes={"groups": 3})]
     rows += [row("flashinfer", 150.0, 9.0, flags=["--y"]), row("shared", 450.0, 9.0, flags=["--y"])]
-    header, _, *found = cells(bench.table.table(rows))
+    header, _, *found = cells(bench.serving.table(rows))
     assert sorted(one[1:4] for one in found) == [
         ["groups", "flashinfer", "300"],
         ["groups", "shared", "500"],
@@ -171,8 +171,8 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
 
 def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: SimpleNamespace) -> None:
     rows = bench.serving.read([str(RESULTS / "serving-h200.jsonl")])
-    assert bench.table.table([row for row in rows if row["run"] == "groups"]) in document("benchmarks")
-    (found,) = [of for (_, _, _, run, _), of in bench.table.medians(rows).items() if run == "groups"]
+    assert bench.serving.table([row for row in rows if row["run"] == "groups"]) in document("benchmarks")
+    (found,) = [of for (_, _, _, run, _), of in bench.serving.medians(rows).items() if run == "groups"]
     stock = found["flashinfer"]
     for name in ("shared", "auto, kascade"):
         assert found[name]["output_throughput"] >= 2 * stock["output_throughput"], name
