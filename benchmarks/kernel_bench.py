@@ -43,18 +43,17 @@ from typing import Any
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import kernel_rivals
+import kernel_cases
 import kernel_tables
 import torch
-from kernel_operators import FLOOR_RATE, PARTS, Cell
 from kernel_problem import Sizes
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
-from kernel_selection import NoRoomError
+from kernel_selection import FLOOR_RATE, PARTS, Cell, NoRoomError
 from kernel_timing import CpuTimer, GpuTimer
 
 from prefix_kernels.grouped_attention import AttentionShape
 
-RIVALS = tuple(kernel_rivals.RIVALS)
+RIVALS = tuple(kernel_cases.RIVALS)
 
 _USUAL: Row = {
     "contexts": [131072, 8192, 32768, 65536, 262144],
@@ -178,7 +177,7 @@ def is_fatal(error: BaseException) -> bool:
     text = str(error).lower()
     words = ("illegal memory access", "illegal instruction", "misaligned address", "unspecified launch failure")
     lost = any(word in text for word in (*words, "device-side assert", "invalid program counter"))
-    return lost or isinstance(error, kernel_rivals.RivalMissingError)
+    return lost or isinstance(error, kernel_cases.RivalMissingError)
 
 
 # -- command line ----------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = Run(Path(args.out), provenance(args))
     try:
         measure(args, run, timer_of(args))
-    except kernel_rivals.RivalMissingError as error:
+    except kernel_cases.RivalMissingError as error:
         raise SystemExit(str(error)) from error
     if run.failed:
         print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)

@@ -40,8 +40,7 @@ import torch
 from engines import append, markdown, read
 from kernel_bench import attempt, device_of, gated, group_shape, timer_of
 from kernel_rows import Row, Run, origin, provenance
-from offload_prefill import PinnedLayers, Prefill, PrefillSizes
-from offload_swap import LINK_RATE, Host, Swap, SwapSizes
+from offload_cases import LINK_RATE, Host, PinnedLayers, Prefill, PrefillSizes, Swap, SwapSizes
 
 from prefix_kernels.budget import budget_for_group
 

@@ -37,7 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,11 +45,13 @@ from typing import Any
 from decode import SPARE, batch_steps
 from engines import (
     SHAPES,
+    Row,
     Streamed,
     add_arguments,
     append,
     base_flags,
     layer_plan,
+    markdown,
     plugin_state,
     provenance,
     read,
@@ -60,9 +62,6 @@ from engines import (
     unmeasured,
     write_model,
 )
-from offload_serving_table import held_bytes, table, within
-
-Row = dict[str, Any]
 
 STARTS = ("hbm", "host", "ours", "stock")
 KEY = ("measure", "engine", "answer", "sizes", "shape", "page", "plan", "config", "flags", "churn")
@@ -170,8 +169,6 @@ def engine_flags(args: argparse.Namespace, start: str) -> list[str]:
 
 def stock_tokens(args: argparse.Namespace) -> int:
     """Tokens of a KV pool of as many bytes as `ours` has in all, by its rows; 0 without any."""
-    if args.stock_pool is not None:
-        return int(args.stock_pool)
     rows = read([args.out]) if Path(args.out).exists() else []
     held = [sum(held_bytes(row).values()) for row in rows if row["start"] == "ours" and row["shape"] == args.shape]
     return max(held, default=0) // token_bytes(args.shape)
@@ -491,6 +488,60 @@ def run(args: argparse.Namespace, start: str, argv: Sequence[str]) -> bool:
     return False
 
 
+def within(found: Sequence[Streamed], begin: float, end: float) -> Row:
+    """Figures of what came between two times. Of a request that was still running it counts what came of it."""
+    tokens, gaps, firsts = 0, [], []
+    for one in found:
+        pieces = [(0, one.begun), *one.arrivals]
+        for (so_far, before), (count, now) in pairwise(pieces):
+            if begin <= now < end:
+                tokens += count - so_far
+                if so_far and count > so_far:
+                    gaps.append((now - before) / (count - so_far))
+        if one.arrivals and one.arrivals[0][0] and begin <= one.arrivals[0][1] < end:
+            firsts.append(one.arrivals[0][1] - one.begun)
+    row: Row = {"tokens_per_s": tokens / (end - begin), "begun": len(firsts), "requests": len(found)}
+    for name, times in (("ttft_ms", firsts), ("itl_ms", gaps)):
+        row[name] = 1e3 * median(times) if times else None
+    return row
+
+
+def held_bytes(row: Row) -> dict[str, int]:
+    """Device bytes of a row of ours, by what they are for."""
+    return {name: size for name, size in row["bytes"].items() if name != "indexes_at_most"}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Figures beside what they are compared with; ratios: ours over stock's, step over the other's, or the link's."""
+    found = {(row["measure"], row["engine"], row["answer"]): row for row in rows}
+    lines: list[list[str]] = []
+
+    def line(name: str, ours: float | None, other: float | None, digits: int, unit: str) -> None:
+        if ours is not None and other:
+            lines.append([name, f"{ours:,.{digits}f} {unit}", f"{other:,.{digits}f} {unit}", f"{ours / other:.2f}"])
+
+    def of(measure: str, engine: str, figure: str, answer: int | None = None) -> float | None:
+        return found.get((measure, engine, answer), {}).get(figure)
+
+    for answer in sorted({row["answer"] for row in rows if row["answer"]}):
+        for figure, unit in (("tokens_per_s", "tokens/s"), ("ttft_ms", "ms"), ("itl_ms", "ms")):
+            ours, stock = (of("throughput", engine, figure, answer) for engine in ("ours", "stock"))
+            line(f"throughput, answers of {answer}: {figure}", ours, stock, 1, unit)
+    line("distinct", of("distinct", "ours", "tokens_per_s"), of("distinct", "hbm", "tokens_per_s"), 1, "tokens/s")
+    line("step", of("step", "host", "ms"), of("step", "hbm", "ms"), 2, "ms")
+    line("step, and its link", of("step", "host", "ms"), of("step", "host", "link_ms"), 2, "ms")
+    for engine in ("host", "disk"):
+        seconds, prefill = (of("first_token", one, "seconds") for one in (engine, "prefill"))
+        line(f"first token from {engine}, prefill", seconds, prefill, 2, "s")
+    told = [markdown(["", "ours", "against", "ratio"], lines)]
+    for row in rows:
+        if row.get("bytes"):
+            held = held_bytes(row)
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            told.append(f"\n{row['measure']} {row['engine']}: {sum(held.values()):,} bytes: {parts}")
+    return "\n".join(told)
+
+
 # -- command line ---------------------------------------------------------------------------------------------
 
 
@@ -502,7 +553,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--set", nargs="+", default=[], metavar="SIZE=NUMBER", help="another size: seconds=60, answers=128,512")
     add("--trace", default=str(TRACE), help="of selections; 'none': drawn ones (%(default)s)")
     add("--churn", type=float, default=0.3, help="of drawn ones: share that a step changes (%(default)s)")
-    add("--stock-pool", type=int, metavar="TOKENS", help="of `stock`; default: what `ours` has in all, by its rows")
     add("--start-seconds", type=float, default=500.0, help="a start and its rows take at most (%(default)s)")
     add("--work", type=Path, default=Path(".models/offload"), help="folder of KV files and indexes (%(default)s)")
     add("--logs", type=Path, help="folder of the engines' logs (WORK/logs)")

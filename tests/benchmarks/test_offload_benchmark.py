@@ -20,7 +20,7 @@ SMALL = ("swap", "--smoke", "--groups", "1x1", "--only", "exact", "--steps", "2"
 #: Argument: where rows go. One page is not copied; or one is copied, and not counted.
 SPOILED = """
 import sys
-import offload, offload_swap
+import offload, offload_cases
 from prefix_kernels.residents import Residents
 
 class Spoiled(Residents):
@@ -31,7 +31,7 @@ class Spoiled(Residents):
         else:
             self.state.counters[0, 0, 1] -= 1
 
-offload_swap.Residents = Spoiled
+offload_cases.Residents = Spoiled
 sys.exit(offload.main([*sys.argv[3:], "--only", "exact", "--out", sys.argv[1]]))
 """
 
