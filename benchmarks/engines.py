@@ -287,10 +287,15 @@ def launched(flags: Sequence[str], log: Path, seconds: float, port: int | None =
         _wait(process, log, seconds)
         yield f"http://127.0.0.1:{port}"
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(20)
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that began a session, and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(20)
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:

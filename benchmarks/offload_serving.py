@@ -36,7 +36,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
@@ -50,6 +50,7 @@ from engines import (
     add_arguments,
     append,
     base_flags,
+    end_group,
     layer_plan,
     markdown,
     plugin_state,
@@ -459,10 +460,7 @@ def child(args: argparse.Namespace, start: str, argv: Sequence[str], logs: Path)
     try:
         yield process
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(20)
+        end_group(process)
 
 
 def run(args: argparse.Namespace, start: str, argv: Sequence[str]) -> bool:
