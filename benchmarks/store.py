@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,20 @@ def read_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         print("cold reads: not measured, this file system has no O_DIRECT (choose another by --dir)", file=sys.stderr)
         return
     for size in args.sizes if has_fio() else ():
-        yield cold_row(stored(folder / "cold", payload_of(size)), args.repeats)
+        path = stored(folder / "cold", payload_of(size))
+        nbytes = path.stat().st_size
+
+        def cold(direct: bool, path: Path = path) -> float:
+            drop_from_page_cache(path)
+            return seconds_of(lambda: read_all(path, direct=direct))
+
+        values = in_turn(
+            args.repeats,
+            ours=partial(cold, True),
+            reference=partial(fio, path, nbytes, "read"),
+            through_page_cache=partial(cold, False),
+        )
+        yield {"bench": "cold_read_verified", "nbytes": nbytes, "reference": fio_version(), **rates(values, nbytes)}
 
 
 def stored(path: Path, payload: IndexPayload) -> Path:
@@ -178,22 +192,6 @@ def stored(path: Path, payload: IndexPayload) -> Path:
     write_plainly(path, payload)
     check_read(path, payload)
     return path
-
-
-def cold_row(path: Path, repeats: int) -> Row:
-    nbytes = path.stat().st_size
-
-    def cold(direct: bool) -> float:
-        drop_from_page_cache(path)
-        return seconds_of(lambda: read_all(path, direct=direct))
-
-    values = in_turn(
-        repeats,
-        ours=lambda: cold(True),
-        reference=lambda: fio(path, nbytes, "read"),
-        through_page_cache=lambda: cold(False),
-    )
-    return {"bench": "cold_read_verified", "nbytes": nbytes, "reference": fio_version(), **rates(values, nbytes)}
 
 
 def read_all(path: Path, **how: Any) -> Any:
