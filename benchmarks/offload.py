@@ -137,8 +137,7 @@ def prefill_cases(args: argparse.Namespace, device: torch.device) -> Iterator[Ca
 def captures(args: argparse.Namespace) -> Iterator[tuple[int, Any]]:
     """(tokens of the prefix, capture) of each document, captured if it is not there."""
     from answers_data import Chat
-    from offload_churn import asked
-    from query_capture import TEMPERATURE, Captured, Capturing
+    from offload_churn import TEMPERATURE, Captured, Capturing, asked
     from transformers import AutoTokenizer
 
     cpu, folder = torch.device("cpu"), args.work / Path(args.model_path).name

@@ -162,7 +162,7 @@ def test_residents_are_those_wanted_last(counting: Any, cells: int) -> None:
 @pytest.fixture
 def planted(load: Any) -> Any:
     """A document of 520 tokens and two answers of 9 steps; layer 1 of step 5 of the first asks for one token."""
-    capture, gen = load("query_capture").query_capture, torch.Generator().manual_seed(0)
+    capture, gen = load("offload_churn").offload_churn, torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 2, 520, 8, generator=gen)
     answers = []
     for name in ("one", "other"):

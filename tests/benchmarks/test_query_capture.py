@@ -24,8 +24,8 @@ def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The shipped model's answers to two questions behind one document; it has no chat template of its own."""
     from transformers import AutoTokenizer
 
-    modules, model = load("query_capture", "answers_data"), tmp_path_factory.mktemp("model")
-    capture, data = modules.query_capture, modules.answers_data
+    modules, model = load("offload_churn", "answers_data"), tmp_path_factory.mktemp("model")
+    capture, data = modules.offload_churn, modules.answers_data
     for path in SHIPPED.iterdir():
         (model / path.name).symlink_to(path)
     (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
@@ -69,7 +69,7 @@ def test_what_is_captured_is_what_the_models_own_network_computes(
 def test_the_error_is_that_of_gathered_attention(load: Any) -> None:
     """Planted: 2 KV heads of 3 query heads, 512 prefix tokens, 20 behind."""
     keys, values, queries = drawn(2, 532, 16, seed=8), drawn(2, 532, 16, seed=9), drawn(6, 16, seed=11)
-    of = load("query_capture").query_capture.output_error
+    of = load("offload_churn").offload_churn.output_error
     best = drawn(2, 512, seed=12).topk(64).indices
     selected = torch.zeros(2, 512, dtype=torch.bool).scatter_(1, best, True)
     found = of(keys, values, queries, 0.25, selected[None])
