@@ -1,8 +1,7 @@
 """What an index costs where it is made: building it, and recording queries, against the prefill of the same prompt.
 
-The Llama-3.1-8B shape with SGLang's dummy weights, in bf16, on one GPU. Three parts, each row one JSON line:
+The Llama-3.1-8B shape with SGLang's dummy weights, in bf16, on one GPU. Two parts, each row one JSON line:
 
-`layer`      each method's builder by itself on random keys and queries of one layer: median seconds, bytes
 `prefill`    stock SGLang without our flag: seconds to the first token
 `recording`  one engine with `--sparse-attn` and `build: prefill`: pairs of prompts, one recorded and one not
              (per-request opt-out), in alternating order; what each build took
@@ -28,17 +27,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from build_table import read, table
-from engines import SHAPES, Row, append, base_flags, sampling, start_engine, streamed, unmeasured, write_model
+from engines import (
+    SHAPES,
+    Row,
+    append,
+    base_flags,
+    markdown,
+    read,
+    sampling,
+    start_engine,
+    streamed,
+    unmeasured,
+    write_model,
+)
 from kernel_rows import origin
 
-PARTS = ("layer", "prefill", "recording")
+PARTS = ("prefill", "recording")
 _TRIES = 20
 """Prompts that are timed in vain, at most: on a busy machine two tokens often come together."""
 
@@ -148,70 +158,17 @@ def recording_row(prompts: Prompts, num_tokens: int, pairs: int) -> Row:
     }
 
 
-def timed(work: Callable[[], Any], *, cpu: bool) -> tuple[Any, float]:
-    """What `work` returns, and its seconds: by CUDA events, host gaps between kernels included."""
-    if cpu:
-        begun = time.perf_counter()
-        return work(), time.perf_counter() - begun
-    import torch
-
-    torch.cuda.synchronize()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = work()
-    stop.record()
-    torch.cuda.synchronize()
-    return result, start.elapsed_time(stop) / 1e3
-
-
-def layer_row(args: argparse.Namespace, spec: Row, num_tokens: int) -> Row:
-    """One method's builder on random keys and queries, on a batch of layers."""
-    import torch
-
-    from sglang_ext.methods import make_builder, parse_spec
-    from sglang_ext.methods.arrays import layer_batches
-
-    shape = SHAPES[args.shape]
-    layers, heads, dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
-    dtype = getattr(torch, shape["torch_dtype"])
-    device = "cpu" if args.cpu else "cuda"
-    generator = torch.Generator(device).manual_seed(args.seed)
-    queries = torch.randn(layers, heads, args.query_samples, dim, generator=generator, device=device).to(dtype)
-    at_once = layer_batches(layers, num_tokens)[0]
-    keys = torch.randn(num_tokens, len(at_once) * heads, dim, generator=generator, device=device).to(dtype)
-    own = queries[: len(at_once)].flatten(0, 1)
-    parsed = parse_spec(spec)
-    builder = make_builder(parsed)
-    seconds = []
-    for _ in range(args.layer_repeats + 1):
-        built, alone = timed(lambda: builder.build_layer(keys, own), cpu=args.cpu)
-        seconds.append(alone / len(at_once))
-    return {
-        "seconds": spread(seconds[1:]),
-        "layers_at_once": len(at_once),
-        "index_bytes": sum(array.nbytes for array in built.values()) / len(at_once),
-        "kv_bytes": 2 * keys.nbytes / len(at_once),
-        "layers": shape["num_hidden_layers"],
-        "parameters": parsed.to_dict(),
-    }
-
-
 def brief(row: Row) -> str:
     """One row for the terminal: medians, in seconds."""
     names = [name for name in ("seconds", "plain", "recorded", "ratio", "build", "held") if name in row]
     medians = ", ".join(f"{name} {row[name]['median']:.4f}" for name in names)
-    return f"{row['bench']} {row.get('method', '')} {row['num_tokens']} tokens: {medians}"
+    return f"{row['bench']} {row['num_tokens']} tokens: {medians}"
 
 
 def missing(args: argparse.Namespace, part: str, own: Row) -> list[Row]:
     """Beginnings of the rows that the result file does not hold yet, measured as is asked for, at any commit."""
     common: Row = {"config": json.loads(args.config)} if part == "recording" else {}
-    specs = [{"method": spec["method"], "spec": spec, "query_samples": args.query_samples} for spec in args.methods]
-    rows = [
-        {"bench": part, **common, **of_spec, "num_tokens": length, **own}
-        for length in args.lengths
-        for of_spec in (specs if part == "layer" else [{}])
-    ]
+    rows = [{"bench": part, **common, "num_tokens": length, **own} for length in args.lengths]
     return unmeasured(args.out, rows, [name for name in rows[0] if name not in ("date", "commit")])
 
 
@@ -232,44 +189,85 @@ def engine_flags(args: argparse.Namespace, folder: Path, *, building: bool) -> l
 def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
     """One part, but for the rows that the result file holds."""
     rows = missing(args, part, provenance(args))
-
-    def add(row: Row, measured: Row) -> None:
-        append(args.out, row | measured)
-        print(brief(row | measured), flush=True)
-
-    if part == "layer":
+    if not rows:
+        return
+    building = part == "recording"
+    engine = start_engine(engine_flags(args, folder, building=building))
+    chunk = {"chunked_prefill_size": engine.tokenizer_manager.server_args.chunked_prefill_size}
+    prompts = Prompts(engine, int(SHAPES[args.shape]["vocab_size"]), args.seed, folder / "events.jsonl")
+    try:
+        for record in (True, False) if building else (None,):
+            prompts.prefill(min(args.lengths), recorded=record)
         for row in rows:
-            add(row, layer_row(args, row["spec"], row["num_tokens"]))
-    elif rows:
-        building = part == "recording"
-        engine = start_engine(engine_flags(args, folder, building=building))
-        chunk = {"chunked_prefill_size": engine.tokenizer_manager.server_args.chunked_prefill_size}
-        prompts = Prompts(engine, int(SHAPES[args.shape]["vocab_size"]), args.seed, folder / "events.jsonl")
-        try:
-            for record in (True, False) if building else (None,):
-                prompts.prefill(min(args.lengths), recorded=record)
-            for row in rows:
-                length = row["num_tokens"]
-                pairs = args.pairs[min(args.lengths.index(length), len(args.pairs) - 1)]
-                of = recording_row(prompts, length, pairs) if building else prefill_row(prompts, length, args.repeats)
-                add(row, {**of, **chunk})
-        finally:
-            engine.shutdown()
+            length = row["num_tokens"]
+            pairs = args.pairs[min(args.lengths.index(length), len(args.pairs) - 1)]
+            of = recording_row(prompts, length, pairs) if building else prefill_row(prompts, length, args.repeats)
+            row |= {**of, **chunk}
+            append(args.out, row)
+            print(brief(row), flush=True)
+    finally:
+        engine.shutdown()
+
+
+# -- table ------------------------------------------------------------------------------------------------------
+
+
+def fastest_prefill(rows: Sequence[Row]) -> dict[int, float]:
+    """Per prompt length, the fastest median of all servers, the unrecorded prompts of a building one included."""
+    fastest: dict[int, float] = {}
+    for row in rows:
+        if row["bench"] != "layer":
+            seconds = (row["seconds"] if row["bench"] == "prefill" else row["plain"])["median"]
+            fastest[row["num_tokens"]] = min(seconds, fastest.get(row["num_tokens"], seconds))
+    return fastest
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown, a section for each shape, device and version of SGLang."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['shape']}, {row['device']}, SGLang {row['sglang']}", []).append(row)
+    parts = []
+    for title, of in groups.items():
+        fastest = fastest_prefill(of)
+        parts += [f"{title}\n\n{_server_table(of, fastest)}\n\n{_layer_table(of, fastest)}"]
+    return "\n\n".join(parts)
+
+
+def _range(values: Row, digits: int) -> str:
+    return f"{values['median']:.{digits}f} ({values['min']:.{digits}f}-{values['max']:.{digits}f})"
+
+
+def _server_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
+    head = ["tokens", "chunks of", "server", "prefill s", "recorded s", "ratio", "build s", "of the fastest prefill"]
+    lines = []
+    for row in sorted((r for r in rows if r["bench"] != "layer"), key=lambda r: (r["num_tokens"], r["bench"])):
+        first = [str(row["num_tokens"]), str(row["chunked_prefill_size"])]
+        if row["bench"] == "prefill":
+            lines.append([*first, "stock", _range(row["seconds"], 3), *[""] * 6])
+            continue
+        methods = ", ".join(row["config"].get("methods") or [row["config"].get("method", "default")])
+        times = [_range(row["plain"], 3), _range(row["recorded"], 3), _range(row["ratio"], 4), _range(row["build"], 3)]
+        share = f"{row['build']['median'] / fastest[row['num_tokens']]:.1%}"
+        of_kv = f"{row['index_bytes'] / row['kv_bytes']:.1%}"
+        lines.append([*first, f"building {methods}", *times, share, _range(row["held"], 2), of_kv])
+    return markdown([*head, "until verified s", "index of KV"], lines)
+
+
+def _layer_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
+    """Of rows until commit 79a316f: each method's builder by itself, on random keys and queries."""
+    lines = []
+    for row in sorted((r for r in rows if r["bench"] == "layer"), key=lambda r: (r["num_tokens"], r["method"])):
+        seconds = row["seconds"]["median"] * row["layers"]
+        share = f"{seconds / fastest[row['num_tokens']]:.1%}" if row["num_tokens"] in fastest else ""
+        changed = ", ".join(f"{name}={value}" for name, value in row["spec"].items() if name != "method")
+        milliseconds = {name: row["seconds"][name] * 1e3 for name in ("median", "min", "max")}
+        lines.append([f"{row['method']}{f' ({changed})' if changed else ''}", str(row["num_tokens"])])
+        lines[-1] += [_range(milliseconds, 2), f"{seconds:.2f}", share, f"{row['index_bytes'] / row['kv_bytes']:.1%}"]
+    return markdown(["method", "tokens", "ms a layer", "all layers s", "of the fastest prefill", "index of KV"], lines)
 
 
 # -- command line ----------------------------------------------------------------------------------------------
-
-
-def method_spec(text: str) -> Row:
-    """argparse type: a method's name, or a JSON object with its parameters."""
-    from sglang_ext.methods import parse_spec
-
-    try:
-        spec: Row = json.loads(text) if text.startswith("{") else {"method": text}
-        parse_spec(spec)
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return spec
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -283,16 +281,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], metavar="TOKENS")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--config", default="{}", help="--sparse-attn-config of the building engine, as JSON")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        type=method_spec,
-        default=[{"method": name} for name in ("csattention", "two_level", "token_index", "ab_sparse")],
-        metavar="NAME|JSON",
-        help="methods of the rows `layer`",
-    )
-    parser.add_argument("--query-samples", type=int, default=2048, help="query rows per KV head, for the rows `layer`")
-    parser.add_argument("--layer-repeats", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="prompts per stock prefill row")
     parser.add_argument(
         "--pairs", nargs="+", type=int, default=[7, 3], metavar="N", help="per length; the last for all others"

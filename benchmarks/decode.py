@@ -25,17 +25,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from decode_plot import name_of, place_of, plot
 from engines import (
     INDEXED,
     SHAPES,
@@ -46,6 +47,7 @@ from engines import (
     base_flags,
     markdown,
     plugin_flags,
+    plugin_state,
     provenance,
     read,
     sampling,
@@ -98,37 +100,44 @@ class Cell:
         known = self._prefixes.setdefault(length, [])
         while len(known) < count:
             known.append(self._tokens(length))
-            self._wait(self._generate([*known[-1], *self._tokens(1)], 1))
+            prompt = [*known[-1], *self._tokens(1)]
+            self._wait(self._engine.async_generate(input_ids=prompt, sampling_params=sampling(1)))
         return known[:count]
 
     def steps(self, row: Row, *, stock: bool) -> list[float]:
         """Seconds of the counted steps of one batch."""
-        batch, tokens = row["batch"], row["tokens"]
-        prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), batch)
+        prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), row["batch"])
         prompts = [[*prefix, *self._tokens(SUFFIX)] for prefix in prefixes]
-
-        async def run() -> list[tuple[int, float]]:
-            others = [asyncio.create_task(self._generate(one, tokens + SPARE + batch, stock)) for one in prompts[1:]]
-            await asyncio.sleep(0)
-            measured = await streamed(self._engine, prompts[0], sampling(tokens, dense=stock))
-            await asyncio.gather(*others)
-            return measured.arrivals
-
-        return counted_steps(self._wait(run()))
+        found: list[float] = self._wait(batch_steps(self._engine, prompts, row["tokens"], dense=stock))
+        return found
 
     def counted(self) -> Row:
         """Steps that the plugin attended so far, exactly and sparsely; 0 in a stock engine."""
-        state = self._engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
+        state = plugin_state(self._engine.get_server_info())
         return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps")}
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(10, self._vocab) for _ in range(count)]
 
-    async def _generate(self, prompt: list[int], tokens: int, stock: bool = False) -> Any:
-        return await self._engine.async_generate(input_ids=prompt, sampling_params=sampling(tokens, dense=stock))
-
     def _wait(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
+
+
+async def batch_steps(engine: Any, prompts: Sequence[list[int]], tokens: int, *, dense: bool = False) -> list[float]:
+    """Seconds of the counted steps of the first of some requests, which starts last and ends first.
+
+    Args:
+        engine: SGLang's.
+        prompts: of all.
+        tokens: that the first one generates.
+        dense: all opt out of the plugin.
+    """
+    longer = sampling(tokens + SPARE + len(prompts), dense=dense)
+    others = [asyncio.create_task(engine.async_generate(input_ids=one, sampling_params=longer)) for one in prompts[1:]]
+    await asyncio.sleep(0)
+    measured = await streamed(engine, prompts[0], sampling(tokens, dense=dense))
+    await asyncio.gather(*others)
+    return counted_steps(measured.arrivals)
 
 
 def counted_steps(arrivals: Sequence[tuple[int, float]]) -> list[float]:
@@ -213,6 +222,94 @@ def _spread(times: list[float] | None) -> str:
         return ""
     text = f"{median(times):.2f}"
     return text if len(times) == 1 else f"{text} ({min(times):.2f}-{max(times):.2f})"
+
+
+#: Line and marker by engine and path; whatever else is measured comes after these.
+LOOKS = {
+    "plugin, shared": ("-", "o"),
+    "flashinfer": ("--", "s"),
+    "triton": ("-.", "^"),
+    "plugin, stock": (":", "x"),
+    "sparse, kascade": ("-", "D"),
+    "sparse, anchors": ("-", "v"),
+    "auto, kascade": ("-", "*"),
+    "auto, anchors": ("-", "P"),
+}
+_OWN_BUDGET = {"keep_ratio": None, "group_growth": "none"}
+"""The plugin's own, as rows say it of the time when `decode.py` had another one."""
+_COLORS = 64
+"""Of the PNG: less than a third of the bytes that all would take."""
+
+
+def name_of(row: Row) -> str:
+    """Engine and path, or layer plan, of a row, as the table and the plot call it, and the settings that were given."""
+    engine, config = row["engine"], dict(row.get("config") or {})
+    if _OWN_BUDGET.items() <= config.items():
+        config = {key: value for key, value in config.items() if key not in _OWN_BUDGET}
+    if engine in STOCK:
+        return str(engine)
+    name = f"{engine}, {row['path' if engine == 'plugin' else 'plan']}"
+    return f"{name}, {json.dumps(config)}" if config else name
+
+
+def place_of(name: str) -> tuple[bool, int, str]:
+    """Stock engines first, then as in `LOOKS`."""
+    order = list(LOOKS)
+    return "," in name, order.index(name) if name in order else len(order), name
+
+
+def plotted(rows: Sequence[Row]) -> dict[tuple[int, str], list[tuple[int, float]]]:
+    """Per batch and name the ascending (context, median over the starts in ms), where all share one prefix."""
+    times: dict[tuple[int, str], dict[int, list[float]]] = {}
+    for row in [row for row in rows if row.get("prefixes", 1) == 1]:
+        times.setdefault((row["batch"], name_of(row)), {}).setdefault(row["context"], []).append(row["ms"])
+    keys = sorted(times, key=lambda key: (key[0], place_of(key[1])))
+    return {key: [(context, median(ms)) for context, ms in sorted(times[key].items())] for key in keys}
+
+
+def plot(rows: Sequence[Row], path: str | Path) -> Path:
+    """Time of a step against the context, one line per batch and engine or path, both axes logarithmic.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+        ValueError: nothing to draw, or rows of several devices or shapes.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError("expected matplotlib for --plot, found none; pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
+    from PIL import Image
+
+    titles = sorted({f"{row['device']}, {row['shape']}, pages of {row['page']}" for row in rows})
+    if len(titles) != 1:
+        raise ValueError(f"expected rows of one device, shape and page size, got {titles or 'no rows'}")
+    drawn = plotted(rows)
+    batches = sorted({batch for batch, _ in drawn})
+    names = list(dict.fromkeys(name for _, name in drawn))
+    figure, panel = pyplot.subplots(figsize=(7.6, 4.4))
+    for (batch, name), points in drawn.items():
+        line, marker = LOOKS.get(name, ("-", f"${names.index(name)}$"))
+        color = f"C{batches.index(batch)}"
+        label = f"batch {batch}: {name}"
+        panel.plot(*zip(*points, strict=True), line, color=color, marker=marker, markersize=5, lw=1.3, label=label)
+    panel.set_xscale("log", base=2)
+    panel.set(yscale="log", xlabel="tokens of shared prefix", ylabel="ms a decode step", title=titles[0])
+    panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
+    low, high = panel.get_ylim()
+    panel.set_yticks([ms for ms in (1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= ms <= high])
+    panel.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.tight_layout()
+    drawing = BytesIO()
+    figure.savefig(drawing, dpi=100)
+    pyplot.close(figure)
+    Image.open(drawing).convert("RGB").quantize(_COLORS).save(path, optimize=True)
+    return Path(path)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -188,6 +188,15 @@ def start_engine(flags: Sequence[str]) -> Any:
     return Engine(server_args=prepare_server_args(list(flags)))
 
 
+def plugin_state(info: Row) -> Row:
+    """The plugin's part of a server's state; empty in a stock one.
+
+    Args:
+        info: SGLang's, of a server or an engine.
+    """
+    return info["internal_states"][0].get("sparse_attn") or {}
+
+
 def sampling(tokens: int, *, dense: bool = False) -> Row:
     """Sampling parameters: greedy, so many tokens; dense: opted out of the plugin."""
     own = {"custom_params": {"sparse_attn": False}} if dense else {}
@@ -278,10 +287,15 @@ def launched(flags: Sequence[str], log: Path, seconds: float, port: int | None =
         _wait(process, log, seconds)
         yield f"http://127.0.0.1:{port}"
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(20)
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that began a session, and all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(20)
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:

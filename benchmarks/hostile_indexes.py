@@ -4,17 +4,22 @@
     python benchmarks/hostile_indexes.py                  # on a CPU, kernels in Triton's interpreter
     python benchmarks/hostile_indexes.py --device cuda    # on a GPU
 
-For reads out of bounds, on a GPU, with `--plant` first: that must end with 86, else the tool's silence says nothing.
+For reads out of bounds, on a GPU. The first command must end with 86, else the tool's silence says nothing.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     check="compute-sanitizer --tool memcheck --error-exitcode 86 --kernel-name kns=_kernel"
+    $check python benchmarks/sanitize.py --plant memcheck
     $check python benchmarks/hostile_indexes.py --device cuda --methods token_index "token_index, 2 bits"
 
-Each damage of `hostile_damages.py` is planted in an index of each method, stored, and loaded. What the loader refuses
-must be `index_corrupt` and reported to the store. What it accepts is decoded beside an index that is whole, by every
-path that its method has: the reference of decode and, where there are, the kernels of the decode graphs. No step
-may raise, no selection may leave its own prefix, and what the other index selects must be what it selects alone. One
-line per method and path; exit status 1 where any of that was not so.
+Every array of a method is damaged in form and value, in one KV head of one layer or in all of them, and the index as a
+whole: arrays that are missing, too many, or exchanged. What a builder might have made of another prompt is no damage
+that anybody could see; it is planted all the same (`fits`), since decode steps must bear it.
+
+Each damage is planted in an index of each method, stored, and loaded. What the loader refuses must be `index_corrupt`
+and reported to the store. What it accepts is decoded beside an index that is whole, by every path that its method has:
+the reference of decode and, where there are, the kernels of the decode graphs. No step may raise, no selection may
+leave its own prefix, and what the other index selects must be what it selects alone. One line per method and path; exit
+status 1 where any of that was not so.
 """
 
 from __future__ import annotations
@@ -26,54 +31,233 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 if "cuda" not in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-from hostile_damages import Arrays, Damage, damages
 from kernel_rows import commit
 from tqdm import tqdm
 
-from prefix_index import (
-    ArrayKey,
-    BuildInfo,
-    FileStore,
-    IndexEntry,
-    IndexFile,
-    IndexIdentity,
-    IndexPayload,
-    IndexStoreError,
-)
-from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.pooling import Pooling
-from prefix_kernels.types import PagedKV, Selection
-from sglang_ext.config import config_from_dict
-from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.select_op import ReferenceOp, graph_refusal, op_maker
-from sglang_ext.decode.sparse import SparseDecode
-from sglang_ext.decode.types import DecodeBatch
-from sglang_ext.methods import make_builder, make_selector, parse_spec
+from prefix_index import ArrayKey, BuildInfo, FileStore, IndexFile, IndexPayload, IndexStoreError
+from prefix_kernels.types import Selection
+from sglang_ext.decode.select_op import graph_refusal
+from sglang_ext.methods import parse_spec
 from sglang_ext.methods.arrays import split_heads
-from sglang_ext.methods.base import LayerProfile
-from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix import residency
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+from tests.decode_oracle import OracleGroup
 from tests.prefix_index.samples import sample_identity, sample_model
+from tests.sparse_server import GQA, KV_HEADS, LAYERS, Server
 
-LAYERS, KV_HEADS, GQA = 3, 2, 2
-ROLES = ["dense", "anchor", "anchor"]
+Array = NDArray[Any]
+Arrays = dict[ArrayKey, Array]
+VICTIM = (1, 1)
+"""Layer and KV head of what is damaged in one place."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One.
+
+    Attributes:
+        name: what is done to which array.
+        apply: changes the arrays in place; each array is the caller's own copy.
+        fits: what comes out might have been built; a loader cannot refuse it.
+    """
+
+    name: str
+    apply: Callable[[Arrays], None]
+    fits: bool = False
+
+
+FORMS: dict[str, Callable[[Array], Array]] = {
+    "half": lambda a: a[: len(a) // 2],
+    "one less": lambda a: a[:-1],
+    "one more": lambda a: np.concatenate([a, a[-1:]]),
+    "narrower": lambda a: a[..., :-1],
+    "twice as wide": lambda a: np.concatenate([a, a], axis=-1),
+    "flat": lambda a: a.reshape(-1) if a.ndim > 1 else a.reshape(1, 1, -1),
+    "one dim more": lambda a: a[None],
+    "three dims more": lambda a: a[None, None, None],
+    "none": lambda a: a[:0],
+}
+"""Other shapes; of a single number, those of two in a row."""
+DTYPES: dict[str, Callable[[Array], Array]] = {
+    "other dtype": lambda a: a.astype(np.float64 if a.dtype.kind == "f" else np.int64),
+    "same bytes": lambda a: a.view({1: np.int8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize]),
+}
+"""Other dtypes, of the same size too."""
+VALUES: dict[str, dict[str, float]] = {
+    "i": {"32767": 32767, "minus 1": -1, "minus 32768": -32768},
+    "u": {},
+    "f": {"NaN": np.nan, "infinity": np.inf, "minus infinity": -np.inf},
+}
+"""By kind of dtype, what all of an array, or its last value, is set to."""
+
+
+def _set(value: float, where: Any = ...) -> Callable[[Array], Array]:
+    def change(a: Array) -> Array:
+        a[where if a.ndim else ...] = value
+        return a
+
+    return change
+
+
+def _on(name: str, change: Callable[[Array], Array], *, everywhere: bool) -> Callable[[Arrays], None]:
+    def apply(arrays: Arrays) -> None:
+        for key in list(arrays):
+            if key.name == name and (everywhere or (key.layer, key.kv_head) == VICTIM):
+                arrays[key] = change(arrays[key])
+
+    return apply
+
+
+def damages(arrays: Arrays, method: str) -> Iterator[Damage]:
+    """All of them.
+
+    Args:
+        arrays: of an index of one method that can be loaded; not written.
+        method: its name.
+    """
+    names = sorted({key.name for key in arrays})
+    for name in names:
+        yield Damage(f"{name}: missing in a KV head", _drop(lambda k, n=name: k.name == n and k[1:] == VICTIM))
+        if len(names) > 1:  # else it is an index of another method
+            yield Damage(f"{name}: missing everywhere", _drop(lambda k, n=name: k.name == n))
+        shapes = {label: lambda a, form=form: form(a if a.ndim else np.stack([a, a])) for label, form in FORMS.items()}
+        for label, form in {**shapes, **DTYPES}.items():
+            for where in ("in a KV head", "everywhere"):
+                yield Damage(f"{name}: {label} {where}", _on(name, form, everywhere=where == "everywhere"))
+        sample = arrays[ArrayKey(name, *VICTIM)]
+        for label, value in VALUES[sample.dtype.kind].items():
+            yield Damage(f"{name}: {label}", _on(name, _set(value), everywhere=True))
+            yield Damage(f"{name}: {label} once", _on(name, _set(value, (-1,) * sample.ndim), everywhere=False))
+    yield from _of_meaning(names)
+    yield from _of_whole(method, names)
+
+
+def _of_meaning(names: list[str]) -> Iterator[Damage]:
+    """By what an array means."""
+
+    def damage(name: str, label: str, change: Callable[[Array], Array], *, fits: bool = False) -> Damage:
+        return Damage(f"{name}: {label}", _on(name, change, everywhere=True), fits)
+
+    for name in names:
+        last = name.rpartition(".")[2]
+        if last == "channels":
+            yield damage(name, "descending", lambda a: a[::-1].copy())
+            yield damage(name, "one twice", lambda a: np.concatenate([a[:1], a[:-1]]))
+            yield damage(name, "one behind the last", lambda a: np.concatenate([a[:-1], a[-1:] + 100]))
+        if last == "counts":
+            yield damage(name, "one entry too many", lambda a: _added(a, 1))
+            yield damage(name, "one entry too few", lambda a: _added(a, -1))
+            yield damage(name, "all in the last block", lambda a: _moved(a, -1))
+            yield damage(name, "all in the first block", lambda a: _moved(a, 0))
+            yield damage(name, "one of a block in another", lambda a: _added(_added(a, 1), -1, 1))
+        if last == "places":
+            yield damage(name, "all 255", lambda a: np.full_like(a, 255))
+            yield damage(name, "all 0", lambda a: np.zeros_like(a))
+            yield damage(name, "descending", lambda a: a[..., ::-1].copy())
+            yield damage(name, "the first one other", lambda a: _replaced(a, (..., 0), a[..., 0] ^ 0xFF))
+        if last == "block_sizes":
+            for size in (0, -16, 1, 17, 128, 1 << 30):
+                yield damage(name, f"{size} tokens", _set(size))
+            yield damage(name, "of another head", lambda a: np.where(a == 16, 64, 16).astype(a.dtype))
+        if last.endswith(("scale", "radius")):
+            yield damage(name, "negative", lambda a: -np.abs(a) - 1)
+            yield damage(name, "all 0", lambda a: np.zeros_like(a), fits=True)
+            most = 131072.0 if last.startswith(("keys", "mean", "min", "max", "center")) else 65504.0
+            yield damage(name, "as large as may be", _set(most), fits=True)
+        if last.endswith(("_scale", "_zero")):
+            yield damage(name, "1e30", _set(1e30))
+        if last == "centroids":
+            yield damage(name, "1,000 times as long", lambda a: (a * 1000).astype(a.dtype))
+            yield damage(name, "all 0", lambda a: np.zeros_like(a), fits=True)
+        if last.endswith("packed") or last == "codes":
+            yield damage(name, "all 255", lambda a: np.full_like(a, 255), fits=True)
+            yield damage(name, "random", _random, fits=True)
+
+
+def _random(a: Array) -> Array:
+    return np.random.default_rng(1).integers(0, 256, a.shape, np.uint8)
+
+
+def _replaced(a: Array, where: Any, value: Any) -> Array:
+    a[where] = value
+    return a
+
+
+def _added(a: Array, more: int, block: int = 0) -> Array:
+    a[..., block] += more
+    return a
+
+
+def _moved(a: Array, block: int) -> Array:
+    out = np.zeros_like(a)
+    out[..., block] = a.sum(axis=-1)
+    return out
+
+
+def _of_whole(method: str, names: list[str]) -> Iterator[Damage]:
+    """To the index as a whole."""
+    yield Damage("no array of a layer", _drop(lambda k: k.layer == VICTIM[0]))
+    yield Damage("no array of a KV head", _drop(lambda k: (k.layer, k.kv_head) == VICTIM))
+    yield Damage("an array too many", lambda arrays: arrays.update(_named(arrays, f"{method}.more", lambda k: True)))
+    yield Damage(
+        "an array too many in a KV head",
+        lambda arrays: arrays.update(_named(arrays, f"{method}.more", lambda k: (k.layer, k.kv_head) == VICTIM)),
+    )
+    yield Damage("an array without a name", lambda arrays: arrays.update(_named(arrays, f"{method}.", lambda k: True)))
+    yield Damage(
+        "an array of a method that nobody knows",
+        lambda arrays: arrays.update(_named(arrays, "other.more", lambda k: True)),
+        fits=True,
+    )
+    for label, of in (("a layer too many", "layer"), ("a KV head too many", "kv_head")):
+
+        def add(arrays: Arrays, of: str = of) -> None:
+            arrays.update({key._replace(**{of: 1000 + getattr(key, of)}): arrays[key] for key in list(arrays)})
+
+        yield Damage(label, add, fits=True)
+    for label, of in (("layers exchanged", "layer"), ("KV heads exchanged", "kv_head")):
+
+        def exchange(arrays: Arrays, of: str = of) -> None:
+            others = {1: 0, 0: 1}
+            before = dict(arrays)
+            for key in before:
+                number = getattr(key, of)
+                arrays[key] = before[key._replace(**{of: others.get(number, number)})]
+
+        # Heads may differ in size, and say so.
+        yield Damage(label, exchange, fits=True)
+
+
+def _drop(which: Callable[[ArrayKey], bool]) -> Callable[[Arrays], None]:
+    def apply(arrays: Arrays) -> None:
+        for key in [key for key in arrays if which(key)]:
+            del arrays[key]
+
+    return apply
+
+
+def _named(arrays: Arrays, name: str, which: Callable[[ArrayKey], bool]) -> Arrays:
+    """An array of this name wherever the first of the others is."""
+    first = min(key.name for key in arrays)
+    return {key._replace(name=name): a for key, a in arrays.items() if key.name == first and which(key)}
+
+
 DAMAGED, WHOLE, OWN = 272, 208, 3
 """Tokens of the two prefixes, and of a request behind them."""
-LENGTHS = (DAMAGED, DAMAGED, WHOLE)
-"""Of the requests' prefixes."""
-SLOTS, WIDTH = 2048, 400
+SERIALS = (1, 2, 3)
+"""Two requests on the damaged index's prefix, one on the other's."""
 METHODS: dict[str, dict[str, Any]] = {
     "token_index": {"method": "token_index"},
     "token_index, 2 bits": {"method": "token_index", "bits": 2},
@@ -93,10 +277,17 @@ Selections = dict[int, Selection]
 
 
 class Found(NamedTuple):
-    """Of a step: selections of each group, and the output of each layer."""
+    """Of one index in a step.
 
-    selections: list[Selections]
-    outs: list[torch.Tensor]
+    Attributes:
+        index: which.
+        selections: by anchor layer.
+        wrong: by layer, whether a row on it attended anything but what was selected and its own tokens.
+    """
+
+    index: ResidentIndex
+    selections: Selections
+    wrong: list[bool]
 
 
 class CountingStore(FileStore):
@@ -123,7 +314,7 @@ class Tally:
 
 
 class Bench:
-    """A method, a store with one whole index and one that is damaged, and the pool that decode steps read.
+    """A method, a store with one whole index and one that is damaged, and a server's decode steps by each path.
 
     Args:
         raw: of the method.
@@ -133,54 +324,39 @@ class Bench:
 
     def __init__(self, raw: dict[str, Any], device: torch.device, folder: Path) -> None:
         self.spec, self.device = parse_spec(raw), device
-        self.dim = 128 if device.type == "cuda" else 64
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        named = {"method": self.spec.method, "methods": {self.spec.method: {k: raw[k] for k in raw if k != "method"}}}
-        budgets = {"keep_ratio": 0.2, "min_top_k": 32, "num_recent_pages": 1}
-        # With a trace, what kernels select is kept.
-        self.config = config_from_dict({**named, **budgets, "layer_plan": ROLES, "trace_folder": str(folder)})
-        self.plan = LayerPlan.from_dict({"layers": ROLES}, num_layers=LAYERS, num_kv_heads=KV_HEADS)
-        self.model = sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=self.dim, v_head_dim=self.dim)
+        dim, dtype = (128, torch.bfloat16) if device.type == "cuda" else (64, torch.float32)
+        paths = {"reference": False} | ({} if graph_refusal(self.spec.method) else {"decode graphs": True})
+        self.servers = {
+            path: Server(device, len(SERIALS), dtype, dim=dim, kernels=kernels, spec=self.spec)
+            for path, kernels in paths.items()
+        }
+        self.model = sample_model(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=dim, v_head_dim=dim)
         self.store = CountingStore(folder, create=True)
         self.store.open()
         self.builds = 0
-        gen = self.gen = torch.Generator().manual_seed(0)
-        pool = torch.randn(LAYERS, 2, SLOTS, KV_HEADS, self.dim, generator=gen).to(device, self.dtype)
-        self.caches = [PagedKV(*of_layer) for of_layer in pool]
-        self.q = 2 * torch.randn(LAYERS, 3, KV_HEADS * GQA, self.dim, generator=gen).to(device, self.dtype)
-        # Two requests on the damaged index's prefix, one on the other's.
-        slots = torch.randperm(SLOTS, generator=gen).int().to(device)
-        self.table = torch.zeros(4, WIDTH, dtype=torch.int32, device=device)
-        taken = 0
-        for row, prefix in enumerate(LENGTHS):
-            self.table[row, : prefix + OWN] = slots[taken : taken + prefix + OWN]
-            taken += prefix + OWN
-        self.table[1, :DAMAGED] = self.table[0, :DAMAGED]
-        self.arrays = self._built(DAMAGED)
-        self.whole = self._loaded(self.put(self._built(WHOLE), WHOLE))
+        for server in self.servers.values():  # all have the same slots, keys and queries
+            (damaged, first), (whole, second) = server.prefix(DAMAGED), server.prefix(WHOLE)
+            for serial in SERIALS:
+                server.join(serial, whole if serial == SERIALS[-1] else damaged, None, OWN)
+            q = 2 * torch.randn(LAYERS, len(SERIALS), KV_HEADS * GQA, dim, generator=server.gen)
+        self.q = q.to(device, dtype)
+        self.arrays = self._arrays_of(first)
+        self.whole = self._loaded(self._arrays_of(second), WHOLE)
 
-    def _built(self, prefix_len: int) -> Arrays:
-        profile = LayerProfile(block_sizes=(16, 64))
-        arrays: Arrays = {}
-        for layer in range(LAYERS):
-            keys = torch.randn(prefix_len, KV_HEADS, self.dim, generator=self.gen)
-            queries = torch.randn(KV_HEADS, 64, self.dim, generator=self.gen)
-            built = make_builder(self.spec, profile).build_layer(keys, queries)
-            for head, pieces in enumerate(split_heads(built)):
-                arrays |= {ArrayKey(f"{self.spec.method}.{n}", layer, head): a.numpy() for n, a in pieces.items()}
-        return arrays
+    def _arrays_of(self, index: ResidentIndex) -> Arrays:
+        return {
+            ArrayKey(f"{self.spec.method}.{name}", layer, head): array.cpu().numpy()
+            for layer, built in enumerate(index.layers)
+            for head, pieces in enumerate(split_heads(built))
+            for name, array in pieces.items()
+        }
 
-    def identity(self, prefix_len: int) -> IndexIdentity:
-        """Of a made-up prompt of that length."""
-        return sample_identity(list(range(prefix_len)), model=self.model)
-
-    def put(self, arrays: Arrays, prefix_len: int) -> IndexEntry:
-        """Store an index as a builder would."""
+    def _loaded(self, arrays: Arrays, prefix_len: int) -> ResidentIndex:
+        """As the loader leaves an index that is stored as a builder would, of a made-up prompt of that length."""
         self.builds += 1
+        identity = sample_identity(list(range(prefix_len)), model=self.model)
         info = BuildInfo(created=float(self.builds))
-        return self.store.put(IndexPayload(self.identity(prefix_len), arrays, spec={}, stats={}, info=info))
-
-    def _loaded(self, entry: IndexEntry) -> ResidentIndex:
+        entry = self.store.put(IndexPayload(identity, arrays, spec={}, stats={}, info=info))
         loader = Residency(self.store, self.spec, LAYERS, KV_HEADS, self.device, 1 << 32)
         index = loader.acquire(entry)
         loader.close()  # the load ends first
@@ -190,98 +366,65 @@ class Bench:
         """The index of the longer prefix with a damage, as the loader leaves it."""
         arrays = {key: array.copy() for key, array in self.arrays.items()}
         damage.apply(arrays)
-        return self._loaded(self.put({key: array.copy(order="C") for key, array in arrays.items()}, DAMAGED))
+        return self._loaded({key: array.copy(order="C") for key, array in arrays.items()}, DAMAGED)
 
-    # -- decode paths --------------------------------------------------------------------------------------
+    def step(self, path: str, damaged: ResidentIndex | None) -> list[Found]:
+        """A decode step beside the whole index, which is the last one.
 
-    def attended(self, indexes: Sequence[ResidentIndex], selections: Sequence[Selections]) -> list[torch.Tensor]:
-        """Per layer, attention over what each group selected and its rows' suffix tokens: by definition, in torch."""
-        outs = []
-        for layer, kv in enumerate(self.caches):
-            out = torch.zeros(self.q[layer].shape, device=self.device)
-            for row, prefix in enumerate(LENGTHS):
-                number = next((n for n, index in enumerate(indexes) if index.prefix_len == prefix), None)
-                selection = None if number is None else selections[number].get(layer)
-                for head in range(KV_HEADS):
-                    slots = self.table[row, : prefix + OWN].long()
-                    if selection is not None:
-                        chosen = selection.positions[head, : int(selection.counts[head])].long()
-                        slots = torch.cat((slots[chosen], slots[prefix:]))
-                    part = slice(head * GQA, (head + 1) * GQA)
-                    scores = self.dim**-0.5 * self.q[layer, row, part].float() @ kv.k_cache[slots, head].float().T
-                    out[row, part] = scores.softmax(dim=1) @ kv.v_cache[slots, head].float()
-            outs.append(out)
-        return outs
-
-    def step(self, indexes: Sequence[ResidentIndex], *, kernels: bool) -> Found:
-        """A decode step by the reference operation, or by what decode graphs hold."""
-        on_gpu = self.device.type == "cuda"
-        tracker = SlotTracker(3, 16, self.device)
-        shape = AttentionShape(KV_HEADS * GQA, KV_HEADS, self.dim, self.dim, self.dtype, self.dtype)
-        make_op = op_maker(shape, self.config, self.spec, LAYERS, self.device, captured=True)
-        if not kernels:
-            selector = make_selector(self.spec, self.config.summed_every)
-            make_op = lambda sizes: ReferenceOp(selector, Pooling(self.config.pooling))  # noqa: E731
-        sparse = SparseDecode(
-            shape, self.config, make_op, self.plan, tracker, arena_size=8192, max_prefix_len=512, device=self.device
-        )
-        lens = [n + OWN for n in LENGTHS]
-        rows = torch.arange(3, device=self.device)
-        by_row = [next((i for i in indexes if i.prefix_len == n), None) for n in LENGTHS]
-        device_lens = torch.tensor(lens, device=self.device)
-        batch = DecodeBatch([0, 1, 2], lens, self.table, rows, device_lens, by_row)
+        Args:
+            path: of `servers`.
+            damaged: None: requests on its prefix have no index.
+        """
+        server = self.servers[path]
+        server.index = dict(zip(SERIALS, (damaged, damaged, self.whole), strict=True))
+        batch = server.batch(list(SERIALS), [server.lens[serial] for serial in SERIALS])
         for _ in range(3):  # until the slots in common are known
-            tracker.learn(batch)
-            if on_gpu:
+            server.tracker.learn(batch)
+            if self.device.type == "cuda":
                 torch.cuda.synchronize()
-        plan = sparse.plan(batch)
-        if plan is None or sparse.begin(plan, batch) is None:
+        plan = server.sparse.plan(batch)
+        if plan is None or server.sparse.begin(plan, batch) is None:
             raise RuntimeError("the step is not attended by the indexes")
-        outs = [sparse.run(self.q[n], kv, n, self.dim**-0.5) for n, kv in enumerate(self.caches)]
-        assert sparse.copies is not None
-        assert len(sparse.copies.groups) == len(indexes)
-        found = []
-        for taken in sparse.copies.take(range(len(indexes))):
-            of_group = {}
-            for layer, (positions, counts) in taken.items():
-                there = torch.arange(positions.shape[1]) < counts[:, None]
-                ascending = torch.where(there, positions, 1 << 30).sort(dim=1).values
-                positions = torch.where(there, ascending, -1)
-                of_group[layer] = Selection(positions.to(self.device), counts.to(self.device))
-            found.append(of_group)
-        return Found(found, outs)
+        groups, starts = [], [0] * len(SERIALS)
+        for prefix, index in zip(plan.selects.prefixes, plan.indexes, strict=True):
+            slots = server.slots_of(SERIALS[prefix.rows[0]], 0, prefix.length)
+            groups.append(OracleGroup(index, slots, list(prefix.rows)))
+            for row in prefix.rows:
+                starts[row] = prefix.length
+        own = [server.slots_of(*of) for of in zip(SERIALS, starts, batch.seq_lens, strict=True)]
+        found = [Found(group.index, {}, []) for group in groups]
+        sm_scale = self.q.shape[-1] ** -0.5
+        for layer, kv in enumerate(server.caches):
+            out = server.sparse.run(self.q[layer], kv, layer, sm_scale)
+            for number, group in enumerate(groups if layer in server.anchors else ()):
+                group.kept[layer] = found[number].selections[layer] = server.listed(number, group.slots, layer)
+            wanted = server.oracle.run(self.q[layer], kv, groups, own, layer, sm_scale)
+            off = (out.float() - wanted).norm(dim=2) / wanted.norm(dim=2)
+            right = off < (0.05 if self.device.type == "cuda" else 1e-4)  # NaN is not
+            for group, of in zip(groups, found, strict=True):
+                of.wrong.append(not bool(right[group.rows].all()))
+        return found
 
-    def paths(self) -> dict[str, Callable[[Sequence[ResidentIndex]], Found]]:
-        """The decode paths of the method."""
-        graphs = {} if graph_refusal(self.spec.method) else {"decode graphs": partial(self.step, kernels=True)}
-        return {"reference": partial(self.step, kernels=False), **graphs}
 
-
-def judge(
-    bench: Bench, tally: Tally, what: str, indexes: Sequence[ResidentIndex], found: Found, alone: Selections
-) -> None:
+def judge(bench: Bench, tally: Tally, what: str, found: Sequence[Found], alone: Selections) -> None:
     """Look at a step of an accepted index and the whole one.
 
     Args:
         alone: what the whole one selects without the other.
     """
-    for index, of_group in zip(indexes, found.selections, strict=True):
-        for layer, selection in of_group.items():
+    for index, selections, wrong in found:
+        for layer, selection in selections.items():
             try:
                 selection.check_integrity(index.prefix_len)
             except ValueError as error:
                 tally.fail(OUTSIDE, f"{what}, layer {layer}: {error}")
-    for layer, selection in found.selections[-1].items():
+        for layer in [layer for layer, off in enumerate(wrong) if off]:
+            tally.fail(OTHER, f"{what}, layer {layer}: attention of other slots")
+    for layer, selection in found[-1].selections.items():
         for mine, theirs in zip(selection.positions.tolist(), alone[layer].positions.tolist(), strict=True):
             # On a GPU sums are cut by the batch: scores that nearly tie may change places.
             if len(set(mine) ^ set(theirs)) > (len(mine) // 10 if bench.device.type == "cuda" else 0):
                 tally.fail(OTHER, f"{what}, layer {layer}: the whole index selects otherwise")
-    # What was attended is what was selected: slots of the own prefix.
-    wanted = bench.attended(indexes, found.selections)
-    for layer, (mine, theirs) in enumerate(zip(found.outs, wanted, strict=True)):
-        off = (mine.float() - theirs.float()).norm(dim=2) / theirs.float().norm(dim=2)
-        if not bool((off < (0.05 if bench.device.type == "cuda" else 1e-4)).all()):  # NaN, too
-            tally.fail(OTHER, f"{what}, layer {layer}: attention of other slots")
 
 
 EXCEPTION, OUTSIDE, OTHER = "exceptions", "positions outside", "selections of another index"
@@ -292,8 +435,8 @@ def run(name: str, device: torch.device, sample: int | None, unchecked: bool) ->
     """All damages of one method. Returns a tally per decode path; the loader's is part of the first."""
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(METHODS[name], device, Path(folder))
-        paths = {path: (step, step([bench.whole]).selections[0]) for path, step in bench.paths().items()}
-        tallies = {path: Tally(path) for path in paths}
+        alone = {path: bench.step(path, None)[-1].selections for path in bench.servers}
+        tallies = {path: Tally(path) for path in alone}
         cases = [Damage("none", lambda arrays: None, fits=True), *damages(bench.arrays, bench.spec.method)]
         if sample and sample < len(cases):
             cases = [cases[i * len(cases) // sample] for i in range(sample)]
@@ -308,15 +451,13 @@ def run(name: str, device: torch.device, sample: int | None, unchecked: bool) ->
                 first.fail(LOADER[0], f"{damage.name}: {index.reason}: {index.detail}")
             if refused == damage.fits:
                 first.fail(LOADER[2 if refused else 1], f"{damage.name}: {index.detail}")
-            for path, (step, alone) in paths.items():
+            for path, tally in tallies.items():
                 if refused or (unchecked and path != "reference"):
                     continue
-                indexes = [index, bench.whole]
                 try:
-                    found = step(indexes)
-                    judge(bench, tallies[path], damage.name, indexes, found, alone)
+                    judge(bench, tally, damage.name, bench.step(path, index), alone[path])
                 except Exception as error:
-                    tallies[path].fail(EXCEPTION, f"{damage.name}: {type(error).__name__}: {error}")
+                    tally.fail(EXCEPTION, f"{damage.name}: {type(error).__name__}: {error}")
         bench.store.close()
     return list(tallies.values())
 
@@ -330,25 +471,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--unchecked", action="store_true", help="let the loader accept everything: what damages would do"
     )
-    parser.add_argument("--plant", action="store_true", help="launch a kernel that reads behind its tensor, and end")
     parser.add_argument("--out", type=Path, help="rows as JSON lines")
     args = parser.parse_args(argv)
-    if args.plant:
-        from sanitize import plant
-
-        plant("memcheck")
-        return 0
     if args.unchecked:
         residency.check_forms = residency.check_layer = lambda *_: None  # type: ignore[assignment]
     logging.disable(logging.ERROR)  # each refusal is one
     failed = 0
     for name in args.methods:
         for tally in run(name, torch.device(args.device), args.sample, args.unchecked):
-            counts, wrong = tally.counts, {what: tally.counts[what] for what in (EXCEPTION, OUTSIDE, OTHER)}
-            wrong |= {what: counts[what] for what in LOADER if counts[what]}
-            num = {"damages": counts["refused"] + counts["accepted"], "refused": counts["refused"]}
-            row = {"method": name, "path": tally.path, **num, "accepted": counts["accepted"], **wrong}
-            print(", ".join(f"{value} {key}" if key not in ("method", "path") else value for key, value in row.items()))
+            counts = {"damages": tally.counts["refused"] + tally.counts["accepted"]}
+            counts |= {what: tally.counts[what] for what in ("refused", "accepted", EXCEPTION, OUTSIDE, OTHER)}
+            counts |= {what: tally.counts[what] for what in LOADER if tally.counts[what]}
+            row = {"method": name, "path": tally.path, **counts}
+            print(", ".join([name, tally.path, *(f"{count} {what}" for what, count in counts.items())]))
             for line in tally.wrong[:20]:
                 print(f"    {line}"[:300])
             if args.out is not None:

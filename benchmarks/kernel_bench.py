@@ -33,31 +33,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import kernel_rivals
+import kernel_cases
 import kernel_tables
 import torch
-from kernel_cases import ATTENTION, Case
-from kernel_operators import FLOOR_RATE, OPERATORS, Cell
-from kernel_problem import Gate, Problem, Sizes, make_problem, slot_bytes
+from kernel_problem import Sizes
 from kernel_rows import MEMORY_RATE, Row, Run, provenance
-from kernel_selection import SPECS, NoRoomError, Ours, random_prefixes
+from kernel_selection import FLOOR_RATE, PARTS, Cell, NoRoomError
 from kernel_timing import CpuTimer, GpuTimer
 
 from prefix_kernels.grouped_attention import AttentionShape
 
-GROUPED = ("exact", "sparse", "suffix")
-RIVALS = tuple(kernel_rivals.RIVALS)
+RIVALS = tuple(kernel_cases.RIVALS)
 
 _USUAL: Row = {
     "contexts": [131072, 8192, 32768, 65536, 262144],
@@ -68,6 +64,7 @@ _USUAL: Row = {
     "dtype": "bfloat16",
     "rivals": ["flashinfer", "flashinfer_cascade"],
     "layers": 1,
+    "budgets": [None],
 }
 #: What is usual of operators, where it differs.
 _OPERATORS: Row = {
@@ -89,83 +86,56 @@ _SMOKE: Row = {
     "dtype": "float32",
     "rivals": [],
     "layers": 1,
-    "budgets": [100],
+    "budgets": [None],
 }
 
 
-# -- attention -------------------------------------------------------------------------------------------------
-
-
-def attention(args: argparse.Namespace, run: Run) -> None:
-    """All problems that are asked for."""
-    known(args, [*RIVALS, *ATTENTION])
-    shape, timer = shape_of(args), timer_of(args)
+def measure(args: argparse.Namespace, run: Run, timer: Any) -> None:
+    """What the result file does not hold yet."""
     run.origin["null_us"] = round(timer.null_us(), 2)
-    for sizes, names in problems(args):
-        keys = {name: attention_key(args, name, sizes) for name in names}
-        missing = [name for name in names if not run.has(keys[name])]
-        if any(name not in RIVALS for name in missing):  # a ratio is of one run
-            missing = [name for name in names if name in missing or name in RIVALS]
-        if not missing or not fits(args, sizes, shape):
-            continue
-        measure_problem(args, run, timer, shape, sizes, {name: keys[name] for name in missing})
-        gc.collect()
-        if not args.smoke:
-            torch.cuda.empty_cache()
-
-
-def problems(args: argparse.Namespace) -> Iterable[tuple[Sizes, list[str]]]:
-    """Sizes and the cases measured at them, in the order of the arguments."""
     for context in args.contexts:
-        for batch, groups in batches(args):
-            yield Sizes(context, batch, groups, args.suffix, args.page), chosen(args, [*args.rivals, *GROUPED])
+        for batch, groups in [*((batch, 1) for batch in args.batches), *((g * rows, g) for g, rows in args.groups)]:
+            sizes = Sizes(context, batch, groups, args.suffix, args.page)
+            keys = [key_of(args, sizes, name, budget) for budget in args.budgets for name in args.only]
+            missing = [key for key in keys if not run.has(key)]
+            if missing:
+                cell = (shape_of(args), sizes, args.keep, args.layers, device_of(args), args.seed)
+                measure_cell(args, run, timer, Cell(*cell), missing)
+            gc.collect()
+            if not args.smoke:
+                torch.cuda.empty_cache()
 
 
-def batches(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """(requests, prefixes)."""
-    return [(batch, 1) for batch in args.batches] + [(groups * rows, groups) for groups, rows in args.groups]
-
-
-def chosen(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """Those of --only; rivals stay, for the ratios."""
-    wanted = [name for name in names if args.only is None or name in args.only]
-    ours = [name for name in wanted if name not in RIVALS]
-    return [name for name in names if name in wanted or (ours and name in RIVALS)]
-
-
-def attention_key(args: argparse.Namespace, name: str, sizes: Sizes) -> Row:
+def key_of(args: argparse.Namespace, sizes: Sizes, name: str, budget: int | None) -> Row:
     """What identifies a row."""
-    return {"bench": "attention", "case": name, **dataclasses.asdict(sizes), **conditions(args)}
+    same = {"shape": list(args.shape), "dtype": args.dtype, "layers": args.layers}
+    keep = args.keep if budget is None else None
+    return {"bench": args.part, "case": name, "budget": budget, "keep": keep, **dataclasses.asdict(sizes), **same}
 
 
-def conditions(args: argparse.Namespace) -> Row:
-    """The part of a key that all rows of a command share."""
-    return {
-        "shape": list(args.shape),
-        "dtype": args.dtype,
-        "keep": args.keep,
-        "layers": args.layers,
-    }
-
-
-def measure_problem(
-    args: argparse.Namespace,
-    run: Run,
-    timer: Any,
-    shape: AttentionShape,
-    sizes: Sizes,
-    keys: dict[str, Row],
-) -> None:
-    """One pool, all of its cases."""
-    problem = make_problem(shape, sizes, args.keep, device_of(args), args.seed, args.layers)
+def measure_cell(args: argparse.Namespace, run: Run, timer: Any, cell: Cell, keys: Sequence[Row]) -> None:
+    """The rivals, as a ratio is of one run, and these rows."""
     rivals: dict[str, float] = {}
-    for name, key in keys.items():
-        row = attempt(timer, lambda name=name: measure(problem, build(problem, name), timer))
+    for key in [*({**keys[0], "case": name, "budget": None} for name in args.rivals), *keys]:
+        name = key["case"]
+
+        def work(name: str = name, budget: int | None = key["budget"]) -> Row:
+            return gated(cell.case(args.part, name, budget), timer)
+
+        try:
+            row = attempt(timer, work)
+        except NoRoomError as error:
+            where = f"{name}, {key['context']} tokens, batch {key['batch']}"
+            print(f"not measured: {where}: {error}", file=sys.stderr)
+            continue
+        if row["green"] and args.part == "operators":
+            row["floor_us"] = round(row["bytes"] / FLOOR_RATE * 1e6, 2)
         if row["green"] and name in RIVALS:
             rivals[name] = row["us"]
         elif row["green"] and name != "suffix":
             row["ratio"] = {rival: round(us / row["us"], 4) for rival, us in rivals.items()}
         run.add({**key, **row})
+        gc.collect()
 
 
 def attempt(timer: Any, work: Callable[[], Row]) -> Row:
@@ -180,44 +150,26 @@ def attempt(timer: Any, work: Callable[[], Row]) -> Row:
         return {"green": False, "error": text, "meaningful": timer.meaningful}
 
 
-def build(problem: Problem, name: str) -> Case:
-    """A case by its name."""
-    return kernel_rivals.RIVALS[name](problem) if name in RIVALS else ATTENTION[name](problem)
+def gated(case: Any, timer: Any, *, eager: bool = False) -> Row:
+    """The gate first; a time only when it is green. Times and bytes are those of one layer.
 
-
-def measure(problem: Problem, case: Case, timer: Any) -> Row:
-    """The gate first; a time only when it is green."""
-    gate = functools.partial(problem.gate, case.out, case.lse, case.reads)
-    return gated(case, case.run, gate, timer, problem.kv_bytes(case.reads), len(problem.layers))
-
-
-def gated(case: Any, work: Callable[[], Any], gate: Callable[[], Gate], timer: Any, nbytes: int, layers: int) -> Row:
-    """The row of what was poisoned, run once and found right; times and bytes are those of one layer."""
-    replay = timer.prepare(work)
+    Args:
+        case: with `run`, `poison` and `check`, `layers` of a run, `nbytes` of a layer, and `config` for the row.
+        timer: of the device.
+        eager: without a graph.
+    """
+    replay = case.run if eager else timer.prepare(case.run)
     case.poison()
     replay()
-    found = gate()
+    found = case.check()
     figures = {name: float(f"{value:.3g}") for name, value in found.figures.items()}
     row: Row = {"green": found.green, "gate": figures, "gate_share": round(found.error, 4)}
     row |= {"meaningful": timer.meaningful, "config": case.config}
     if row["green"]:
-        times = timer.time(replay).over(layers)
-        rate = nbytes / (times.us * 1e-6)
-        row |= {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
-        row |= {"bytes": nbytes, "bytes_per_s": round(rate), "share": round(rate / MEMORY_RATE, 4)}
+        times = timer.time(replay, case.layers)
+        rate = case.nbytes / (times["us"] * 1e-6)
+        row |= times | {"bytes": case.nbytes, "bytes_per_s": round(rate), "share": round(rate / MEMORY_RATE, 4)}
     return row
-
-
-def fits(args: argparse.Namespace, sizes: Sizes, shape: AttentionShape) -> bool:
-    """Whether the pool leaves room for the oracle."""
-    if args.smoke:
-        return True
-    tokens = 1.25 * (sizes.groups * sizes.context + sizes.batch * (sizes.suffix + sizes.page)) * args.layers
-    needed = tokens * slot_bytes(shape) + (8 << 30)
-    free = torch.cuda.mem_get_info()[0]
-    if needed > free:
-        print(f"not measured: {sizes} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free", file=sys.stderr)
-    return bool(needed <= free)
 
 
 def is_fatal(error: BaseException) -> bool:
@@ -225,84 +177,7 @@ def is_fatal(error: BaseException) -> bool:
     text = str(error).lower()
     words = ("illegal memory access", "illegal instruction", "misaligned address", "unspecified launch failure")
     lost = any(word in text for word in (*words, "device-side assert", "invalid program counter"))
-    return lost or isinstance(error, kernel_rivals.RivalMissingError)
-
-
-# -- selection -------------------------------------------------------------------------------------------------
-
-
-def selection(args: argparse.Namespace, run: Run) -> None:
-    """All methods, or those of --only."""
-    known(args, SPECS)
-    shape, timer = shape_of(args), timer_of(args)
-    run.origin["null_us"] = round(timer.null_us(), 2)
-    for context in args.contexts:
-        for batch, groups in batches(args):
-            for name in args.only or SPECS:
-                key = {"bench": "selection", "case": name, "context": context, "batch": batch, "groups": groups}
-                key |= conditions(args)
-                if run.has(key):
-                    continue
-
-                def row(name: str = name, batch: int = batch, groups: int = groups, context: int = context) -> Row:
-                    one = Ours(random_prefixes(SPECS[name], shape, batch, groups, context, device_of(args), args.keep))
-                    return gated(one, one.run, one.check, timer, one.nbytes, one.layers)
-
-                run.add({**key, **attempt(timer, row)})
-                gc.collect()
-            if not args.smoke:
-                torch.cuda.empty_cache()
-
-
-# -- operators -------------------------------------------------------------------------------------------------
-
-
-def operators(args: argparse.Namespace, run: Run) -> None:
-    """All cells; each method and budget beside the rival of the same run."""
-    known(args, OPERATORS)
-    shape, timer = shape_of(args), timer_of(args)
-    run.origin["null_us"] = round(timer.null_us(), 2)
-    wanted = [(name, budget) for budget in args.budgets for name in args.only or OPERATORS]
-    for context in args.contexts:
-        for batch, groups in batches(args):
-            sizes = Sizes(context, batch, groups, args.suffix, args.page)
-            same = {"bench": "operators", **dataclasses.asdict(sizes), **conditions(args), "keep": None}
-            keys = [{**same, "case": name, "budget": budget} for name, budget in wanted]
-            missing = [key for key in keys if not run.has(key)]
-            if missing:
-                measure_cell(args, run, timer, Cell(shape, sizes, args.layers, device_of(args), args.seed), missing)
-            gc.collect()
-            if not args.smoke:
-                torch.cuda.empty_cache()
-
-
-def measure_cell(args: argparse.Namespace, run: Run, timer: Any, cell: Cell, keys: Sequence[Row]) -> None:
-    """The rivals, and these rows."""
-    rivals: dict[str, float] = {}
-    for name in args.rivals:
-        row = attempt(timer, lambda name=name: measure(cell.problem, build(cell.problem, name), timer))
-        floor = round(cell.problem.kv_bytes("all") / FLOOR_RATE * 1e6, 2)
-        run.add({**keys[0], "case": name, "budget": None, "floor_us": floor, **row})
-        if row["green"]:
-            rivals[name] = row["us"]
-    for key in keys:
-
-        def work(name: str = key["case"], budget: int = key["budget"]) -> Row:
-            one = cell.operator(name, budget)
-            floor = round(one.nbytes / FLOOR_RATE * 1e6, 2)
-            return {"floor_us": floor} | gated(one, one.run, one.check, timer, one.nbytes, one.layers)
-
-        try:
-            row = attempt(timer, work)
-        except NoRoomError as error:
-            print(
-                f"not measured: {key['case']}, {key['context']} tokens, batch {key['batch']}: {error}", file=sys.stderr
-            )
-            continue
-        if row["green"]:
-            row["ratio"] = {rival: round(us / row["us"], 4) for rival, us in rivals.items()}
-        run.add({**key, **row})
-        gc.collect()
+    return lost or isinstance(error, kernel_cases.RivalMissingError)
 
 
 # -- command line ----------------------------------------------------------------------------------------------
@@ -325,13 +200,6 @@ def timer_of(args: argparse.Namespace) -> Any:
     return CpuTimer() if args.smoke else GpuTimer(torch.device("cuda"))
 
 
-def known(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """Stop unless --only names some of these."""
-    unknown = set(args.only or ()) - set(names)
-    if unknown:
-        raise SystemExit(f"expected --only among {', '.join(names)}, got {', '.join(sorted(unknown))}")
-
-
 def group_shape(text: str) -> tuple[int, int]:
     """argparse type: GROUPSxREQUESTS."""
     parts = text.split("x")
@@ -344,7 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
     """All arguments; None stands for a default that --smoke changes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("part", nargs="?", choices=["attention", "selection", "operators"], help="what to measure")
+    add("part", nargs="?", choices=list(PARTS), help="what to measure")
     add("--out", default="kernels.jsonl", help="result file; rows are appended (default: %(default)s)")
     numbers: Row = {"nargs": "*", "type": int}
     add("--contexts", **numbers, metavar="TOKENS", help="prefix lengths (131072 8192 32768 65536 262144)")
@@ -379,7 +247,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("expected attention, selection, operators or --table")
     usual = _SMOKE if args.smoke else _USUAL
     if args.part == "operators":
-        usual = usual | ({"layers": 2} if args.smoke else _OPERATORS)
+        usual = usual | ({"layers": 2, "budgets": [100]} if args.smoke else _OPERATORS)
     if args.shape is not None and len(args.shape) not in (3, 4):
         parser.error(f"expected --shape of 3 numbers, or 4 where values are latent, got {len(args.shape)}")
     if args.shape is not None and len(args.shape) == 4 and not args.smoke:
@@ -387,7 +255,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.rivals = [] if args.rivals == ["none"] else args.rivals
+    args.rivals = [] if args.rivals == ["none"] or args.part == "selection" else args.rivals
+    args.only = args.only or PARTS.get(args.part)
+    unknown = set(args.only or ()) - set(PARTS.get(args.part, ()))
+    if unknown:
+        parser.error(f"expected --only among {', '.join(PARTS[args.part])}, got {', '.join(sorted(unknown))}")
+    if args.budgets != [None] and args.part != "operators":
+        parser.error("expected --budgets with operators")
     if args.layers < 1:
         parser.error(f"expected --layers of 1 or more, got {args.layers}")
     if args.layers > 1 and args.part == "selection":
@@ -407,8 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
     run = Run(Path(args.out), provenance(args))
     try:
-        {"attention": attention, "selection": selection, "operators": operators}[args.part](args, run)
-    except kernel_rivals.RivalMissingError as error:
+        measure(args, run, timer_of(args))
+    except kernel_cases.RivalMissingError as error:
         raise SystemExit(str(error)) from error
     if run.failed:
         print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)

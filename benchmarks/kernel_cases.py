@@ -1,14 +1,15 @@
-"""What `kernel_bench.py attention` measures: the cases of decode attention."""
+"""What `kernel_bench.py attention` measures: decode attention, ours, FlashInfer's and SGLang's, over the same pages."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kernel_problem import Problem
+from kernel_problem import Gate, Problem
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import (
@@ -28,6 +29,7 @@ class Case:
     """One measured form of attention over a problem.
 
     Attributes:
+        problem: what is attended.
         run: launches it, for each layer of the problem.
         out: [batch, num_qo_heads, v_head_dim], written by `run`, or what `run` put into `results`.
         lse: [batch, num_qo_heads] or None.
@@ -36,6 +38,7 @@ class Case:
         kept: what must live as long as the graph.
     """
 
+    problem: Problem
     run: Callable[[], Any]
     out: Tensor
     lse: Tensor | None
@@ -43,11 +46,25 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     kept: tuple[Any, ...] = ()
 
+    @property
+    def layers(self) -> int:
+        """Of a run."""
+        return len(self.problem.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a layer, see `Problem.kv_bytes`."""
+        return self.problem.kv_bytes(self.reads)
+
     def poison(self) -> None:
         """NaN where a result is expected."""
         self.out.fill_(torch.nan)
         if self.lse is not None:
             self.lse.fill_(torch.nan)
+
+    def check(self) -> Gate:
+        """The last layer's output."""
+        return self.problem.gate(self.out, self.lse, self.reads)
 
 
 def each_layer(problem: Problem, attend: Callable[[PagedKV], Any]) -> Callable[[], None]:
@@ -88,10 +105,10 @@ def suffix(problem: Problem) -> Case:
     """Private suffixes and the merge kernel, apart."""
     slots = problem.suffix_slots.flatten()
     config = default_config(problem.shape, 1, specialized=has_specialized(slots.device))
-    return _case(problem, [config], slots, (_suffixes(problem, 0),), "suffix", None)
+    return _case(problem, [config], slots, (suffixes(problem, 0),), "suffix", None)
 
 
-#: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_rivals`).
+#: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_cases`).
 ATTENTION: dict[str, Callable[[Problem], Case]] = {
     "exact": exact,
     "sparse": sparse,
@@ -99,7 +116,8 @@ ATTENTION: dict[str, Callable[[Problem], Case]] = {
 }
 
 
-def _suffixes(problem: Problem, begin: int) -> list[Segment]:
+def suffixes(problem: Problem, begin: int) -> list[Segment]:
+    """Each request's own list; they lie one behind the other."""
     length = problem.sizes.suffix
     return [Segment((row,), length, list_begin=begin + row * length) for row in range(problem.sizes.batch)]
 
@@ -114,7 +132,7 @@ def _grouped(
 ) -> Case:
     shape = problem.shape
     passes = passes_for(shape, problem.sizes.rows, specialized=has_specialized(slots.device))
-    plan = (list(groups), _suffixes(problem, suffix_begin))
+    plan = (list(groups), suffixes(problem, suffix_begin))
     if not problem.sizes.suffix:
         passes, plan = passes[:1], plan[:1]
     return _case(problem, passes, slots, plan, reads, counts)
@@ -128,13 +146,9 @@ def _case(
     reads: str,
     counts: Tensor | None,
 ) -> Case:
-    shape, device = problem.shape, problem.q.device
-    # On a CPU two thread blocks per KV head, so that the smoke run splits and merges, too.
-    num_programs = None if device.type == "cuda" else 2 * shape.num_kv_heads
-    attention = GroupedAttention(shape, problem.sizes.batch, passes, device, num_programs=num_programs)
+    device = problem.q.device
+    attention, out, lse = grouped_attention(problem, passes)
     attention.plan(*plan)
-    out = torch.empty(problem.sizes.batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
-    lse = torch.empty(problem.sizes.batch, shape.num_qo_heads, device=device)
 
     def attend(kv: PagedKV) -> None:
         attention.run(problem.q, kv, slots, problem.sm_scale, out, lse, counts=counts)
@@ -144,4 +158,164 @@ def _case(
         "programs": [programs_at_once(device, one.programs_per_sm) for one in passes],
         "workspace_bytes": attention.workspace_bytes,
     }
-    return Case(each_layer(problem, attend), out, lse, reads, dict(config), kept=(attention, slots, counts))
+    kept = (attention, slots, counts)
+    return Case(problem, each_layer(problem, attend), out, lse, reads, dict(config), kept)
+
+
+def grouped_attention(problem: Problem, passes: list[AttentionConfig]) -> tuple[GroupedAttention, Tensor, Tensor]:
+    """Our kernel for a problem's batch, without a plan, and room for out and lse."""
+    shape, batch, device = problem.shape, problem.sizes.batch, problem.q.device
+    # On a CPU two thread blocks per KV head, so that the smoke run splits and merges, too.
+    num_programs = None if device.type == "cuda" else 2 * shape.num_kv_heads
+    attention = GroupedAttention(shape, batch, passes, device, num_programs=num_programs)
+    out = torch.empty(batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+    return attention, out, torch.empty(batch, shape.num_qo_heads, device=device)
+
+
+_WORKSPACE_BYTES = 384 << 20
+
+
+class RivalMissingError(RuntimeError):
+    """A rival that was asked for cannot be imported here."""
+
+
+def flashinfer() -> Any:
+    """The module.
+
+    Raises:
+        RivalMissingError: it is not installed, or its parts are not.
+    """
+    try:
+        import flashinfer as module
+    except ImportError as error:
+        raise RivalMissingError(
+            f"expected FlashInfer to be installed, got {error!r}; install flashinfer-python, or measure without it: "
+            "--rivals none"
+        ) from error
+    return module
+
+
+def decode(problem: Problem) -> Case:
+    """Paged decode on tensor cores; every request lists all of its pages, so a shared prefix is read per request."""
+    module, sizes, shape = flashinfer(), problem.sizes, problem.shape
+    workspace = _workspace(problem)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    pages = [
+        torch.cat([problem.prefix_pages[row // sizes.rows], problem.suffix_pages[row]]) for row in range(sizes.batch)
+    ]
+    last = _last_page(sizes.suffix, sizes.page)
+    wrapper.plan(
+        _indptr([len(own) for own in pages]),
+        torch.cat(pages),
+        torch.full((sizes.batch,), last, dtype=torch.int32),
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        sizes.page,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.kv_dtype,
+        sm_scale=problem.sm_scale,
+    )
+    out = torch.empty_like(problem.q)
+
+    def attend(kv: PagedKV) -> None:
+        wrapper.run(problem.q, _paged(problem, kv), out=out)
+
+    return Case(problem, each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
+
+
+def cascade(problem: Problem) -> Case:
+    """Two levels: each prefix once for its group, each suffix alone, and their merge."""
+    module, sizes, shape = flashinfer(), problem.sizes, problem.shape
+    workspace = _workspace(problem)
+    wrapper = module.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    device = problem.q.device
+
+    def on_device(lengths: Sequence[int]) -> Tensor:
+        return _indptr(lengths).to(device)
+
+    def last_pages(count: int, length: int) -> Tensor:
+        return torch.full((count,), _last_page(length, sizes.page), dtype=torch.int32, device=device)
+
+    wrapper.plan(
+        [on_device([sizes.rows] * sizes.groups), on_device([1] * sizes.batch)],
+        [on_device([table.shape[1]] * table.shape[0]) for table in (problem.prefix_pages, problem.suffix_pages)],
+        [problem.prefix_pages.flatten(), problem.suffix_pages.flatten()],
+        [last_pages(sizes.groups, sizes.context), last_pages(sizes.batch, sizes.suffix)],
+        shape.num_qo_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        sizes.page,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.kv_dtype,
+        sm_scale=problem.sm_scale,
+    )
+    out = torch.empty_like(problem.q)
+
+    def attend(kv: PagedKV) -> None:
+        out.copy_(wrapper.run(problem.q, _paged(problem, kv)))  # it has no `out`; the copy is timed with it
+
+    return Case(problem, each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
+
+
+def triton(problem: Problem) -> Case:
+    """SGLang's own kernels, as its triton backend calls them for MLA; every request lists all of its slots."""
+    try:
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+        from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
+    except ImportError as error:
+        raise RivalMissingError(f"expected SGLang's kernels, got {error!r}; install SGLang, or leave it out") from error
+    sizes, shape, device = problem.sizes, problem.shape, problem.q.device
+    length, heads = sizes.context + sizes.suffix, (sizes.batch, shape.num_qo_heads)
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    most = 1 << (cores - 1).bit_length()  # splits, as the backend bounds them
+    splits = torch.empty(sizes.batch, dtype=torch.int32, device=device)
+    lengths = torch.full((sizes.batch,), length, device=device)
+    counts = (sizes.batch, 1, shape.num_qo_heads, shape.num_kv_heads, most, cores)
+    get_num_kv_splits_triton[(1,)](splits, lengths, *counts, MAX_NUM_SEQ=256)
+    prefixes = problem.prefix_slots.repeat_interleave(sizes.rows, dim=0)
+    slots = torch.cat([prefixes, problem.suffix_slots], dim=1).flatten()
+    indptr = _indptr([length] * sizes.batch).to(device)
+    out = torch.empty(*heads, shape.v_head_dim, dtype=shape.dtype, device=device)
+    parts = torch.empty(*heads, most, shape.v_head_dim, device=device)
+    lse = torch.empty(*heads, most, device=device)
+
+    def attend(kv: PagedKV) -> None:
+        decode_attention_fwd(
+            problem.q, kv.k_cache, kv.v_cache, out, indptr, slots, parts, lse, splits, most, problem.sm_scale,
+            1.0, 1.0, has_mla=kv.latent, use_pdl=True,
+        )  # fmt: skip
+
+    return Case(problem, each_layer(problem, attend), out, None, "all", {"splits": int(splits[0])}, kept=(slots, parts))
+
+
+#: name -> builder. FlashInfer's decode kernels as SGLang's flashinfer backend calls them; on Hopper SGLang's default
+#: is fa3.
+RIVALS: dict[str, Callable[[Problem], Case]] = {
+    "flashinfer": decode,
+    "flashinfer_cascade": cascade,
+    "sglang_triton": triton,
+}
+
+
+def _workspace(problem: Problem) -> Tensor:
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.q.device)
+
+
+def _paged(problem: Problem, kv: PagedKV) -> tuple[Tensor, Tensor]:
+    """A pool as FlashInfer sees it: [num_pages, page, num_kv_heads, head_dim], no copy."""
+    page = problem.sizes.page
+    k, v = (cache.view(-1, page, *cache.shape[1:]) for cache in (kv.k_cache, kv.v_cache))
+    return k, v
+
+
+def _indptr(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def _last_page(length: int, page: int) -> int:
+    return (length - 1) % page + 1
+
+
+def _config(module: Any) -> dict[str, Any]:
+    return {"flashinfer": getattr(module, "__version__", "unknown")}

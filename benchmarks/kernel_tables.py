@@ -63,26 +63,13 @@ def _table(rows: Sequence[Row]) -> str:
             why = row.get("error") or f"gate {row['gate']}"
             failed.append(f"**FAILED**: {name}, {row['context']} tokens, {_column(row)}: {why}; no time.\n")
     names = sorted(columns, key=lambda column: ("groups" in column, columns[column]))
-    operators = rows[0]["bench"] == "operators"
-    cell = "floor at 3.0 TB/s" if operators else "10th to 90th percentile; share of 4.3 TB/s"
+    cell = "floor at 3.0 TB/s" if rows[0]["bench"] == "operators" else "10th to 90th percentile; share of 4.3 TB/s"
     lines = [
         [name, str(context), *(own.get(column, "-") for column in names)]
         for (name, context), own in sorted(cells.items(), key=lambda cell: cell[0][1])
     ]
-    parts = [*failed, f"us ({cell}; {_rival(rows)}'s time over ours):", "", markdown(["case", "tokens", *names], lines)]
-    return "\n".join([*parts, *(("", _least(rows)) if operators else ())])
-
-
-def _least(rows: Sequence[Row]) -> str:
-    """The least of the rival's times over ours, by case: where it has most to read a request, and elsewhere."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
-    longest = max(row["context"] for row in rows)
-    for row in rows:
-        if row["green"] and row.get("ratio"):
-            alone = row["context"] == longest and row["batch"] == row["groups"] and row["batch"] in (1, 8)
-            found.setdefault(_name(row), ([], []))[not alone].append(_ratio(row))
-    head = f"{_rival(rows)}'s time over ours, at least", f"{longest} tokens, alone or 8 prefixes", "other cells"
-    return markdown(head, ([name, *(f"{min(one):.2f}" if one else "-" for one in of)] for name, of in found.items()))
+    head = f"us ({cell}; {_rival(rows)}'s time over ours):"
+    return "\n".join([*failed, head, "", markdown(["case", "tokens", *names], lines)])
 
 
 def _rival(rows: Sequence[Row]) -> str:

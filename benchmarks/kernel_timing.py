@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,27 +27,19 @@ _FEWEST, _MOST = 7, 100
 """Repeats."""
 
 
-@dataclass(frozen=True)
-class Times:
-    """Microseconds: median, spread (10th and 90th percentile), least, and of how many."""
-
-    us: float
-    us_p10: float
-    us_p90: float
-    us_min: float
-    repeats: int
-
-    @classmethod
-    def of(cls, values: list[float]) -> Times:
-        ranked = sorted(values)
-        last = len(ranked) - 1
-        return cls(
-            statistics.median(ranked), ranked[round(0.1 * last)], ranked[round(0.9 * last)], ranked[0], len(ranked)
-        )
-
-    def over(self, count: int) -> Times:
-        """Of one of so many equal parts of the work."""
-        return Times(self.us / count, self.us_p10 / count, self.us_p90 / count, self.us_min / count, self.repeats)
+def times_of(values: Sequence[float], parts: int) -> dict[str, float]:
+    """Microseconds of one of so many equal parts of the work: median, spread (10th and 90th percentile), least, and of
+    how many.
+    """
+    ranked = sorted(value / parts for value in values)
+    last = len(ranked) - 1
+    times = {
+        "us": statistics.median(ranked),
+        "us_p10": ranked[round(0.1 * last)],
+        "us_p90": ranked[round(0.9 * last)],
+        "us_min": ranked[0],
+    }
+    return {**{name: round(us, 3) for name, us in times.items()}, "repeats": len(ranked)}
 
 
 class CpuTimer:
@@ -60,14 +51,14 @@ class CpuTimer:
         """The work itself."""
         return work
 
-    def time(self, replay: Work) -> Times:
-        """Of two runs."""
+    def time(self, replay: Work, parts: int = 1) -> dict[str, float]:
+        """Of two runs; see `times_of`."""
         values = []
         for _ in range(2):
             begun = time.perf_counter()
             replay()
             values.append((time.perf_counter() - begun) * 1e6)
-        return Times.of(values)
+        return times_of(values, parts)
 
     def null_us(self) -> float:
         """Nothing is started here."""
@@ -108,17 +99,17 @@ class GpuTimer:
         torch.cuda.synchronize()
         return graph.replay
 
-    def time(self, replay: Work) -> Times:
-        """Replay (see `prepare`) many times, L2 cleared before each."""
+    def time(self, replay: Work, parts: int = 1) -> dict[str, float]:
+        """Replay (see `prepare`) many times, L2 cleared before each; see `times_of`."""
         once = self._between_events(replay, 2)[-1]
         fewest = _FEWEST if once < _SLOW_US else 3
         count = int(min(max(_SECONDS * 1e6 / (once + 100.0), fewest), _MOST))
-        return Times.of(self._between_events(replay, count))
+        return times_of(self._between_events(replay, count), parts)
 
     def null_us(self) -> float:
         """The same of a graph of one kernel on one element."""
         one = torch.zeros(1, device=self._buffer.device)
-        return self.time(self.prepare(lambda: one.fill_(1.0))).us
+        return self.time(self.prepare(lambda: one.fill_(1.0)))["us"]
 
     def _between_events(self, replay: Work, count: int) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]

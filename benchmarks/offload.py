@@ -24,11 +24,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,8 +37,10 @@ if "--smoke" in sys.argv:
 
 import numpy as np
 import torch
-from kernel_bench import attempt, device_of, group_shape, timer_of
+from engines import append, markdown, read
+from kernel_bench import attempt, device_of, gated, group_shape, timer_of
 from kernel_rows import Row, Run, origin, provenance
+from offload_cases import LINK_RATE, Host, PinnedLayers, Prefill, PrefillSizes, Swap, SwapSizes
 
 from prefix_kernels.budget import budget_for_group
 
@@ -70,66 +71,64 @@ _SMOKE: Row = {
 }
 
 
-# -- swap ------------------------------------------------------------------------------------------------------
+# -- swap, prefill ---------------------------------------------------------------------------------------------
+
+Case = tuple[str, int, Any, Callable[[], Any]]
+"""Name, requests, sizes, and what makes it."""
 
 
-def swap(args: argparse.Namespace) -> int:
-    """All rows that the file does not hold; how many failed."""
-    from offload_swap import LINK_RATE, Host, SwapSizes
-
-    run, timer, device = Run(Path(args.out), provenance(args)), timer_of(args), device_of(args)
+def measure(args: argparse.Namespace) -> int:
+    """All rows that the file does not hold; how many failed. A prefill's time is also of the host that queues it."""
+    run, timer = Run(Path(args.out), provenance(args)), timer_of(args)
     run.origin["null_us"] = round(timer.null_us(), 2)
+    prefills = args.part == "prefill"
+    for name, batch, sizes, make in (prefill_cases if prefills else swap_cases)(args, device_of(args)):
+        key = {"bench": args.part, "case": name, "batch": batch, "groups": 1}
+        key |= dataclasses.asdict(sizes) | {"dtype": args.dtype}
+        if not run.has(key):
+            row = attempt(timer, lambda make=make: gated(make(), timer, eager=prefills))  # type: ignore[misc]
+            run.add({**key, "bytes": sizes.nbytes, "floor_us": round(sizes.nbytes / LINK_RATE * 1e6, 2), **row})
+    if run.failed:
+        print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)
+    return run.failed
+
+
+def swap_cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    """Prefixes are made with the first case that is measured."""
     heads, dim = args.shape
     for context in args.contexts:
         for groups, requests in args.groups:
             host: Host | None = None
             for churn in args.churn:
                 budget = budget_for_group(args.budget, requests)
-                fields = (context, groups, budget, churn, args.room, args.near, heads, dim, getattr(torch, args.dtype))
-                sizes = SwapSizes(*fields, args.steps, args.copying)
+                dtype = getattr(torch, args.dtype)
+                sizes = SwapSizes(context, groups, budget, churn, args.room, heads, dim, dtype, args.steps)
                 for part in args.only or PARTS:
-                    key = {"bench": "swap", "case": f"{part} {churn:.0%}", "batch": groups * requests}
-                    key |= dataclasses.asdict(sizes) | {"dtype": args.dtype}
-                    if run.has(key):
-                        continue
-                    host = host or Host(sizes, device, args.seed)
-                    floor = round(sizes.nbytes / LINK_RATE * 1e6, 2)
-                    work = functools.partial(measured, sizes, part, host, timer, device, args.seed)
-                    found = attempt(timer, work)
-                    run.add({**key, "bytes": sizes.nbytes, "floor_us": floor, **found})
-    if run.failed:
-        print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)
-    return run.failed
+
+                    def make(sizes: SwapSizes = sizes, part: str = part) -> Swap:
+                        nonlocal host
+                        host = host or Host(sizes, device, args.seed)
+                        return Swap(sizes, part, host, device, args.seed)
+
+                    yield f"{part} {churn:.0%}", groups * requests, sizes, make
 
 
-def measured(sizes: Any, part: str, host: Any, timer: Any, device: torch.device, seed: int) -> Row:
-    """The gate first; a time only when it is green."""
-    from offload_swap import Swap
+def prefill_cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    """The same."""
+    heads, dim = args.shape
+    for context in args.contexts:
+        host: PinnedLayers | None = None
+        for requests in args.requests:
+            for suffix in args.suffix:
+                fields = (context, suffix, requests, args.staging, args.layers, 4 * heads, heads, dim)
+                sizes = PrefillSizes(*fields, getattr(torch, args.dtype))
 
-    case = Swap(sizes, part, host, device, seed)
-    replay = timer.prepare(case.run)
-    case.poison()
-    replay()
-    gate = case.check()
-    row: Row = {"green": gate.green, "gate": gate.figures, "meaningful": timer.meaningful, "config": case.config}
-    if gate.green:
-        times = timer.time(replay).over(sizes.steps)
-        row |= {name: round(value, 3) for name, value in dataclasses.asdict(times).items()}
-    return row
+                def make(sizes: PrefillSizes = sizes) -> Prefill:
+                    nonlocal host
+                    host = host or PinnedLayers(sizes, device, args.seed)
+                    return Prefill(sizes, host, device, args.seed, "triton" if args.smoke else None)
 
-
-# -- prefill ---------------------------------------------------------------------------------------------------
-
-
-def prefill(args: argparse.Namespace) -> int:
-    """All rows that the file does not hold; how many failed."""
-    from offload_prefill import measure
-
-    run = Run(Path(args.out), provenance(args))
-    measure(args, run, timer_of(args), device_of(args))
-    if run.failed:
-        print(f"{run.failed} rows FAILED their correctness gate; they have no times", file=sys.stderr)
-    return run.failed
+                yield f"suffix {suffix}", requests, sizes, make
 
 
 # -- churn -----------------------------------------------------------------------------------------------------
@@ -138,8 +137,7 @@ def prefill(args: argparse.Namespace) -> int:
 def captures(args: argparse.Namespace) -> Iterator[tuple[int, Any]]:
     """(tokens of the prefix, capture) of each document, captured if it is not there."""
     from answers_data import Chat
-    from offload_churn import asked
-    from query_capture import TEMPERATURE, Captured, Capturing
+    from offload_churn import TEMPERATURE, Captured, Capturing, asked
     from transformers import AutoTokenizer
 
     cpu, folder = torch.device("cpu"), args.work / Path(args.model_path).name
@@ -157,7 +155,6 @@ def captures(args: argparse.Namespace) -> Iterator[tuple[int, Any]]:
 
 def churn(args: argparse.Namespace) -> None:
     """Count and judge what the result file does not hold."""
-    from engines import append, read
     from offload_churn import churn_rows, lagged_rows
 
     known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
@@ -187,36 +184,47 @@ def trace(args: argparse.Namespace) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown of all parts."""
-    from offload_prefill import table as prefill_table
-
     parts = ("swap", swap_table), ("prefill", prefill_table), ("churn", churn_table), ("lagged", lagged_table)
     found = ((make, [row for row in rows if row["bench"] == name]) for name, make in parts)
     return "\n\n".join(make(of) for make, of in found if of)
 
 
 def swap_table(rows: Sequence[Row]) -> str:
-    """Microseconds by churn; each cell with the time of the same bytes at 51 GB/s."""
+    """Microseconds by churn."""
+
+    def column(row: Row) -> str:
+        return f"{row['groups']} groups, batch {row['batch']}, {row['context']:,} tokens"
+
+    return link_table(rows, "us", column, lambda row: str(row["case"]), 1, 1)
+
+
+def prefill_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of all layers."""
+    layers = ", ".join(str(one) for one in dict.fromkeys(row["layers"] for row in rows if row["green"]))
+
+    def column(row: Row) -> str:
+        return f"{row['requests']} requests behind {row['context']:,}"
+
+    return link_table(rows, f"ms of {layers} layers", column, lambda row: f"{row['suffix']} new tokens each", 1e3, 2)
+
+
+def link_table(
+    rows: Sequence[Row], corner: str, column: Callable[[Row], str], name: Callable[[Row], str], unit: float, digits: int
+) -> str:
+    """A line per name; each cell with the time of the same bytes at 51 GB/s. `unit` is in microseconds."""
     green = [row for row in rows if row["green"]]
-    columns = list(dict.fromkeys((row["groups"], row["batch"], row["context"]) for row in green))
-    lines = ["| us | " + " | ".join(f"{g} groups, batch {b}, {c:,} tokens" for g, b, c in columns) + " |"]
-    lines.append("|---|" + "---|" * len(columns))
-    for name in dict.fromkeys(row["case"] for row in green):
-        cells = []
-        for column in columns:
-            of = [
-                row for row in green if row["case"] == name and (row["groups"], row["batch"], row["context"]) == column
-            ]
-            cells.append(f"{of[-1]['us']:,.1f} (link {of[-1]['floor_us']:,.1f})" if of else "-")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    found = {(name(row), column(row)): (row["us"] / unit, row["floor_us"] / unit) for row in green}
+    columns = dict.fromkeys(map(column, green))
+    texts = {key: f"{us:,.{digits}f} (link {floor:,.{digits}f})" for key, (us, floor) in found.items()}
+    lines = [[one, *(texts.get((one, of), "-") for of in columns)] for one in dict.fromkeys(map(name, green))]
+    return markdown([corner, *columns], lines)
 
 
 def churn_table(rows: Sequence[Row]) -> str:
     """By document, requests, budget and unit: means over layers and answers, of 8 KV heads of 128 channels in bf16."""
     columns = list(rows[0]["residents"])
     heads = [f"{float(one):g} budgets" if float(one) >= 1 else f"{float(one):.0%} of it" for one in columns]
-    lines = ["| KB a step and layer (us at 51 GB/s), residents of | wanted | churn | " + " | ".join(heads) + " |"]
-    lines.append("|---|---|---|" + "---|" * len(columns))
+    lines = []
     names = ("model", "document", "requests", "kept", "budget", "unit")
     for key, of in grouped(rows, names):
         cells = [f"{mean_of(of, figure):.1%}" for figure in ("wanted", "churn")]
@@ -230,18 +238,14 @@ def churn_table(rows: Sequence[Row]) -> str:
             nbytes = fmean(known) * 8 * 512 if len(known) == len(tokens) else None
             cells.append("-" if nbytes is None else f"{nbytes / 1e3:,.0f} ({nbytes / 51e3:.1f})")
         asking = "1 request" if key[2] == 1 else f"{key[2]} requests"
-        name = f"{key[0]}, {key[1]}, {asking}, {key[4]:,} tokens, units of {key[5]}"
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([f"{key[0]}, {key[1]}, {asking}, {key[4]:,} tokens, units of {key[5]}", *cells])
+    return markdown(["KB a step and layer (us at 51 GB/s), residents of", "wanted", "churn", *heads], lines)
 
 
 def lagged_table(rows: Sequence[Row]) -> str:
     """By way: error (against exact's), lost and fetched shares of the budget; means over layers and answers."""
     columns = grouped(rows, ("model", "document", "kept", "budget"))
-    lines = [
-        "| error, lost, moved | " + " | ".join(f"{key[0]}, {key[1]}, {key[3]:,} tokens" for key, _ in columns) + " |"
-    ]
-    lines.append("|---|" + "---|" * len(columns))
+    lines = []
     for way in dict.fromkeys(row["way"] for row in rows):
         cells = []
         for _, of in columns:
@@ -249,8 +253,8 @@ def lagged_table(rows: Sequence[Row]) -> str:
             more = mean_of(found, "error") / mean_of(exact, "error") - 1 if found else 0.0
             figures = [mean_of(found, figure) for figure in ("error", "lost", "moved")] if found else []
             cells.append("{:.4f} ({:+.1%}), {:.1%}, {:.1%}".format(figures[0], more, *figures[1:]) if found else "-")
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([way, *cells])
+    return markdown(["error, lost, moved", *(f"{key[0]}, {key[1]}, {key[3]:,} tokens" for key, _ in columns)], lines)
 
 
 def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
@@ -278,9 +282,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", nargs="+", choices=PARTS, help="parts of swap (all)")
     add("--budget", type=int, metavar="TOKENS", help="of one request, times sqrt(requests) (2048; trace: 512)")
     add("--room", type=float, default=1.0, metavar="N", help="cells for a wanted token (%(default)s)")
-    add("--near", type=int, default=1, metavar="N", help="wanted tokens side by side (%(default)s)")
     add("--steps", type=int, default=8, metavar="N", help="in one graph (%(default)s)")
-    add("--copying", type=int, default=64, metavar="N", help="programs that copy (%(default)s)")
     add("--shape", nargs=2, type=int, metavar=("KV", "DIM"), help="KV heads, head dim (8 128)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], help="of KV (bfloat16)")
     add("--suffix", nargs="+", type=int, metavar="TOKENS", help="prefill: new tokens of a request (16 64 512)")
@@ -315,8 +317,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or print the tables; returns the exit status."""
     args = parse(argv)
     if args.table:
-        from engines import read
-
         print(table(read(args.table)))
         return 0
     if args.part in ("churn", "trace"):
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
-    return 1 if (swap if args.part == "swap" else prefill)(args) else 0
+    return 1 if measure(args) else 0
 
 
 if __name__ == "__main__":

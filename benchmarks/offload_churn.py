@@ -1,8 +1,10 @@
 """What `offload.py churn` measures: what a decode step selects that is not resident, of real models' dense decode.
 
-Queries, keys and values are those of `query_capture.py`. A layer selects by the exact scores of its true query: maximum
-over the query heads of a KV head and a group's requests, sink and window inside the budget, as serving does. Layer 0
-does not select. Residents are units of 1, 4 or 16 tokens; what was wanted least recently leaves.
+Post-RoPE queries, keys and values are captured by transformers. A document is prefilled once. Each question behind it
+is answered for a given number of steps, past tokens that end an answer, as `answers.py` forces them. A layer selects by
+the exact scores of its true query: maximum over the query heads of a KV head and a group's requests, sink and window
+inside the budget, as serving does. Layer 0 does not select. Residents are units of 1, 4 or 16 tokens; what was wanted
+least recently leaves.
 
     wanted  units with a selected token, as a share of the prefix: |M_t|
     churn   |M_t - M_{t-1}| / |M_t|
@@ -12,9 +14,6 @@ The first step, which fetches all, does not count. `lagged_rows` attend what was
 
     exact      the selection itself
     lagged     selected tokens that are resident; the others are fetched, and resident at the next step
-    near 4     the same; the aligned 4 tokens of each missing one are fetched
-    within     the budget's best resident tokens, by the true query
-    wide 2     the same; the best 2 budgets are fetched
     error      |output - dense output| / |dense output| of a query head
     lost       selected tokens that are not attended, as a share of the budget
     moved      tokens that are fetched, as a share of the budget
@@ -24,23 +23,168 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from answers_data import Chat, Document, Question, documents
 from engines import Row
-from query_capture import Answered, Captured, Step
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.budget import budget_for_group
 from prefix_kernels.pooling import pool_scores
 from prefix_kernels.top_k_selection import rank_by_keys
+from sglang_ext.files import partial_file
 from sglang_ext.methods.base import SelectArgs
 from sglang_ext.options import SparseAttnConfig
+
+TEMPERATURE = 0.8
+"""Of long answers: greedy ones of small models soon repeat themselves, and so do their queries."""
+
+
+@dataclass
+class Answered:
+    """One answer. All tensors are float32.
+
+    Attributes:
+        task: kind of the question.
+        queries: [steps, layers, num_qo_heads, head_dim], post-RoPE: row t is of the decode step that reads token t.
+        keys, values: [layers, num_kv_heads, question and steps, head_dim]: behind the document, in order.
+        text: the answer's.
+    """
+
+    task: str
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    text: str
+
+
+@dataclass
+class Captured:
+    """A document and its answers.
+
+    Attributes:
+        name: of the document.
+        keys, values: [layers, num_kv_heads, prefix_len, head_dim] float32, post-RoPE.
+        answers: in the order of the questions.
+    """
+
+    name: str
+    keys: Tensor
+    values: Tensor
+    answers: list[Answered]
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        with partial_file(path) as partial:
+            torch.save({**vars(self), "answers": [vars(one) for one in self.answers]}, partial)
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> Captured:
+        """Read what `save` wrote."""
+        data = torch.load(path, map_location=device, weights_only=True)
+        return cls(**{**data, "answers": [Answered(**one) for one in data["answers"]]})
+
+
+def output_error(keys: Tensor, values: Tensor, query: Tensor, sm_scale: float, selected: Tensor) -> Tensor:
+    """Relative error of one layer's output at one decode step [..., num_kv_heads], mean over the KV head's query heads.
+
+    Args:
+        keys, values: [num_kv_heads, tokens, head_dim]: the prefix, and all behind it, which is attended.
+        query: [num_qo_heads, head_dim].
+        sm_scale: multiplies q.k.
+        selected: bool [..., num_kv_heads, prefix_len]: the prefix tokens that are attended.
+    """
+    query = query.view(len(keys), -1, query.shape[-1])
+    logits = query @ keys.mT * sm_scale
+    dense = logits.softmax(-1) @ values
+    every = torch.nn.functional.pad(selected, (0, keys.shape[1] - selected.shape[-1]), value=True)
+    out = logits.masked_fill(~every[..., None, :], -torch.inf).softmax(-1) @ values
+    return ((out - dense).norm(dim=-1) / dense.norm(dim=-1)).mean(-1)
+
+
+class Capturing:
+    """A model that writes down its queries.
+
+    Args:
+        model: a Hugging Face folder.
+        chat: of the model's tokenizer.
+        device: to compute on, in float32.
+    """
+
+    def __init__(self, model: str, chat: Chat, device: torch.device) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+
+        def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if query.shape[2] == 1:
+                self._seen[module.layer_idx] = query[0, :, 0]
+            return sdpa_attention_forward(module, query, *args, **kwargs)
+
+        AttentionInterface.register("queries_seen", attend)
+        AttentionMaskInterface.register("queries_seen", sdpa_mask)
+        self._seen: dict[int, Tensor] = {}
+        self._device = device
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="queries_seen"
+        ).to(device)
+        self._chat = chat
+
+    @torch.no_grad()
+    def capture(self, document: Document, steps: int, temperature: float = 0.0) -> Captured:
+        """Prefill a document, answer the first turn of each conversation.
+
+        Args:
+            document: its prefix is what selections are made of.
+            steps: decode steps of each answer.
+            temperature: 0: greedy.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        prefix = self._chat.prefix(document.text)
+        self._read(prefix, cache)
+        keys, values = _layers(cache, 0)
+        answers = []
+        for turns in document.conversations:
+            answers.append(self._answer(turns[0], cache, len(prefix), steps, temperature))
+            cache.crop(len(prefix))
+        return Captured(document.name, keys, values, answers)
+
+    def _answer(self, question: Question, cache: Any, prefix_len: int, steps: int, temperature: float) -> Answered:
+        logits = self._read(self._chat.question(question, first=True), cache)
+        drawn = torch.Generator(self._device).manual_seed(0)
+        tokens, queries = list[int](), list[Tensor]()
+        for _ in range(steps):
+            if temperature:
+                token = (logits / temperature).softmax(-1).multinomial(1, generator=drawn)
+            else:
+                token = logits.argmax(-1, keepdim=True)
+            tokens.append(int(token))
+            logits = self._read(tokens[-1:], cache)
+            queries.append(torch.stack([self._seen[layer] for layer in sorted(self._seen)]))
+        keys, values = _layers(cache, prefix_len)
+        return Answered(question.task, torch.stack(queries), keys, values, self._chat.text(tokens))
+
+    def _read(self, ids: list[int], cache: Any) -> Tensor:
+        """Logits [vocab_size] behind these tokens; the cache grows by them."""
+        given = torch.tensor([ids], device=self._device)
+        out: Tensor = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return out[0, -1]
+
+
+def _layers(cache: Any, begin: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [layers, num_kv_heads, tokens, head_dim] from a position on, copied."""
+    return (
+        torch.stack([layer.keys[0, :, begin:] for layer in cache.layers]),
+        torch.stack([layer.values[0, :, begin:] for layer in cache.layers]),
+    )
+
 
 UNITS = (1, 4, 16)
 RESIDENTS = (1, 1.5, 2, 3, 4, 6, 0.1)
@@ -204,34 +348,15 @@ def lagging(scores: Tensor, args: SelectArgs, every: int) -> Iterator[tuple[int,
     heads, prefix_len = scores.shape[1:]
     cells = {size: tokens_of(size, args.budget, prefix_len) for size in LAGS}
     cells = {size: count for size, count in cells.items() if args.budget <= count <= prefix_len}
-    wanted = masked(selected(scores, args), prefix_len)
-    wide = masked(selected(scores, replace(args, budget=2 * args.budget)), prefix_len)
-    plain, wider = Recency(heads, prefix_len), Recency(heads, prefix_len)
-    near = {key: Recency(heads, prefix_len) for key in itertools.product(UNITS[1:], cells)}
-    for step, now in enumerate(wanted):
-        judged, found = step % every == 1 % every and step > 0, {"exact": (now, now & ~plain.resident(args.budget))}
-
-        def best(there: Tensor, of: Tensor = scores[step]) -> Tensor:
-            return there & masked(selected(of.masked_fill(~there, -torch.inf), args), prefix_len)
-
-        for size, count in cells.items():
-            there = plain.resident(count)
-            if judged:
+    recency = Recency(heads, prefix_len)
+    for step, now in enumerate(masked(selected(scores, args), prefix_len)):
+        if step % every == 1 % every and step > 0:
+            found = {"exact": (now, now & ~recency.resident(args.budget))}
+            for size, count in cells.items():
+                there = recency.resident(count)
                 found[f"lagged {size}"] = now & there, now & ~there
-                found[f"within {size}"] = best(there), now & ~there
-            if judged and count >= 2 * args.budget:
-                there = wider.resident(count)
-                found[f"wide 2, {size}"] = best(there), wide[step] & ~there
-            for unit in UNITS[1:]:
-                there = near[unit, size].resident(count)
-                brought = (now & ~there).unflatten(1, (-1, unit)).any(2).repeat_interleave(unit, 1) & ~there
-                found[f"near {unit}, {size}"] = now & there, brought
-                near[unit, size].want(brought)
-                near[unit, size].want(now)
-        plain.want(now)
-        wider.want(wide[step])
-        if judged:
             yield step, found
+        recency.want(now)
 
 
 def lagged_rows(
@@ -247,19 +372,21 @@ def lagged_rows(
     """
     found, behind = list[tuple[Row, Row]](), answer.keys.shape[2] - len(answer.queries)
     for layer in range(1, len(captured.keys)):
-        keys, values = captured.keys[layer, :, :prefix_len], captured.values[layer, :, :prefix_len]
-        own_keys = torch.cat([captured.keys[layer, :, prefix_len:], answer.keys[layer]], 1)
-        own_values = torch.cat([captured.values[layer, :, prefix_len:], answer.values[layer]], 1)
-        scores = scored(keys, answer.queries[:, layer, None])
+        keys, values = (
+            torch.cat([of[layer], own[layer]], 1)
+            for of, own in ((captured.keys, answer.keys), (captured.values, answer.values))
+        )
+        scores = scored(keys[:, :prefix_len], answer.queries[:, layer, None])
         for size in keep:
             args = sizes(prefix_len, keys.shape[-1], tokens_of(size, 1, prefix_len))
             steps = []
             for step, ways in lagging(scores, args, every):
-                query, end = answer.queries[step, layer], captured.keys.shape[2] - prefix_len + behind + step + 1
-                now = Step(keys, values, own_keys[:, :end], own_values[:, :end], query, args.sm_scale)
+                end = captured.keys.shape[2] + behind + step + 1
+                query = answer.queries[step, layer]
                 attended, fetched = (torch.stack(one) for one in zip(*ways.values(), strict=True))
                 lost, moved = ((one.sum(-1) / args.budget) for one in (attended[:1] & ~attended, fetched))
-                steps.append(torch.stack([now.attended(attended)[1], lost, moved], -1).mean(1))
+                error = output_error(keys[:, :end], values[:, :end], query, args.sm_scale, attended)
+                steps.append(torch.stack([error, lost, moved], -1).mean(1))
             for way, means in zip(ways, torch.stack(steps).mean(0).tolist(), strict=True):
                 figures = {name: round(one, 5) for name, one in zip(("error", "lost", "moved"), means, strict=True)}
                 found.append(({"kept": size, "budget": args.budget, "way": way}, figures))

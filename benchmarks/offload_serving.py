@@ -4,7 +4,6 @@
     python benchmarks/offload_serving.py --out rows.jsonl                    # a GPU of 80 GB; none is measured twice
     python benchmarks/offload_serving.py --out rows.jsonl --engines hbm host
     python benchmarks/offload_serving.py --table rows.jsonl
-    python benchmarks/offload_serving.py --out rows.jsonl --engines hbm host --profile traces   # offload_profile.py
     python benchmarks/offload_serving.py --out tiny.jsonl --shape tiny       # a CPU: tries the script, no more
 
 Engines are started one after another, each in a process of its own; a start is left out when its rows are there.
@@ -28,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import os
 import random
@@ -38,20 +36,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from decode import SPARE, counted_steps
+from decode import SPARE, batch_steps
 from engines import (
     SHAPES,
+    Row,
     Streamed,
     add_arguments,
     append,
     base_flags,
+    end_group,
     layer_plan,
+    markdown,
+    plugin_state,
     provenance,
     read,
     sampling,
@@ -61,9 +63,6 @@ from engines import (
     unmeasured,
     write_model,
 )
-from offload_serving_table import held_bytes, table, within
-
-Row = dict[str, Any]
 
 STARTS = ("hbm", "host", "ours", "stock")
 KEY = ("measure", "engine", "answer", "sizes", "shape", "page", "plan", "config", "flags", "churn")
@@ -85,8 +84,6 @@ SIZES: dict[str, Row] = {
 }  # fmt: skip
 """Tokens: `prefix`, `long`, `warm` (a prefix to warm up with), `budget`s, `residents`, `pool`, `answers`, and `tokens`
 of an answer whose steps are counted. Requests: `in_flight`, `batch`."""
-RECORDED = 10
-"""Steps of a profile."""
 TRACE = Path(__file__).with_name("results") / "selected-qwen.npz"
 _BEGUN = time.monotonic()
 
@@ -173,8 +170,6 @@ def engine_flags(args: argparse.Namespace, start: str) -> list[str]:
 
 def stock_tokens(args: argparse.Namespace) -> int:
     """Tokens of a KV pool of as many bytes as `ours` has in all, by its rows; 0 without any."""
-    if args.stock_pool is not None:
-        return int(args.stock_pool)
     rows = read([args.out]) if Path(args.out).exists() else []
     held = [sum(held_bytes(row).values()) for row in rows if row["start"] == "ours" and row["shape"] == args.shape]
     return max(held, default=0) // token_bytes(args.shape)
@@ -233,36 +228,14 @@ class Asked:
         found = self.ask([*self.prefix(name), *self.suffix()], 4)
         return found.arrivals[0][1] - found.begun
 
-    def steps(self, prompts: Sequence[Sequence[int]]) -> list[float]:
+    def steps(self, prompts: Sequence[list[int]]) -> list[float]:
         """Seconds of the steps of all prompts together, that are counted; see `decode.py`."""
-        tokens, count = self.args.sizes["tokens"], len(prompts)
-
-        async def run() -> Streamed:
-            rest = [
-                asyncio.create_task(streamed(self.engine, one, sampling(tokens + SPARE + count))) for one in prompts[1:]
-            ]
-            await asyncio.sleep(0)
-            measured = await streamed(self.engine, prompts[0], sampling(tokens))
-            await asyncio.gather(*rest)
-            return measured
-
-        return counted_steps(self.wait(run()).arrivals)
-
-    def record(self, prompts: Sequence[Sequence[int]], name: str) -> Path:
-        """SGLang's own profile of some steps of all prompts together, and of the device alone where there is one."""
-        tokens, folder = SPARE + 3 * RECORDED, self.args.profile.resolve()
-        ours = [self.engine.loop.create_task(streamed(self.engine, one, sampling(tokens))) for one in prompts]
-        self.ask(prompts[0], SPARE)  # sent last: all others decode when it ends
-        activities = ["CPU" if self.args.cpu else "GPU"]
-        options = {"activities": activities, "with_stack": False, "record_shapes": False, "profile_id": name}
-        self.engine.start_profile(output_dir=str(folder), num_steps=RECORDED, **options)
-        self.wait(asyncio.gather(*ours))
-        return Path(folder / f"{name}-TP-0.trace.json.gz")
+        found: list[float] = self.wait(batch_steps(self.engine, prompts, self.args.sizes["tokens"]))
+        return found
 
     def state(self) -> Row:
         """The plugin's part of the server's state; empty in a stock engine."""
-        state: Row = self.engine.get_server_info()["internal_states"][0].get("sparse_attn") or {}
-        return state
+        return plugin_state(self.engine.get_server_info())
 
     def counted(self) -> Row:
         """What a row shows the difference of."""
@@ -285,19 +258,8 @@ def counting(asked: Asked, row: Row, measured: Callable[[], Row]) -> Row:
     return row | {"pool_bytes": pool, "bytes": state.get("bytes"), "allocated_bytes": state.get("allocated_bytes")}
 
 
-def stepped(asked: Asked, row: Row, prompts: Sequence[Sequence[int]]) -> Row:
-    """`step` of all prompts, once they are warm; with `--profile` a trace of more of them, which holds the row."""
-    per_token = resident_bytes(asked.args)
-    row = counting(asked, row, lambda: step(asked, prompts, per_token))
-    if asked.args.profile:
-        path = asked.record(prompts, row["start"])
-        trace = json.loads(gzip.decompress(path.read_bytes()))
-        path.write_bytes(gzip.compress(json.dumps(trace | {"row": row}).encode()))
-    return row
-
-
-def step(asked: Asked, prompts: Sequence[Sequence[int]], per_token: float) -> Row:
-    """Milliseconds of a step of all prompts; `per_token`: bytes of what residents count."""
+def step(asked: Asked, prompts: Sequence[list[int]]) -> Row:
+    """Milliseconds of a step of all prompts, once they are warm."""
     before = asked.counted()
     times = asked.steps(prompts)
     after = asked.counted()
@@ -305,6 +267,8 @@ def step(asked: Asked, prompts: Sequence[Sequence[int]], per_token: float) -> Ro
     if after.get("wanted", 0) > before.get("wanted", 0):
         share = (after["transferred"] - before["transferred"]) / (after["wanted"] - before["wanted"])
         all_steps = asked.args.sizes["tokens"] + SPARE + len(prompts)
+        model = SHAPES[asked.args.shape]
+        per_token = token_bytes(asked.args.shape) / model["num_hidden_layers"] / model["num_key_value_heads"]
         moved = (after["transferred"] - before["transferred"]) * per_token / all_steps
         row |= {"moved_share": share, "moved_bytes": moved, "link_ms": 1e3 * moved / LINK_RATE}
     return row
@@ -387,7 +351,7 @@ def measure_long(args: argparse.Namespace, start: str, wanted: Sequence[Row]) ->
         yield rows["first_token", "host"] | {"seconds": median(again[1:]), **told(asked)}
     prompts = [[*asked.prefix("long"), *asked.suffix()] for _ in range(args.sizes["batch"])]
     asked.steps(prompts[:1])
-    yield stepped(asked, rows["step", start], prompts)
+    yield counting(asked, rows["step", start], lambda: step(asked, prompts))
     asked.engine.shutdown()
 
 
@@ -395,12 +359,6 @@ def told(asked: Asked) -> Row:
     """Whether a first token came from where it should."""
     offload = asked.state()["offload"]
     return {"events": offload["events"], "translated": offload["translated"]}
-
-
-def resident_bytes(args: argparse.Namespace) -> float:
-    """Of a token of a KV head of a layer, K and V."""
-    model = SHAPES[args.shape]
-    return float(token_bytes(args.shape) / model["num_hidden_layers"] / model["num_key_value_heads"])
 
 
 def forget(path: Path) -> None:
@@ -465,14 +423,17 @@ def measure_served(args: argparse.Namespace, start: str, wanted: Sequence[Row]) 
         some = prefixes if start == "ours" else prefixes[:1]
         prompts = [[*prefix, *asked.suffix()] for prefix in some]
         asked.steps(prompts)
-        yield stepped(asked, row, prompts)
+        yield counting(asked, row, lambda of=prompts: step(asked, of))  # type: ignore[misc]
     asked.engine.shutdown()
 
 
 def measure(args: argparse.Namespace, start: str) -> None:
     """One start, in this process: the rows that the result file does not hold yet."""
-    rows = measure_long(args, start, cells(args, start)) if start in ("hbm", "host") else None
-    for row in measure_served(args, start, unmeasured(args.out, cells(args, start), KEY)) if rows is None else rows:
+    if start in ("hbm", "host"):
+        rows = measure_long(args, start, cells(args, start))
+    else:
+        rows = measure_served(args, start, unmeasured(args.out, cells(args, start), KEY))
+    for row in rows:
         say(f"{start}: {brief(row)}")
         if unmeasured(args.out, [row], KEY):
             append(args.out, row)
@@ -499,10 +460,7 @@ def child(args: argparse.Namespace, start: str, argv: Sequence[str], logs: Path)
     try:
         yield process
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(20)
+        end_group(process)
 
 
 def run(args: argparse.Namespace, start: str, argv: Sequence[str]) -> bool:
@@ -528,6 +486,60 @@ def run(args: argparse.Namespace, start: str, argv: Sequence[str]) -> bool:
     return False
 
 
+def within(found: Sequence[Streamed], begin: float, end: float) -> Row:
+    """Figures of what came between two times. Of a request that was still running it counts what came of it."""
+    tokens, gaps, firsts = 0, [], []
+    for one in found:
+        pieces = [(0, one.begun), *one.arrivals]
+        for (so_far, before), (count, now) in pairwise(pieces):
+            if begin <= now < end:
+                tokens += count - so_far
+                if so_far and count > so_far:
+                    gaps.append((now - before) / (count - so_far))
+        if one.arrivals and one.arrivals[0][0] and begin <= one.arrivals[0][1] < end:
+            firsts.append(one.arrivals[0][1] - one.begun)
+    row: Row = {"tokens_per_s": tokens / (end - begin), "begun": len(firsts), "requests": len(found)}
+    for name, times in (("ttft_ms", firsts), ("itl_ms", gaps)):
+        row[name] = 1e3 * median(times) if times else None
+    return row
+
+
+def held_bytes(row: Row) -> dict[str, int]:
+    """Device bytes of a row of ours, by what they are for."""
+    return {name: size for name, size in row["bytes"].items() if name != "indexes_at_most"}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Figures beside what they are compared with; ratios: ours over stock's, step over the other's, or the link's."""
+    found = {(row["measure"], row["engine"], row["answer"]): row for row in rows}
+    lines: list[list[str]] = []
+
+    def line(name: str, ours: float | None, other: float | None, digits: int, unit: str) -> None:
+        if ours is not None and other:
+            lines.append([name, f"{ours:,.{digits}f} {unit}", f"{other:,.{digits}f} {unit}", f"{ours / other:.2f}"])
+
+    def of(measure: str, engine: str, figure: str, answer: int | None = None) -> float | None:
+        return found.get((measure, engine, answer), {}).get(figure)
+
+    for answer in sorted({row["answer"] for row in rows if row["answer"]}):
+        for figure, unit in (("tokens_per_s", "tokens/s"), ("ttft_ms", "ms"), ("itl_ms", "ms")):
+            ours, stock = (of("throughput", engine, figure, answer) for engine in ("ours", "stock"))
+            line(f"throughput, answers of {answer}: {figure}", ours, stock, 1, unit)
+    line("distinct", of("distinct", "ours", "tokens_per_s"), of("distinct", "hbm", "tokens_per_s"), 1, "tokens/s")
+    line("step", of("step", "host", "ms"), of("step", "hbm", "ms"), 2, "ms")
+    line("step, and its link", of("step", "host", "ms"), of("step", "host", "link_ms"), 2, "ms")
+    for engine in ("host", "disk"):
+        seconds, prefill = (of("first_token", one, "seconds") for one in (engine, "prefill"))
+        line(f"first token from {engine}, prefill", seconds, prefill, 2, "s")
+    told = [markdown(["", "ours", "against", "ratio"], lines)]
+    for row in rows:
+        if row.get("bytes"):
+            held = held_bytes(row)
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items())
+            told.append(f"\n{row['measure']} {row['engine']}: {sum(held.values()):,} bytes: {parts}")
+    return "\n".join(told)
+
+
 # -- command line ---------------------------------------------------------------------------------------------
 
 
@@ -539,11 +551,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--set", nargs="+", default=[], metavar="SIZE=NUMBER", help="another size: seconds=60, answers=128,512")
     add("--trace", default=str(TRACE), help="of selections; 'none': drawn ones (%(default)s)")
     add("--churn", type=float, default=0.3, help="of drawn ones: share that a step changes (%(default)s)")
-    add("--stock-pool", type=int, metavar="TOKENS", help="of `stock`; default: what `ours` has in all, by its rows")
     add("--start-seconds", type=float, default=500.0, help="a start and its rows take at most (%(default)s)")
     add("--work", type=Path, default=Path(".models/offload"), help="folder of KV files and indexes (%(default)s)")
     add("--logs", type=Path, help="folder of the engines' logs (WORK/logs)")
-    add("--profile", type=Path, metavar="DIR", help="folder of a trace of each start that is measured")
     add("--out", default="offload-serving.jsonl", help="result file; rows are appended (%(default)s)")
     add("--one", choices=[*STARTS, "builder"], help=argparse.SUPPRESS)
     add_arguments(parser)

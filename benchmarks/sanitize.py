@@ -7,15 +7,20 @@
 Each kernel is looked at in some of the GPU's tests of one file, in a process of their own; other launches of these are
 left alone. Memory comes from CUDA itself (`PYTORCH_NO_CUDA_MEMORY_CACHING`), so that a read behind a tensor is
 one behind an allocation. First memcheck and racecheck have to find the error that was planted for each in a kernel of
-this file: else its silence would say nothing, and the run ends. (The other tools have none.) What racecheck reports of
-the code by which Triton starts warp groups apart is counted as `of the dispatch`, and as no error, if in all that was
-launched reads and writes are at different times there: `sanitize_races.py` says how that is found out. Exit status 1
-where a case has an error, fails its tests, runs none, or launches the kernel never.
+this file: else its silence would say nothing, and the run ends. (The other tools have none.) Exit status 1 where a case
+has an error, fails its tests, runs none, or launches the kernel never.
+
+A kernel with `gl.warp_specialize` hands what its warp groups capture, and the number of the group's code, through
+shared memory: the first warps write, all threads meet at `barrier.sync 1`, the others read, all meet again. In kernels
+that have barriers in memory, too, racecheck reports these reads and writes as races of each other. Those are counted as
+`of the dispatch`, and as no error: `tests/benchmarks/test_sanitize.py` shows of the compiled code that barriers lie
+between them. Nothing at a line of a kernel's body is among them.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -24,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,13 +37,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import sanitize_launches
 import torch
 import triton
 import triton.language as tl
 from kernel_rows import driver, installed, origin
-from sanitize_races import races
 from tqdm import tqdm
+from triton.runtime.jit import JITFunction
 
 from prefix_kernels.kernels import COUNTS
 
@@ -48,6 +53,10 @@ _ERRORS = re.compile(r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: )(\d+)")
 _TOLD = 400
 """Lines of what was told that a row keeps, where it is not clean."""
 _PASSED = re.compile(r"(\d+) passed")
+_ENTRY = re.compile(r"(?:Error|Warning): Race reported between ")
+_END = re.compile(r"\n=========[ ]*(?:\n|$)")
+_REPORTED = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+?):(\d+)")
+_launched: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -165,12 +174,11 @@ def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> 
         os.killpg(job.pid, signal.SIGKILL)  # the tests, too, which hold the GPU's memory
         told, _ = job.communicate()
     errors = [int(count) for count in _ERRORS.findall(told)]
-    apart = re.search(rf"dispatch of {kernel}, [1-9]\d* variants: apart$", told, re.MULTILINE)
-    dispatched = sum(race.dispatch for race in races(told, kernel, ROOT / "kernels")) if apart else 0
+    aside = dispatched(told, kernel, ROOT / "kernels")
     summaries = [line for line in told.splitlines() if _PASSED.search(line)]
     row = {
-        "errors": sum(errors) - dispatched if errors else None,
-        "of the dispatch": dispatched,
+        "errors": sum(errors) - aside if errors else None,
+        "of the dispatch": aside,
         "passed": int(_PASSED.findall(summaries[-1])[0]) if summaries else 0,
         "failed": any(word in line for line in summaries for word in ("failed", "error")),
         "launches": sum(int(times) for times in re.findall(rf"launched {kernel} (\d+) times", told)),
@@ -181,16 +189,73 @@ def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> 
     return row if silent else row | {"told": told.splitlines()[-_TOLD:]}
 
 
+def parts(source: str, kernel: str) -> set[int]:
+    """Lines of a source file at which a kernel starts its warp groups; none for a kernel without."""
+    for one in ast.walk(ast.parse(source)):
+        if isinstance(one, ast.FunctionDef) and one.name == kernel:
+            # The call, and an `if` that chooses between two: the compiler names either, or the beginning.
+            calls = {part.lineno for part in ast.walk(one) if _dispatches(part)}
+            calls |= {part.lineno for part in ast.walk(one) if isinstance(part, ast.If) and _dispatches(part.body[0])}
+            return calls and calls | {one.lineno}
+    return set()
+
+
+def _dispatches(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and re.match(r"\w+\.warp_specialize\(", ast.unparse(node)) is not None
+
+
+def dispatched(told: str, kernel: str, folder: Path) -> int:
+    """Races of racecheck's report whose accesses all stand where the kernel starts its warp groups.
+
+    Args:
+        told: the report.
+        kernel: that it looked at.
+        folder: of source files, searched with all below it for the kernel's.
+    """
+    sources = {path.name: path.read_text() for path in sorted(folder.rglob("*.py"))}
+    found = {name: parts(text, kernel) for name, text in sources.items() if f"\ndef {kernel}(" in text}
+    count = 0
+    for entry in _ENTRY.split(told)[1:]:
+        text = _END.split(entry)[0]
+        named = _REPORTED.findall(text)
+        at_start = [name == kernel and int(line) in found.get(Path(file).name, ()) for _, name, file, line in named]
+        count += 1 < len(re.findall(r"\baccess at\b", text)) == len(named) and all(at_start)
+    return count
+
+
 def run_case(args: argparse.Namespace, what: tuple[str, str, Case]) -> dict[str, Any]:
     """One kernel of a case under one tool."""
     tool, kernel, case = what
     file = ROOT / "tests" / "prefix_kernels" / case.file
-    plugins = ["-p", "no:cacheprovider", "-p", Path(sanitize_launches.__file__).stem]
+    plugins = ["-p", "no:cacheprovider", "-p", Path(__file__).stem]
     pytest = ["-m", "pytest", "-o", "addopts=", "-q", *plugins, "-k", case.tests, str(file)]
     row = sanitize(tool, kernel, pytest, args.case_seconds)
     ended = row["status"] == 0 or (row["status"] == FOUND and row["of the dispatch"] > 0)
     good = row["errors"] == 0 and ended and not row["failed"] and row["passed"] > 0 and row["launches"] > 0
     return {"good": good, "tool": tool, "kernel": kernel, "file": case.file, "tests": case.tests, **row}
+
+
+# -- as a plugin of pytest ---------------------------------------------------------------------------------------
+
+
+def pytest_configure() -> None:
+    """Count launches of Triton kernels from now on, before there is any."""
+    run = JITFunction.run
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        _launched[kernel.fn.__name__] += 1
+        return run(kernel, *args, **kwargs)
+
+    JITFunction.run = counted
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line for each kernel."""
+    for name, times in sorted(_launched.items()):
+        terminalreporter.write_line(f"launched {name} {times} times")
+
+
+# -- command line ----------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

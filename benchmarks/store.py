@@ -6,8 +6,7 @@ run, and what is needed to repeat it. A row is written only after what was measu
     python benchmarks/store.py                      # all rows, about 5 minutes, 3 GB of disk
     python benchmarks/store.py --only read warm --dir FOLDER_ON_THE_DISK --repeats 9
 
-`read`, `write`  cold reads and durable writes against `fio` on the same disk, in turn; without `fio`, against a plain
-                 reader and writer of our own, which the row's `reference` then names
+`read`, `write`  cold reads and durable writes against `fio` on the same disk, in turn; not measured without `fio`
 `warm`           from the page cache, against memcpy and xxh3
 `scan`           start-up with many entries
 `latency`        get and read of a 1 MB index
@@ -16,15 +15,18 @@ run, and what is needed to repeat it. A row is written only after what was measu
 from __future__ import annotations
 
 import argparse
-import contextlib
+import gc
 import json
 import os
 import platform
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
-from disk import Row, disk_reference, in_turn, rates, seconds_of, summary
 from kernel_rows import commit
 
 from prefix_index import (
@@ -42,14 +43,77 @@ from prefix_index import (
     IndexCorrupt,
     IndexFile,
     IndexPayload,
-    IndexStore,
     IndexWriter,
 )
 from prefix_index.folder import open_direct
 from prefix_index.reader import PIECE_NBYTES, THREADS, fresh_buffer
 from tests.prefix_index.samples import sample_identity
 
+Row = dict[str, Any]
+
 LAYERS, HEADS, NAMES = 32, 8, 6
+_FIO = "bs 1M; read libaio iodepth 8 direct; write psync fallocate end_fsync"
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    """Wall seconds of one call; its result is freed outside them."""
+    gc.collect()
+    begun = time.perf_counter()
+    kept = act()
+    took = time.perf_counter() - begun
+    del kept
+    return took
+
+
+def in_turn(repeats: int, **acts: Callable[[], float]) -> dict[str, list[float]]:
+    """Each of the measurements `repeats` times, in turn and in changing order; the first round does not count."""
+    values: dict[str, list[float]] = {name: [] for name in acts}
+    for repeat in range(repeats + 1):
+        for name in list(acts) if repeat % 2 else reversed(acts):
+            value = acts[name]()
+            if repeat:
+                values[name].append(value)
+    return values
+
+
+def summary(values: Sequence[float], digits: int = 3) -> Row:
+    return {
+        "median": round(statistics.median(values), digits),
+        "spread": [round(f(values), digits) for f in (min, max)],
+    }
+
+
+def rates(values: dict[str, list[float]], nbytes: int) -> Row:
+    """Seconds of `ours` and `reference` as GB/s (1e9 bytes), and the ratio of the medians."""
+    gbs = {name: [nbytes / s / 1e9 for s in seconds] for name, seconds in values.items()}
+    ratio = statistics.median(gbs["ours"]) / statistics.median(gbs["reference"])
+    return {**{f"{name}_GB_s": summary(v) for name, v in gbs.items()}, "ratio": round(ratio, 3)}
+
+
+def fio(path: Path, nbytes: int, mode: str) -> float:
+    """Seconds for `nbytes` of `path` at the rate of fio: read with O_DIRECT, or write and fsync."""
+    size = nbytes - nbytes % (1 << 20)
+    command = ["fio", "--name=bench", f"--filename={path}", f"--size={size}", "--bs=1M", "--output-format=json"]
+    if mode == "read":
+        command += ["--rw=read", "--ioengine=libaio", "--iodepth=8", "--direct=1", "--readonly"]
+    else:
+        command += ["--rw=write", "--ioengine=psync", "--end_fsync=1", "--fallocate=posix", "--overwrite=0"]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][mode]
+    if job["io_bytes"] != size:
+        raise RuntimeError(f"fio: expected {size} bytes, found {job['io_bytes']}")
+    return nbytes / float(job["bw_bytes"])
+
+
+def has_fio() -> bool:
+    if shutil.which("fio") is None:
+        print("reads and writes of the disk: not measured, expected fio on the path, got none", file=sys.stderr)
+    return shutil.which("fio") is not None
+
+
+def fio_version() -> str:
+    found = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    return f"{found}: {_FIO}"
 
 
 def payload_of(nbytes: int, *, names: int = NAMES, layers: int = LAYERS, heads: int = HEADS, seed: int = 0) -> Any:
@@ -82,19 +146,20 @@ def drop_from_page_cache(path: Path) -> None:
         os.close(fd)
 
 
+def check_arrays(what: str, found: Mapping[ArrayKey, Any], payload: IndexPayload) -> None:
+    if found.keys() != payload.arrays.keys() or not all(np.array_equal(found[k], payload.arrays[k]) for k in found):
+        raise RuntimeError(f"{what}: expected the arrays that were written, found others")
+
+
 def check_read(path: Path, payload: IndexPayload) -> None:
     """What is measured reads the right bytes, and notices wrong ones. Raises RuntimeError."""
-    with IndexFile.open(path) as index:
-        found = index.read_many()
-    if found.keys() != payload.arrays.keys() or not all(np.array_equal(found[k], payload.arrays[k]) for k in found):
-        raise RuntimeError(f"{path}: expected the arrays that were written, found others")
+    check_arrays(str(path), read_all(path), payload)
     at = path.stat().st_size // 2
     with path.open("r+b", buffering=0) as file:
         right = os.pread(file.fileno(), 1, at)
         os.pwrite(file.fileno(), bytes([right[0] ^ 1]), at)
         try:
-            with IndexFile.open(path) as index:
-                index.read_many()
+            read_all(path)
             raise RuntimeError(f"{path}: expected IndexCorrupt for a flipped bit, found none")
         except IndexCorrupt:
             os.pwrite(file.fileno(), right, at)
@@ -105,8 +170,21 @@ def read_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     if not has_direct(folder):
         print("cold reads: not measured, this file system has no O_DIRECT (choose another by --dir)", file=sys.stderr)
         return
-    for size in args.sizes:
-        yield cold_row(stored(folder / "cold", payload_of(size)), args.repeats)
+    for size in args.sizes if has_fio() else ():
+        path = stored(folder / "cold", payload_of(size))
+        nbytes = path.stat().st_size
+
+        def cold(direct: bool, path: Path = path) -> float:
+            drop_from_page_cache(path)
+            return seconds_of(lambda: read_all(path, direct=direct))
+
+        values = in_turn(
+            args.repeats,
+            ours=partial(cold, True),
+            reference=partial(fio, path, nbytes, "read"),
+            through_page_cache=partial(cold, False),
+        )
+        yield {"bench": "cold_read_verified", "nbytes": nbytes, "reference": fio_version(), **rates(values, nbytes)}
 
 
 def stored(path: Path, payload: IndexPayload) -> Path:
@@ -114,23 +192,6 @@ def stored(path: Path, payload: IndexPayload) -> Path:
     write_plainly(path, payload)
     check_read(path, payload)
     return path
-
-
-def cold_row(path: Path, repeats: int) -> Row:
-    name, reference = disk_reference()
-    nbytes = path.stat().st_size
-
-    def cold(direct: bool) -> float:
-        drop_from_page_cache(path)
-        return seconds_of(lambda: read_all(path, direct=direct))
-
-    values = in_turn(
-        repeats,
-        ours=lambda: cold(True),
-        reference=lambda: reference(path, nbytes, "read"),
-        through_page_cache=lambda: cold(False),
-    )
-    return {"bench": "cold_read_verified", "nbytes": nbytes, "reference": name, **rates(values, nbytes)}
 
 
 def read_all(path: Path, **how: Any) -> Any:
@@ -164,7 +225,8 @@ def warm_row(path: Path, buffer: str, repeats: int) -> Row:
 
 
 def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    name, reference = disk_reference()
+    if not has_fio():
+        return
     payload = payload_of(args.write_size)
     nbytes = sum(array.nbytes for array in payload.arrays.values())
     with FileStore(folder / "write", create=True) as store:
@@ -175,7 +237,7 @@ def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
         def plainly() -> float:
             path = folder / "plain"
-            took = reference(path, nbytes, "write")
+            took = fio(path, nbytes, "write")
             path.unlink()
             return took
 
@@ -183,7 +245,7 @@ def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         check_read(store.path_of(payload.identity), payload)
         values = in_turn(args.repeats, ours=put, reference=plainly)
         check_read(store.path_of(payload.identity), payload)
-    yield {"bench": "write_durable", "nbytes": nbytes, "reference": name, **rates(values, nbytes)}
+    yield {"bench": "write_durable", "nbytes": nbytes, "reference": fio_version(), **rates(values, nbytes)}
 
 
 def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -213,64 +275,24 @@ def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def latency_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Milliseconds of gets from an open store, and of the reading of all arrays after each."""
     payload = payload_of(1 << 20, names=1, layers=4, heads=8)
-    with FileStore(folder / "latency", create=True) as embedded:
-        yield {"bench": "get_latency", "store": "embedded file", **get_latency(embedded, payload, args.gets)}
-    try:
-        import prefix_index.service as service
-    except ImportError as error:
-        print(f"get_latency through the service: not measured, {error}", file=sys.stderr)
-        return
-    with (
-        running_service(folder) as endpoint,
-        contextlib.closing(service.StoreClient(endpoint, timeout_s=60)) as client,  # a slow answer is a figure, too
-    ):
-        client.open()
-        yield {"bench": "get_latency", "store": "service", **get_latency(client, payload, args.gets)}
-
-
-def get_latency(store: IndexStore, payload: IndexPayload, count: int) -> Row:
-    """Milliseconds of `count` gets, and of the reading of all arrays after each, from an open store of any kind."""
-    store.put(payload)
-    got, read = [], []
-    for _ in range(count + 20):
-        begun = time.perf_counter()
-        with store.get(payload.identity) as index:
-            opened = time.perf_counter()
-            found = index.read_many()
-        done = time.perf_counter()
-        if found.keys() != payload.arrays.keys() or not all(np.array_equal(found[k], payload.arrays[k]) for k in found):
-            raise RuntimeError("get: expected the arrays that were put, found others")
-        got.append(opened - begun)
-        read.append(done - begun)
-    cases = {"get": got[20:], "get_and_read": read[20:]}
-    row: Row = {"nbytes": sum(a.nbytes for a in found.values()), "arrays": len(found), "gets": count}
-    for name, seconds in cases.items():
-        row[f"{name}_ms"] = {f"p{q}": round(float(np.percentile(seconds, q)) * 1e3, 3) for q in (50, 99)}
-    return row
-
-
-@contextlib.contextmanager
-def running_service(folder: Path) -> Iterator[str]:
-    """A store service in a process of its own; gives its endpoint."""
-    code = """
-import sys
-from prefix_index import FileStore
-from prefix_index.service import StoreServer
-server = StoreServer(FileStore(sys.argv[1], create=True), sys.argv[2])
-server.open()
-print("ready", flush=True)
-server.serve()
-"""
-    endpoint = f"ipc://{folder / 'socket'}"
-    command = [sys.executable, "-c", code, str(folder / "served"), endpoint]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            if server.stdout is None or server.stdout.readline().strip() != "ready":
-                raise RuntimeError("store service: expected it to start, found that it ended")
-            yield endpoint
-        finally:
-            server.terminate()
+    seconds: dict[str, list[float]] = {"get": [], "get_and_read": []}
+    with FileStore(folder / "latency", create=True) as store:
+        store.put(payload)
+        for _ in range(args.gets + 20):
+            begun = time.perf_counter()
+            with store.get(payload.identity) as index:
+                opened = time.perf_counter()
+                found = index.read_many()
+            done = time.perf_counter()
+            check_arrays("get", found, payload)
+            seconds["get"].append(opened - begun)
+            seconds["get_and_read"].append(done - begun)
+    row: Row = {"nbytes": sum(a.nbytes for a in found.values()), "arrays": len(found), "gets": args.gets}
+    for name, each in seconds.items():
+        row[f"{name}_ms"] = {f"p{q}": round(float(np.percentile(each[20:], q)) * 1e3, 3) for q in (50, 99)}
+    yield {"bench": "get_latency", "store": "embedded file", **row}
 
 
 BENCHES: dict[str, Callable[[argparse.Namespace, Path], Iterator[Row]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from math import exp, lgamma, sqrt
@@ -47,15 +48,12 @@ def detectable(control: Counter[str] | None, treated: Counter[str]) -> int:
     """The least number of wrong answers among the treated that chance would not explain: what a run of this length can
     show. One more than there were answers: it could show nothing.
     """
-    explained, number = 0, answers(treated)
-    too_many = number + 1
-    while too_many - explained > 1:
-        middle = (explained + too_many) // 2
-        if chance(control, Counter(equal=number - middle, wrong=middle)) > CHANCE:
-            explained = middle
-        else:
-            too_many = middle
-    return too_many
+    number = answers(treated)
+
+    def shows(wrong: int) -> bool:
+        return chance(control, Counter(equal=number - wrong, wrong=wrong)) <= CHANCE
+
+    return bisect_left(range(number + 1), True, key=shows)
 
 
 def counted(of: Mapping[str, int]) -> Counter[str]:

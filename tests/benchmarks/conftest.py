@@ -14,7 +14,7 @@ from tests.benchmarks.results import BENCHMARKS
 
 @pytest.fixture(scope="session")
 def load() -> Iterator[Callable[..., SimpleNamespace]]:
-    """`load("serving", "serving_runs")`: (serving=, serving_runs=)."""
+    """`load("replay", "replay_model")`: (replay=, replay_model=)."""
 
     def loaded(*names: str) -> SimpleNamespace:
         found: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}

@@ -59,12 +59,11 @@ def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(build:
     assert build.missing(args, "prefill", {**ORIGIN, "date": "later", "commit": "b"})[0]["num_tokens"] == 128
     assert len(build.missing(args, "prefill", {**ORIGIN, "shape": "other"})) == 2
     assert len(build.missing(args, "recording", ORIGIN)) == 2
-    assert len(build.missing(args, "layer", ORIGIN)) == 2 * len(args.methods)
 
 
 def test_builds_and_recording_met_their_limits(build: Any) -> None:
     """Of the rows in the repository: a tenth of the prefill, and 3% more."""
-    ((_, rows),) = build.read([str(BENCHMARKS / "results" / "build-h200.jsonl")]).items()
+    rows = build.read([str(BENCHMARKS / "results" / "build-h200.jsonl")])
     prefill: dict[int, float] = {}
     for row in rows:
         if row["bench"] == "prefill":
@@ -76,31 +75,21 @@ def test_builds_and_recording_met_their_limits(build: Any) -> None:
     assert all(row["ratio"]["median"] <= 1.03 for row in recorded)
 
 
-def test_a_method_is_a_name_or_its_parameters(build: Any) -> None:
-    args = build.parse(["--methods", "two_level", '{"method": "ab_sparse", "block_size": 32}'])
-    assert args.methods == [{"method": "two_level"}, {"method": "ab_sparse", "block_size": 32}]
-    with pytest.raises(SystemExit):
-        build.parse(["--methods", "no_such_method"])
-
-
 @pytest.mark.full
 @pytest.mark.server
 @pytest.mark.timeout(1800)
-def test_all_parts_with_sglang(tmp_path: Path) -> None:
+def test_recording_with_sglang(tmp_path: Path) -> None:
     """Dummy weights build too: finite, though tiny, keys and queries."""
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCHMARKS / "build.py"), "--out", str(out), "--shape", "tiny", "--dir"]
     command += [str(tmp_path), "--lengths", "1024", "--page", "16", "--pairs", "2", "--only"]
-    command += ["layer", "recording"]  # a stock engine is started like the building one, only without our flags
-    command += ["--methods", "ab_sparse", "--layer-repeats", "1"]
+    command += ["recording"]  # a stock engine is started like the building one, only without our flags
     command += ["--config", '{"method": "two_level", "store_min_free_bytes": 16777216}']
     command += ["--", "--chunked-prefill-size", "512"]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found = {row["bench"]: row for row in rows_of(out)}
-    assert list(found) == ["layer", "recording"]
-    recording = found["recording"]
+    (recording,) = rows_of(out)
     assert recording["chunked_prefill_size"] == 512
     assert recording["kv_bytes"] == 2 * 1024 * 2 * 64 * 2 * 4
     assert 0 < recording["build"]["min"] <= recording["held"]["max"]

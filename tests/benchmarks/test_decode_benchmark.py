@@ -27,7 +27,7 @@ SETTLING = 2
 
 @pytest.fixture
 def bench(load: Any) -> SimpleNamespace:
-    return load("decode", "decode_plot")  # type: ignore[no-any-return]
+    return load("decode")  # type: ignore[no-any-return]
 
 
 def row(engine: str, path: str, ms: float, **more: Any) -> dict[str, Any]:
@@ -176,16 +176,16 @@ def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench:
 
 def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: SimpleNamespace, tmp_path: Path) -> None:
     rows, out = bench.decode.read([str(GRID)]), tmp_path / "decode.png"
-    drawn = bench.decode_plot.lines(rows)
+    drawn = bench.decode.plotted(rows)
     names = ["flashinfer", "auto, anchors"]
     assert list(drawn) == [(batch, name) for batch in (1, 8, 32) for name in names]
     assert [context for context, _ in drawn[8, "flashinfer"]] == [1024 * 2**n for n in (0, 2, 3, 4, 5, 6, 7)]
-    made = bench.decode_plot.plot([*rows, {**rows[0], "path": "another", "ms": 7.0}], out)
+    made = bench.decode.plot([*rows, {**rows[0], "path": "another", "ms": 7.0}], out)
     assert made.read_bytes().startswith(b"\x89PNG")
     assert made.stat().st_size < 60_000
     for wrong in ([], [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0, device="CPU")]):
         with pytest.raises(ValueError, match="expected rows of one device, shape and page size, got"):
-            bench.decode_plot.plot(wrong, out)
+            bench.decode.plot(wrong, out)
 
 
 def test_flags_of_the_engines(bench: SimpleNamespace) -> None:

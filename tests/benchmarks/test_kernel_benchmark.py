@@ -170,7 +170,7 @@ def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench,
         assert line in lines
 
 
-def test_the_table_of_operators_says_how_much_faster_they_are_at_least(bench, tmp_path):
+def test_the_table_of_operators_says_how_much_faster_they_are(bench, tmp_path):
     rows = []
     for context, batch, groups, ratio in (
         (131072, 1, 1, 6.3),
@@ -188,8 +188,6 @@ def test_the_table_of_operators_says_how_much_faster_they_are_at_least(bench, tm
         "| case | tokens | batch 1 | batch 8 | 8 groups of 1 |",
         "| flashinfer | 131072 | 180.0 (7.0) | 180.0 (7.0) | 180.0 (7.0) |",
         "| token_index, 2,048 | 131072 | 30.0 (7.0; 6.30 x) | 30.0 (7.0; 9.00 x) | 30.0 (7.0; 6.10 x) |",
-        "| FlashInfer's time over ours, at least | 131072 tokens, alone or 8 prefixes | other cells |",
-        "| token_index, 2,048 | 6.10 | 2.00 |",
     ):
         assert line in lines
 

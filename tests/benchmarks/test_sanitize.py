@@ -1,5 +1,5 @@
 """`benchmarks/sanitize.py`: what it takes for clean, with a program of our own in the sanitizer's place; and when what
-warp groups hand each other at their start is written and read (`sanitize_races.py`).
+warp groups hand each other at their start is written and read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,43 +65,36 @@ def test_what_counts_as_clean(sanitize: Any, tool: Any, script: str, status: int
     assert ("told" in row) == (status != 0 or row["errors"] != 0)
 
 
-def report(body: bool, apart: bool, others: str, count: int) -> str:
+def report(body: bool, others: str, count: int) -> str:
     """Of racecheck's, on Hopper's attention: a read and a write where its warp groups are started."""
-    import sanitize_races
+    import sanitize
 
     kernel, file = "attend_items_sm90_kernel", "sm90_kernels.py"
     source = (ROOT / "kernels" / "prefix_kernels" / "grouped_attention" / file).read_text()
-    start = min(sanitize_races.parts(source, kernel))
+    start = min(sanitize.parts(source, kernel))
     second = start + 20 if body else start
     return f"""
 .========= Error: Race reported between Read access at {kernel}+0x190 in {file}:{start}
 =========     and Write access at {kernel}+0x2130 in {file}:{second} [4 hazards]
 =========
 launched {kernel} 7 times
-dispatch of {kernel}, 2 variants: {"apart" if apart else "not apart: [...]"}
 3 passed{others} in 1s
 ========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)"""
 
 
 @pytest.mark.parametrize(
-    ("body", "apart", "others", "count", "errors", "good"),
-    [
-        (False, True, "", 1, 0, True),
-        (False, True, ", 1 failed", 1, 0, False),
-        (True, True, "", 1, 1, False),
-        (False, False, "", 1, 1, False),
-        (False, True, "", 2, 1, False),
-    ],
-    ids=["of the dispatch only", "a failed test", "a line of the body", "at the same time", "more than are told"],
+    ("body", "others", "count", "errors", "good"),
+    [(False, "", 1, 0, True), (False, ", 1 failed", 1, 0, False), (True, "", 1, 1, False), (False, "", 2, 1, False)],
+    ids=["of the dispatch only", "a failed test", "a line of the body", "more than are told"],
 )
 def test_races_of_the_dispatch_of_warp_groups_are_counted_apart(
-    sanitize: Any, tool: Any, body: bool, apart: bool, others: str, count: int, errors: int, good: bool
+    sanitize: Any, tool: Any, body: bool, others: str, count: int, errors: int, good: bool
 ) -> None:
-    tool("cat <<'END'\n" + report(body, apart, others, count) + "\nEND", 86)
+    tool("cat <<'END'\n" + report(body, others, count) + "\nEND", 86)
     case = sanitize.Case(("attend_items_sm90_kernel",), "triton/test_grouped_attention.py", "reuse_heads")
     work = ("racecheck", "attend_items_sm90_kernel", case)
     row = sanitize.run_case(argparse.Namespace(case_seconds=20.0), work)
-    assert (row["errors"], row["of the dispatch"], row["good"]) == (errors, int(apart and not body), good)
+    assert (row["errors"], row["of the dispatch"], row["good"]) == (errors, int(not body), good)
     assert "told" in row
 
 
@@ -139,31 +133,85 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def sanitize_races(load: Any) -> Any:
-    return load("sanitize_races").sanitize_races
+_LABEL = re.compile(r"^([\w$]+):")
+_JUMP = re.compile(r"^(@!?%\w+ )?bra(?:\.uni)?\s+([\w$]+);")
+_ACCESS = re.compile(r"^(?:@!?%\w+ )?(ld|st)\.shared\S*\s")
+START_TO_END = 3
+"""Barriers from one start of the warp groups to the next: they begin, have read what they were handed, have ended."""
+APART = {"ld": {1}, "st": {0}}
+"""Phases of reads and of writes, as Triton has them."""
 
 
-def phases(races: Any, launch: Launch, ptx: str) -> dict[str, set[int]]:
+def phases(ptx: str, path: Path, lines: set[int]) -> dict[str, set[int]]:
+    """When shared memory is read and written where warp groups are started.
+
+    Args:
+        ptx: of a kernel.
+        path: of its source file.
+        lines: of that file, as `sanitize.parts` names them.
+
+    Returns:
+        Of reads ("ld") and writes ("st") at these lines, how many `barrier.sync 1` there are before them, modulo
+        `START_TO_END`, on any way from the beginning. All threads take part in each of them, so what is in another
+        phase is at another time.
+
+    Raises:
+        ValueError: that barrier is used by some of the threads, or the file is not in the text once.
+    """
+    numbers = re.findall(rf'^\s*\.file\s+(\d+) "[^"]*{path.parent.name}/{path.name}"', ptx, re.MULTILINE)
+    if len(numbers) != 1:
+        raise ValueError(f"expected {path.name} in the PTX's table of files, once, got it {len(numbers)} times")
+    code = [re.sub(r"\s*//.*", "", line).strip() for line in ptx[ptx.index("\n{") :].splitlines()]
+    labels: dict[str, list[int]] = defaultdict(list)
+    here: list[bool] = []
+    for at, line in enumerate(code):
+        if found := _LABEL.match(line):
+            labels[found[1]].append(at)
+        if re.match(r"barrier\.sync\s+1,|bar\.sync\s+1\b|barrier\.cta", line):
+            raise ValueError(f"expected barrier 1 as one of all threads, got {line}")
+        place = re.match(r"\.loc\s+(\d+) (\d+)", line)
+        here.append((place[1] == numbers[0] and int(place[2]) in lines) if place else bool(here) and here[-1])
+    known: list[set[int]] = [set() for _ in code]
+    todo = [(0, 0)]
+    while todo:
+        at, phase = todo.pop()
+        if at >= len(code) or phase in known[at]:
+            continue
+        known[at].add(phase)
+        if re.match(r"barrier\.sync\s+1;", code[at]):
+            phase = (phase + 1) % START_TO_END
+        jump = _JUMP.match(code[at])
+        if jump:
+            # A label of an inline block is there once for each block.
+            todo.append((min(labels[jump[2]], key=lambda to, at=at: abs(to - at)), phase))
+        if not (jump and not jump[1]) and not re.match(r"(ret|trap|exit);", code[at]):
+            todo.append((at + 1, phase))
+    found_in: dict[str, set[int]] = {"ld": set(), "st": set()}
+    for line, ours, of in zip(code, here, known, strict=True):
+        if ours and (access := _ACCESS.match(line)):
+            found_in[access[1]] |= of
+    return found_in
+
+
+def phases_of(sanitize: Any, launch: Launch, ptx: str) -> dict[str, set[int]]:
     path = Path(launch.kernel.fn.__code__.co_filename)
-    found: dict[str, set[int]] = races.phases(ptx, path, races.parts(path.read_text(), launch.kernel.fn.__name__))
-    return found
+    return phases(ptx, path, sanitize.parts(path.read_text(), launch.kernel.fn.__name__))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_phase_has_both_a_read_and_a_write(case: str, sanitize_races: Any) -> None:
+def test_no_phase_has_both_a_read_and_a_write(case: str, sanitize: Any) -> None:
     (attend,) = launches(case)
-    assert phases(sanitize_races, attend, compiled(attend, 90).asm["ptx"]) == sanitize_races.APART
+    assert phases_of(sanitize, attend, compiled(attend, 90).asm["ptx"]) == APART
 
 
-def test_a_barrier_that_is_missing_is_found(sanitize_races: Any) -> None:
+def test_a_barrier_that_is_missing_is_found(sanitize: Any) -> None:
     (attend,) = launches(CASES[0])
     pieces = re.split(r"(\n\s*barrier\.sync\s+1;)", compiled(attend, 90).asm["ptx"])
     found = []
     for left_out in range(1, len(pieces), 2):
         ptx = "".join(piece for at, piece in enumerate(pieces) if at != left_out)
-        found.append(phases(sanitize_races, attend, ptx) != sanitize_races.APART)
+        found.append(phases_of(sanitize, attend, ptx) != APART)
     # The first warps' before their last write, and the others' on their way round.
-    assert found.count(True) >= 2 * sanitize_races.START_TO_END, found
+    assert found.count(True) >= 2 * START_TO_END, found
     # Nothing is read behind the last one, and a warp group without work does not come by.
-    assert found.count(False) <= sanitize_races.START_TO_END, found
+    assert found.count(False) <= START_TO_END, found

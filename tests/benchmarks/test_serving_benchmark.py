@@ -16,8 +16,7 @@ from tests.server.jobs import run_job
 
 @pytest.fixture
 def bench(load: Any) -> SimpleNamespace:
-    found = load("serving", "serving_runs", "serving_table")
-    return SimpleNamespace(serving=found.serving, runs=found.serving_runs, table=found.serving_table)
+    return load("serving")  # type: ignore[no-any-return]
 
 
 def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[st
 
 def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     args = bench.serving.parse(["--runs", "groups", "agent", "--set", "groups.prefix=4096", "groups.zipf=1.5"])
-    groups, agent = ({**bench.runs.RUNS[name]} for name in ("groups", "agent"))
+    groups, agent = ({**bench.serving.RUNS[name]} for name in ("groups", "agent"))
     assert args.sizes == {"groups": {**groups, "prefix": 4096, "zipf": 1.5}, "agent": agent}
     for wrong, message in (
         ("groups.length=3", "expected RUN.SIZE=NUMBER"),
@@ -76,24 +75,24 @@ def result(**more: Any) -> dict[str, Any]:
 def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
     sizes = {"prefix": 70, "question": 2, "turns": 2}
     before = {"server_info": {"internal_states": [{"sparse_attn": {"cascade_steps": 4, "sparse_steps": 2}}]}}
-    found = bench.runs.figures([{}, before, result()], sizes, 16)
+    found = bench.serving.figures([{}, before, result()], sizes, 16)
     assert (found["cascade_steps"], found["sparse_steps"], found["hits"]) == (5, 0, 1)
     assert found["suffix_keep_ratio"] == 0.25
     assert found["ttft_ms_by_turn"] == pytest.approx([200.0, 300.0])
     assert found["tpot_ms_by_turn"] == pytest.approx([20.0, 40.0])
     assert (found["prompt_tokens"], found["cached_tokens"]) == ([70, 70], [64, 80])
     for times, by_turn in (([[], [], [0.02, 0.02], []], [20.0, None]), ([[]] * 4, [None, None])):  # all tokens at once
-        assert bench.runs.figures([{}, before, result(itls=times)], sizes, 16)["tpot_ms_by_turn"] == by_turn
+        assert bench.serving.figures([{}, before, result(itls=times)], sizes, 16)["tpot_ms_by_turn"] == by_turn
     stock = {"server_info": {"internal_states": [{}]}}
-    found = bench.runs.figures([stock, result(**stock)], sizes, 16)
+    found = bench.serving.figures([stock, result(**stock)], sizes, 16)
     assert (found["cascade_steps"], found["suffix_keep_ratio"]) == (0, None)
 
 
 def test_a_row_that_would_not_be_what_it_says_is_none(bench: SimpleNamespace) -> None:
     with pytest.raises(RuntimeError, match="expected 80 tokens of each request in the prefix cache, got 64"):
-        bench.runs.figures([result(), result()], {"prefix": 80}, 16)
+        bench.serving.figures([result(), result()], {"prefix": 80}, 16)
     with pytest.raises(RuntimeError, match=r"expected every request to be answered, got 3 and \['gone'\]"):
-        bench.runs.figures([result(), result(completed=3, errors=["", "gone", "", ""])], {"prefix": 64}, 16)
+        bench.serving.figures([result(), result(completed=3, errors=["", "gone", "", ""])], {"prefix": 64}, 16)
 
 
 def test_what_is_there_is_not_measured_again(bench: SimpleNamespace, tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_the_table_has_medians_and_shares_of_the_best_stock_engine_of_the_same_s
     rows += [row("flashinfer", 300.0, 40.0), row("triton", 200.0, 50.0), row("auto", 400.0, 10.0, run="long")]
     rows += [row("shared", 450.0, 9.0, config={"x": 1}), row("shared", 500.0, 9.0, sizes={"groups": 3})]
     rows += [row("flashinfer", 150.0, 9.0, flags=["--y"]), row("shared", 450.0, 9.0, flags=["--y"])]
-    header, _, *found = cells(bench.table.table(rows))
+    header, _, *found = cells(bench.serving.table(rows))
     assert sorted(one[1:4] for one in found) == [
         ["groups", "flashinfer", "300"],
         ["groups", "shared", "500"],
@@ -171,8 +170,8 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
 
 def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: SimpleNamespace) -> None:
     rows = bench.serving.read([str(RESULTS / "serving-h200.jsonl")])
-    assert bench.table.table([row for row in rows if row["run"] == "groups"]) in document("benchmarks")
-    (found,) = [of for (_, _, _, run, _), of in bench.table.medians(rows).items() if run == "groups"]
+    assert bench.serving.table([row for row in rows if row["run"] == "groups"]) in document("benchmarks")
+    (found,) = [of for (_, _, _, run, _), of in bench.serving.medians(rows).items() if run == "groups"]
     stock = found["flashinfer"]
     for name in ("shared", "auto, kascade"):
         assert found[name]["output_throughput"] >= 2 * stock["output_throughput"], name
