@@ -259,7 +259,7 @@ NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
 NOT_FOR |= {(f"attention on latent keys {of}", 80) for of in ("for 4 requests", "with 64 heads")}  # tiles of 64 rows
 NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith(("selection of blocks", "selection of l")) and "32" in case}
-#: Bytes that a thread may spill: a bound on registers has its price, and so has the kernel whose warps share them out.
+#: Bytes that a thread may spill, the most of either Triton: a bound on registers has its price, and so has the kernel whose warps share them out.
 SPILLED = {
     "attention with bounded registers": 32,
     "attention on latent keys": 64,
@@ -267,24 +267,25 @@ SPILLED = {
     "attention on latent keys with 64 heads": 240,
     "specialized attention of 128 rows": 16,
     # Numbers of the tables, outside of the loops.
-    "specialized selection of tokens": 336,
-    "specialized selection of tokens, raw scores kept": 96,
-    "specialized selection of tokens for 8 requests": 56,
+    "specialized selection of tokens": 384,
+    "specialized selection of tokens, raw scores kept": 144,
+    "specialized selection of tokens for 8 requests": 88,
     "specialized selection of tokens for 16 requests": 56,
     "specialized selection of tokens for 32 requests": 416,
-    "specialized selection by a sample's sums for 8 requests": 48,
+    "specialized selection by a sample's sums for 8 requests": 80,
     "specialized selection by a sample's sums for 32 requests": 200,
-    "specialized selection by a sample's sums": 8,
+    "specialized selection by a sample's sums": 192,
     "specialized selection of listed tokens for 1 requests": 8,
     "specialized selection of listed tokens for 8 requests": 32,
     "specialized selection of listed tokens for 32 requests": 8,
-    "specialized selection of latent keys' blocks for 1 requests": 24,
+    "specialized selection of latent keys' blocks for 1 requests": 72,
     "specialized selection of latent keys' blocks for 4 requests": 104,
     "specialized selection of latent keys' blocks for 8 requests": 472,
     "selection of tokens by codes of 8 bits": 40,
+    "selection of blocks by halves": 24,
     "selection of blocks by minima and maxima": 8,
     "selection of blocks by minima and maxima for 32 requests": 24,
-    "selection by lists of many centroids": 176,
+    "selection by lists of many centroids": 184,
     "residents with heads of 96 in fp32": 8,
     "prefill_attention of 16 tokens": 64,  # on sm_80
 }
