@@ -16,14 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from prefix_index import (
-    ArrayKey,
-    IndexNotFound,
-    IndexPayload,
-    StoreClosed,
-    StoreFull,
-    StoreUnavailable,
-)
+from prefix_index import ArrayKey, IndexNotFound, IndexPayload, StoreClosed, StoreFull, StoreUnavailable
 from prefix_index.remote import Blobs, BlobsFailed, MooncakeBlobs, RemoteStore
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
