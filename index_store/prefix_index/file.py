@@ -134,7 +134,7 @@ class FileStore(IndexStore):
             try:
                 with os_errors(self.folder):
                     self._books.rescan(full=True)
-                    self._clean_partials(self._partial_grace_s)
+                    self._clean(self._partial_grace_s)
                 if self.copies is not None:
                     self.copies.open()
                     self._tidy_copies()
@@ -282,7 +282,8 @@ class FileStore(IndexStore):
         with os_errors(self.folder), exclusive(self.folder) as alone:
             with self._lock:
                 self._books.rescan()
-            self._clean_leftovers(alone=alone)
+            # Alone, nobody is between writing a retention and naming its index.
+            self._clean(self._partial_grace_s, orphans_s=0.0 if alone else self._partial_grace_s)
             with self._lock:
                 self._books.rescan()
                 self._books.unremovable.clear()
@@ -405,7 +406,7 @@ class FileStore(IndexStore):
         short = self._shortage(nbytes, replaced)
         if short > 0:
             # Dead writers' partials count as used: no index leaves for them.
-            self._clean_partials(0.0)
+            self._clean(0.0)
             short = self._shortage(nbytes, replaced)
         staying = {replaced}
         _, missing = self._evict(short, staying)
@@ -417,11 +418,18 @@ class FileStore(IndexStore):
             remedy = "raise the limit, free disk space, or delete what problems() lists"
             raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self.folder)
 
-    def _clean_partials(self, grace_s: float) -> None:
-        """Removes partial files whose writer is dead and that are older. Always allowed."""
+    def _clean(self, grace_s: float, *, orphans_s: float | None = None) -> None:
+        """Removes partial files whose writer is dead and that are older. Always allowed. With ``orphans_s`` also what
+        dead builders left, and sidecars without an index that are older than that.
+        """
         for shard in self._books.shards:
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
                 remove_unlocked(fd, PARTIAL, grace_s=grace_s)
+                if orphans_s is not None:
+                    remove_unlocked(fd, LEASE, grace_s=grace_s)
+                    with self._lock:
+                        orphans = self._books.orphans(shard)
+                    remove_orphans(fd, orphans, grace_s=orphans_s)
         clean_removals(self.folder, grace_s)
 
     def _shortage(self, nbytes: int, replaced: str | None) -> int:
@@ -506,16 +514,6 @@ class FileStore(IndexStore):
             with self._lock:
                 self._books.look_again(digest)
         return kept == known
-
-    def _clean_leftovers(self, *, alone: bool) -> None:
-        for shard in self._books.shards:
-            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
-                remove_unlocked(fd, PARTIAL, LEASE, grace_s=self._partial_grace_s)
-                with self._lock:
-                    orphans = self._books.orphans(shard)
-                # Alone, nobody is between writing a retention and naming its index.
-                remove_orphans(fd, orphans, grace_s=0.0 if alone else self._partial_grace_s)
-        clean_removals(self.folder, self._partial_grace_s)
 
 
 def _last_used(entry: IndexEntry, known: float) -> float:

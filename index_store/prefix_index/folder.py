@@ -189,6 +189,11 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+def folder_fd(folder: Path, flags: int = 0) -> contextlib.AbstractContextManager[int]:
+    """A descriptor of a folder, closed in the end. Raises OSError."""
+    return closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags))
+
+
 @contextlib.contextmanager
 def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Iterator[int]:
     """A descriptor of a shard folder (made, for ``create``, if missing), never through a link. Raises OSError."""
@@ -196,9 +201,9 @@ def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Itera
     if create is not None:
         with contextlib.suppress(FileExistsError):
             create.make(path)
-            with closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+            with folder_fd(folder) as fd:
                 os.fsync(fd)
-    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+    with folder_fd(path, os.O_NOFOLLOW) as fd:
         yield fd
 
 

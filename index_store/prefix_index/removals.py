@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from .folder import closing_fd, give_mode, remove_unlocked
+from .folder import closing_fd, folder_fd, give_mode, remove_unlocked
 from .format import IndexIdentity
 from .store import IndexEntry
 
@@ -82,7 +82,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def clean_removals(folder: Path, grace_s: float) -> None:
     """Removes what processes left that died while they shortened a record; raises nothing."""
-    with contextlib.suppress(OSError), closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+    with contextlib.suppress(OSError), folder_fd(folder) as fd:
         remove_unlocked(fd, PARTIAL, grace_s=grace_s)
 
 

@@ -190,7 +190,7 @@ def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None
         assert [path.name for path in left if path.exists()] == []
         left[0].touch()
         os.utime(left[0], (time.time() + 3600, time.time() + 3600))
-        store._clean_partials(60.0)
+        store._clean(60.0)
         assert not left[0].exists()
         fd = os.open(shard, os.O_RDONLY)
         keep_file(folder, IDS[0]).touch()
