@@ -48,22 +48,6 @@ from tests.prefix_index.tiers import copies_in
 # ---- what passes is no verdict ----
 
 
-@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
-@pytest.mark.parametrize("what", ["index", "shard"])
-def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        path = index_file(folder, IDS[0])
-        with monkeypatch.context() as patch:
-            refuse(patch, path if what == "index" else path.parent, error)
-            with pytest.raises(IndexUnreadable):
-                store.get(IDS[0])
-            assert not store.contains(IDS[0])
-        assert [e.identity for e in store.list()] == [IDS[0]]
-        assert list(store.problems()) == []
-        store.get(IDS[0]).close()
-
-
 @pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
 def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(folder) as writer:
@@ -172,17 +156,6 @@ def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytes
 
 
 # ---- retention ----
-
-
-def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0], fill=1), retention=PINNED)
-        with monkeypatch.context() as patch:
-            refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
-            with pytest.raises(StoreFolderError, match=r"retention of index .*, which is to be replaced: expected"):
-                store.put(sample_payload(IDS[0], fill=2))
-        assert read_fill(store, IDS[0]) == 1
-        assert [e.retention for e in store.list()] == [PINNED]
 
 
 def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,47 +133,12 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
         assert target.read_bytes() == b'{"pinned":true}'
 
 
-def test_no_damage_of_a_sidecar_makes_a_retention_that_nobody_set(folder: Path) -> None:
-    """Every flipped bit and every cut of it."""
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        path = keep_file(folder, IDS[0])
-        raw = path.read_bytes()
-        bits = [bytes([*raw[:i], raw[i] ^ 1 << bit, *raw[i + 1 :]]) for i in range(len(raw)) for bit in range(8)]
-        for damaged in bits + [raw[:cut] for cut in range(len(raw))]:
-            path.write_bytes(damaged)
-            store.rescan(full=True)
-            assert [entry.retention for entry in store.list()] in ([Retention()], [PINNED]), damaged
-            assert store.collect() == ()
-
-
 def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
     with opened(folder) as store:
         store.put(sample_payload(IDS[0]), retention=Retention(expires=1.0))
         index_file(folder, IDS[0]).unlink()
         assert store.put(sample_payload(IDS[0])).retention == Retention()
         assert store.contains(IDS[0])
-
-
-@pytest.mark.parametrize("before", [None, PINNED, Retention(expires=1.0)])
-@pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
-def test_a_failed_put_leaves_the_retention(
-    folder: Path, before: Retention | None, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(folder) as store:
-        if before is not None:
-            store.put(sample_payload(IDS[0], fill=1), retention=before)
-        files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-        with monkeypatch.context() as patch:
-            refuse_call(patch, "rename", lambda _, to: to.endswith(suffix), errno.ENOSPC)
-            with pytest.raises(StoreFull):
-                store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
-        store.rescan()
-        balanced(store)
-        if suffix == ".pfxkeep" and before is not None:
-            assert keep_file(folder, IDS[0]).read_bytes() == files[keep_file(folder, IDS[0])]  # the longer one
-            return
-        assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
 
 
 def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:

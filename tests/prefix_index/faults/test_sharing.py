@@ -127,17 +127,6 @@ def check_after(path: Path, cap: int | None) -> None:
         assert [name for name in stored_files(path) if name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("cap", [None, CAP])
-def test_what_nobody_deletes_is_there_and_every_byte_read_was_put(tmp_path: Path, cap: int | None) -> None:
-    """With a cap every second put evicts something; what is pinned stays."""
-    prepare(tmp_path)
-    steps = range(examples(1_200, 300))
-    hammers = [Hammer(FileStore(tmp_path, max_bytes=cap), seed) for seed in range(PROCESSES)]
-    pids = [fork(partial(hammer.run, steps)) for hammer in hammers]
-    assert [reap(pid, 5 * SOON) for pid in pids] == [0] * PROCESSES
-    check_after(tmp_path, cap)
-
-
 def test_every_few_milliseconds_one_is_killed_and_another_one_takes_its_place(tmp_path: Path) -> None:
     folder, stop, rng = tmp_path / "store", tmp_path / "stop", random.Random(7)
     prepare(folder)
