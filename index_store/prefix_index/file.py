@@ -480,12 +480,9 @@ class FileStore(IndexStore):
         if known is None:
             return True
         try:
-            if Signature.of(os.lstat(path)) != known or not self._is_kept_as(digest, entry.retention):
+            if not self._is_as_seen(digest, known, entry.retention):
                 return False
             self._remove(digest, "expired" if self.catalog.is_expired(digest) else "evicted", sync=False)
-        except FileNotFoundError:
-            with self._lock:
-                self._books.forget(digest)
         except OSError as err:
             found, remedy = err.strerror or str(err), "remove it, or change the owner or mode of its folder"
             error = StoreFolderError("index that must leave", "a file to remove", found, remedy, path)
@@ -494,22 +491,19 @@ class FileStore(IndexStore):
             return False
         return True
 
-    def _is_as_seen(self, digest: str, version: Signature, kept: Retention) -> bool:
-        """Raises OSError where nobody can tell."""
+    def _is_as_seen(self, digest: str, version: Signature, known: Retention) -> bool:
+        """Whether file and retention on disk are these, or the file is gone. Raises OSError where nobody can tell."""
         try:
-            return Signature.of(os.lstat(self.path_of(digest))) == version and self._is_kept_as(digest, kept)
-        except FileNotFoundError:
-            return False
-
-    def _is_kept_as(self, digest: str, known: Retention) -> bool:
-        """Whether the retention on disk is the known one. Raises OSError where nobody can tell."""
-        with shard_fd(self.folder, shard_of(digest)) as fd:
-            try:
+            with shard_fd(self.folder, shard_of(digest)) as fd:
+                if Signature.of(os.stat(digest + SUFFIX, dir_fd=fd, follow_symlinks=False)) != version:
+                    return False
                 kept = read_retention(fd, digest)
-            except IndexUnreadable as err:
-                raise OSError(errno.EIO, f"its retention cannot be read: {err.found}") from err
-            except IndexStoreError:
-                kept = DEFAULT
+        except FileNotFoundError:
+            return True
+        except IndexUnreadable as err:
+            raise OSError(errno.EIO, f"its retention cannot be read: {err.found}") from err
+        except IndexStoreError:
+            kept = DEFAULT
         if kept != known:
             with self._lock:
                 self._books.look_again(digest)

@@ -246,6 +246,17 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
         raise IndexForeign("file type", "a file", "a symbolic link", remedy, path) from None
 
 
+def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0, *, dir_fd: int | None = None) -> int:
+    """Opens a file of ours, never blocking. Raises OSError: EINVAL for a pipe or device, ELOOP for a link."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    with contextlib.ExitStack() as owned:
+        owned.callback(os.close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "expected a regular file", str(path))
+        owned.pop_all()
+    return fd
+
+
 def path_in(folder: Path, digest: str) -> Path:
     """Where an index lies, or would lie."""
     return folder / shard_of(digest) / (digest + SUFFIX)
@@ -492,10 +503,8 @@ def remove_unlocked(dir_fd: int, *starts: str, grace_s: float) -> None:
     with os.scandir(dir_fd) as items:
         names = [item.name for item in items if item.name.startswith(starts)]
     for name in names:
-        with contextlib.suppress(OSError):
-            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NFS locks what can be written to
-            with closing_fd(os.open(name, flags, dir_fd=dir_fd)) as fd:
-                status = os.fstat(fd)
-                old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
-                if old and stat.S_ISREG(status.st_mode) and try_lock(fd) and is_named(fd, dir_fd, name):
-                    os.unlink(name, dir_fd=dir_fd)
+        # NFS locks what can be written to.
+        with contextlib.suppress(OSError), closing_fd(open_regular(name, os.O_RDWR, dir_fd=dir_fd)) as fd:
+            old = abs(time.time() - os.fstat(fd).st_mtime) >= grace_s  # of the future: the clock was set back
+            if old and try_lock(fd) and is_named(fd, dir_fd, name):
+                os.unlink(name, dir_fd=dir_fd)
