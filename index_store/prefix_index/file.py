@@ -44,7 +44,7 @@ from .retention import (
     remove_retention,
     write_retention,
 )
-from .store import DEFAULT, BuildLease, Evictions, IndexEntry, IndexStore, Problem, Retention, digest_of
+from .store import DEFAULT, BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
@@ -108,11 +108,6 @@ class FileStore(IndexStore):
         self.catalog = self._books.catalog
         self._leases = FolderLeases(self.folder, self._access)
         self._copier = Promoter(self._copy)
-        self._evicted = Evictions()
-
-    @property
-    def evicted(self) -> Evictions:
-        return self._evicted
 
     @property
     def counters(self) -> TierCounters | None:

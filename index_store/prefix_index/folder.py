@@ -13,6 +13,7 @@ import grp
 import io
 import os
 import random
+import shutil
 import stat
 import time
 import weakref
@@ -481,8 +482,7 @@ def locked_inodes() -> set[int]:
 
 def free_bytes(folder: Path) -> int:
     """What the file system has left for this user. Raises OSError."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def is_named(fd: int, dir_fd: int, name: str) -> bool:

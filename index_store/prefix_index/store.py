@@ -316,6 +316,8 @@ class IndexSource(ABC):
 class IndexStore(IndexSource):
     """A store: what it is given stays as long as its retention and the store's limits say."""
 
+    _evicted = Evictions()
+
     @abstractmethod
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         """Stores an index whole or not at all; an older one of the same identity is replaced.
@@ -351,7 +353,7 @@ class IndexStore(IndexSource):
     @property
     def evicted(self) -> Evictions:
         """Indexes that this object has removed for the sake of a limit."""
-        return Evictions()
+        return self._evicted
 
     def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""

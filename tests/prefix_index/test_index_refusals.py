@@ -48,6 +48,22 @@ from tests.prefix_index.tiers import copies_in
 # ---- what passes is no verdict ----
 
 
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("what", ["index", "shard"])
+def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        path = index_file(folder, IDS[0])
+        with monkeypatch.context() as patch:
+            refuse(patch, path if what == "index" else path.parent, error)
+            with pytest.raises(IndexUnreadable):
+                store.get(IDS[0])
+            assert not store.contains(IDS[0])
+        assert [e.identity for e in store.list()] == [IDS[0]]
+        assert list(store.problems()) == []
+        store.get(IDS[0]).close()
+
+
 @pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
 def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(folder) as writer:

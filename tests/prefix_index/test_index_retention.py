@@ -141,6 +141,27 @@ def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
         assert store.contains(IDS[0])
 
 
+@pytest.mark.parametrize("before", [None, PINNED, Retention(expires=1.0)])
+@pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
+def test_a_failed_put_leaves_the_retention(
+    folder: Path, before: Retention | None, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as store:
+        if before is not None:
+            store.put(sample_payload(IDS[0], fill=1), retention=before)
+        files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        with monkeypatch.context() as patch:
+            refuse_call(patch, "rename", lambda _, to: to.endswith(suffix), errno.ENOSPC)
+            with pytest.raises(StoreFull):
+                store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
+        store.rescan()
+        balanced(store)
+        if suffix == ".pfxkeep" and before is not None:
+            assert keep_file(folder, IDS[0]).read_bytes() == files[keep_file(folder, IDS[0])]  # the longer one
+            return
+        assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+
+
 def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:
     """The clock was set back."""
     with opened(folder) as store:
