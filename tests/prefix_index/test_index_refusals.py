@@ -174,6 +174,17 @@ def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytes
 # ---- retention ----
 
 
+def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0], fill=1), retention=PINNED)
+        with monkeypatch.context() as patch:
+            refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
+            with pytest.raises(StoreFolderError, match=r"retention of index .*, which is to be replaced: expected"):
+                store.put(sample_payload(IDS[0], fill=2))
+        assert read_fill(store, IDS[0]) == 1
+        assert [e.retention for e in store.list()] == [PINNED]
+
+
 def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(folder) as store:
         store.put(sample_payload(IDS[0], fill=1), retention=Retention(expires=4e9))
