@@ -170,24 +170,6 @@ def test_a_file_that_is_cut_after_it_was_opened_gives_the_right_bytes_or_an_erro
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_verify_reads_in_batches(path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "_VERIFY_NBYTES", 30_000)
-    with IndexFile.open(path) as index:
-        for key in index.keys:
-            if index.record(key).nbytes:
-                flip(path, place_of(index, key))
-                with pytest.raises(IndexCorrupt, match=rf"checksum of \('{key.name}', {key.layer}, {key.kv_head}\)"):
-                    index.verify(threads=threads)
-                flip(path, place_of(index, key))
-        whole = path.read_bytes()
-        os.truncate(path, 20_000)
-        with pytest.raises(IndexCorrupt, match="somebody cut the file"):
-            index.verify(threads=threads)
-        path.write_bytes(whole)
-        index.verify(threads=threads)
-
-
 def test_who_carries_an_index_may_stop_before_each_array(index: IndexFile) -> None:
     def stop() -> None:
         raise InterruptedError("enough")
