@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from .background import Cancelled, Check
-from .errors import IndexStoreError, IndexUnreadable
-from .folder import open_named, path_in, pread, touch
+from .errors import IndexNotFound, IndexStoreError, IndexUnreadable
+from .folder import path_in, pread, touch
 from .format import PRELUDE, is_digest
-from .reader import IndexFile, is_damaged
+from .reader import IndexFile, is_damaged, open_in
 from .store import IndexEntry, IndexStore, Retention
 
 _AGAIN_S: Final = 30.0
@@ -82,21 +81,16 @@ class Copies:
 
     def current(self, digest: str, fd: int, used: float) -> IndexFile | None:
         """The copy of the index that is open as ``fd``, used at ``used`` (seconds); None where there is none."""
-        path = path_in(self.folder, digest)
-        try:
-            copy, _ = open_named(self.folder, digest)
-        except IndexStoreError:
-            return None
         try:
             with contextlib.ExitStack() as owned:
-                owned.callback(os.close, copy)
-                if pread(copy, PRELUDE.size, 0) != pread(fd, PRELUDE.size, 0):
+                copy = owned.enter_context(open_in(self.folder, digest))
+                if pread(copy.fileno(), PRELUDE.size, 0) != pread(fd, PRELUDE.size, 0):
                     self.drop(digest, "stale_dropped")
                     return None
-                touch(copy, used)
+                touch(copy.fileno(), used)
                 owned.pop_all()
-            return IndexFile.from_fd(copy, path=path, expected=digest)
-        except IndexUnreadable:
+                return copy
+        except (IndexNotFound, IndexUnreadable):
             return None  # what the system refuses now it may give a moment later
         except IndexStoreError:
             self.drop(digest, "damaged_dropped")

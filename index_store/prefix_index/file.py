@@ -44,7 +44,7 @@ from .retention import (
     remove_retention,
     write_retention,
 )
-from .store import DEFAULT, BuildLease, Evictions, IndexEntry, IndexStore, Problem, Retention, digest_of
+from .store import DEFAULT, BuildLease, IndexEntry, IndexStore, Problem, Retention, digest_of
 from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
@@ -108,11 +108,6 @@ class FileStore(IndexStore):
         self.catalog = self._books.catalog
         self._leases = FolderLeases(self.folder, self._access)
         self._copier = Promoter(self._copy)
-        self._evicted = Evictions()
-
-    @property
-    def evicted(self) -> Evictions:
-        return self._evicted
 
     @property
     def counters(self) -> TierCounters | None:
@@ -134,7 +129,7 @@ class FileStore(IndexStore):
             try:
                 with os_errors(self.folder):
                     self._books.rescan(full=True)
-                    self._clean_partials(self._partial_grace_s)
+                    self._clean(self._partial_grace_s)
                 if self.copies is not None:
                     self.copies.open()
                     self._tidy_copies()
@@ -282,7 +277,8 @@ class FileStore(IndexStore):
         with os_errors(self.folder), exclusive(self.folder) as alone:
             with self._lock:
                 self._books.rescan()
-            self._clean_leftovers(alone=alone)
+            # Alone, nobody is between writing a retention and naming its index.
+            self._clean(self._partial_grace_s, orphans_s=0.0 if alone else self._partial_grace_s)
             with self._lock:
                 self._books.rescan()
                 self._books.unremovable.clear()
@@ -405,7 +401,7 @@ class FileStore(IndexStore):
         short = self._shortage(nbytes, replaced)
         if short > 0:
             # Dead writers' partials count as used: no index leaves for them.
-            self._clean_partials(0.0)
+            self._clean(0.0)
             short = self._shortage(nbytes, replaced)
         staying = {replaced}
         _, missing = self._evict(short, staying)
@@ -417,11 +413,18 @@ class FileStore(IndexStore):
             remedy = "raise the limit, free disk space, or delete what problems() lists"
             raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self.folder)
 
-    def _clean_partials(self, grace_s: float) -> None:
-        """Removes partial files whose writer is dead and that are older. Always allowed."""
+    def _clean(self, grace_s: float, *, orphans_s: float | None = None) -> None:
+        """Removes partial files whose writer is dead and that are older. Always allowed. With ``orphans_s`` also what
+        dead builders left, and sidecars without an index that are older than that.
+        """
         for shard in self._books.shards:
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
                 remove_unlocked(fd, PARTIAL, grace_s=grace_s)
+                if orphans_s is not None:
+                    remove_unlocked(fd, LEASE, grace_s=grace_s)
+                    with self._lock:
+                        orphans = self._books.orphans(shard)
+                    remove_orphans(fd, orphans, grace_s=orphans_s)
         clean_removals(self.folder, grace_s)
 
     def _shortage(self, nbytes: int, replaced: str | None) -> int:
@@ -472,12 +475,9 @@ class FileStore(IndexStore):
         if known is None:
             return True
         try:
-            if Signature.of(os.lstat(path)) != known or not self._is_kept_as(digest, entry.retention):
+            if not self._is_as_seen(digest, known, entry.retention):
                 return False
             self._remove(digest, "expired" if self.catalog.is_expired(digest) else "evicted", sync=False)
-        except FileNotFoundError:
-            with self._lock:
-                self._books.forget(digest)
         except OSError as err:
             found, remedy = err.strerror or str(err), "remove it, or change the owner or mode of its folder"
             error = StoreFolderError("index that must leave", "a file to remove", found, remedy, path)
@@ -486,36 +486,23 @@ class FileStore(IndexStore):
             return False
         return True
 
-    def _is_as_seen(self, digest: str, version: Signature, kept: Retention) -> bool:
-        """Raises OSError where nobody can tell."""
+    def _is_as_seen(self, digest: str, version: Signature, known: Retention) -> bool:
+        """Whether file and retention on disk are these, or the file is gone. Raises OSError where nobody can tell."""
         try:
-            return Signature.of(os.lstat(self.path_of(digest))) == version and self._is_kept_as(digest, kept)
-        except FileNotFoundError:
-            return False
-
-    def _is_kept_as(self, digest: str, known: Retention) -> bool:
-        """Whether the retention on disk is the known one. Raises OSError where nobody can tell."""
-        with shard_fd(self.folder, shard_of(digest)) as fd:
-            try:
+            with shard_fd(self.folder, shard_of(digest)) as fd:
+                if Signature.of(os.stat(digest + SUFFIX, dir_fd=fd, follow_symlinks=False)) != version:
+                    return False
                 kept = read_retention(fd, digest)
-            except IndexUnreadable as err:
-                raise OSError(errno.EIO, f"its retention cannot be read: {err.found}") from err
-            except IndexStoreError:
-                kept = DEFAULT
+        except FileNotFoundError:
+            return True
+        except IndexUnreadable as err:
+            raise OSError(errno.EIO, f"its retention cannot be read: {err.found}") from err
+        except IndexStoreError:
+            kept = DEFAULT
         if kept != known:
             with self._lock:
                 self._books.look_again(digest)
         return kept == known
-
-    def _clean_leftovers(self, *, alone: bool) -> None:
-        for shard in self._books.shards:
-            with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
-                remove_unlocked(fd, PARTIAL, LEASE, grace_s=self._partial_grace_s)
-                with self._lock:
-                    orphans = self._books.orphans(shard)
-                # Alone, nobody is between writing a retention and naming its index.
-                remove_orphans(fd, orphans, grace_s=0.0 if alone else self._partial_grace_s)
-        clean_removals(self.folder, self._partial_grace_s)
 
 
 def _last_used(entry: IndexEntry, known: float) -> float:

@@ -13,6 +13,7 @@ import grp
 import io
 import os
 import random
+import shutil
 import stat
 import time
 import weakref
@@ -189,6 +190,11 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+def folder_fd(folder: Path, flags: int = 0) -> contextlib.AbstractContextManager[int]:
+    """A descriptor of a folder, closed in the end. Raises OSError."""
+    return closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags))
+
+
 @contextlib.contextmanager
 def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Iterator[int]:
     """A descriptor of a shard folder (made, for ``create``, if missing), never through a link. Raises OSError."""
@@ -196,9 +202,9 @@ def shard_fd(folder: Path, shard: str, *, create: Access | None = None) -> Itera
     if create is not None:
         with contextlib.suppress(FileExistsError):
             create.make(path)
-            with closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+            with folder_fd(folder) as fd:
                 os.fsync(fd)
-    with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+    with folder_fd(path, os.O_NOFOLLOW) as fd:
         yield fd
 
 
@@ -239,6 +245,17 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
             raise unreadable(err).at(path) from err
         remedy = "replace the link by the file"
         raise IndexForeign("file type", "a file", "a symbolic link", remedy, path) from None
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0, *, dir_fd: int | None = None) -> int:
+    """Opens a file of ours, never blocking. Raises OSError: EINVAL for a pipe or device, ELOOP for a link."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    with contextlib.ExitStack() as owned:
+        owned.callback(os.close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "expected a regular file", str(path))
+        owned.pop_all()
+    return fd
 
 
 def path_in(folder: Path, digest: str) -> Path:
@@ -465,8 +482,7 @@ def locked_inodes() -> set[int]:
 
 def free_bytes(folder: Path) -> int:
     """What the file system has left for this user. Raises OSError."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(folder).free
 
 
 def is_named(fd: int, dir_fd: int, name: str) -> bool:
@@ -487,10 +503,8 @@ def remove_unlocked(dir_fd: int, *starts: str, grace_s: float) -> None:
     with os.scandir(dir_fd) as items:
         names = [item.name for item in items if item.name.startswith(starts)]
     for name in names:
-        with contextlib.suppress(OSError):
-            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NFS locks what can be written to
-            with closing_fd(os.open(name, flags, dir_fd=dir_fd)) as fd:
-                status = os.fstat(fd)
-                old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
-                if old and stat.S_ISREG(status.st_mode) and try_lock(fd) and is_named(fd, dir_fd, name):
-                    os.unlink(name, dir_fd=dir_fd)
+        # NFS locks what can be written to.
+        with contextlib.suppress(OSError), closing_fd(open_regular(name, os.O_RDWR, dir_fd=dir_fd)) as fd:
+            old = abs(time.time() - os.fstat(fd).st_mtime) >= grace_s  # of the future: the clock was set back
+            if old and try_lock(fd) and is_named(fd, dir_fd, name):
+                os.unlink(name, dir_fd=dir_fd)

@@ -11,18 +11,28 @@ import errno
 import fcntl
 import io
 import os
-import stat
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from .errors import StoreFolderError
-from .folder import Access, close_in_children, give_mode, is_named, os_errors, owned_file, path_in, shard_fd, shard_of
+from .folder import (
+    Access,
+    close_in_children,
+    give_mode,
+    is_named,
+    open_regular,
+    os_errors,
+    owned_file,
+    path_in,
+    shard_fd,
+    shard_of,
+)
 from .store import BuildLease
 
 LEASE: Final = ".lease-"
 _NO_LOCKS = frozenset((errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS))
-_PLANTED = frozenset((errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK))
+_PLANTED = frozenset((errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK))
 _RACES: Final = 100
 
 
@@ -77,23 +87,16 @@ class FolderLeases:
         return None
 
     def _open(self, dir_fd: int, name: str) -> int:
-        # O_RDWR never waits for a pipe's other end, and locks over NFS need it.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        path = path_in(self._folder, name.removeprefix(LEASE)).with_name(name)
-        planted = StoreFolderError("lease", "a regular file", "a link, pipe, socket or folder", "remove it", path)
         try:
-            fd = os.open(name, flags, self._access.file_mode, dir_fd=dir_fd)
+            # O_RDWR never waits for a pipe's other end, and locks over NFS need it.
+            fd = open_regular(name, os.O_RDWR | os.O_CREAT, self._access.file_mode, dir_fd=dir_fd)
         except OSError as err:
-            if err.errno in _PLANTED:
-                raise planted from None
-            raise
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise planted
-            give_mode(fd, self._access.file_mode)
-        except BaseException:
-            os.close(fd)
-            raise
+            if err.errno not in _PLANTED:
+                raise
+            path = path_in(self._folder, name.removeprefix(LEASE)).with_name(name)
+            found = "a link, pipe, socket or folder"
+            raise StoreFolderError("lease", "a regular file", found, "remove it", path) from None
+        give_mode(fd, self._access.file_mode)
         return fd
 
 

@@ -165,7 +165,7 @@ class IndexFile:
         pieces = pieces_of(wanted.values(), self._data_offset)
         nbytes = sum(piece.nbytes for piece in pieces)
         try:
-            with bulk_reads(self._fd(), direct=direct) as fetch:
+            with bulk_reads(self.fileno(), direct=direct) as fetch:
                 flat = fresh_buffer(nbytes) if out is None else flat_buffer(out, nbytes)
                 run(pieces, fetch, flat.data, threads=threads)
         except IndexStoreError as err:
@@ -213,7 +213,8 @@ class IndexFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fd(self) -> int:
+    def fileno(self) -> int:
+        """The descriptor. Raises StoreClosed."""
         try:
             return self._file.fileno()
         except ValueError:

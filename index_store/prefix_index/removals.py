@@ -7,9 +7,7 @@ be written down is none the less one, and no look-up reads it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from .folder import closing_fd, give_mode, remove_unlocked
+from .folder import closing_fd, folder_fd, give_mode, open_regular, remove_unlocked
 from .format import IndexIdentity
 from .store import IndexEntry
 
@@ -55,17 +53,8 @@ def note_removal(folder: Path, entry: IndexEntry, why: Why, *, mode: int) -> Non
         _write(path, msgspec.json.encode(removal) + b"\n", mode, os.O_APPEND)
 
 
-def _open(path: Path, flags: int, mode: int = 0) -> int:
-    """A regular file's descriptor. Never through a link, and never waits. Raises OSError."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "expected a regular file", str(path))
-    return fd
-
-
 def _write(path: Path, data: bytes, mode: int, how: int) -> None:
-    with closing_fd(_open(path, os.O_WRONLY | os.O_CREAT | how, mode)) as fd:
+    with closing_fd(open_regular(path, os.O_WRONLY | os.O_CREAT | how, mode)) as fd:
         give_mode(fd, mode)
         os.write(fd, data)
 
@@ -73,7 +62,7 @@ def _write(path: Path, data: bytes, mode: int, how: int) -> None:
 def _lines(path: Path) -> list[bytes]:
     """The last of a record that is too long: somebody else's. Raises OSError."""
     try:
-        with closing_fd(_open(path, os.O_RDONLY)) as fd, open(fd, "rb", closefd=False) as file:
+        with closing_fd(open_regular(path, os.O_RDONLY)) as fd, open(fd, "rb", closefd=False) as file:
             file.seek(max(os.fstat(fd).st_size - 2 * MAX_NBYTES, 0))
             return file.read(2 * MAX_NBYTES).splitlines(keepends=True)
     except FileNotFoundError:
@@ -82,7 +71,7 @@ def _lines(path: Path) -> list[bytes]:
 
 def clean_removals(folder: Path, grace_s: float) -> None:
     """Removes what processes left that died while they shortened a record; raises nothing."""
-    with contextlib.suppress(OSError), closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+    with contextlib.suppress(OSError), folder_fd(folder) as fd:
         remove_unlocked(fd, PARTIAL, grace_s=grace_s)
 
 

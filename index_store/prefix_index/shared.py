@@ -40,13 +40,6 @@ DAMAGE: Final = (IndexFormatError, IndexMismatch)
 _MISSES: Final = (IndexNotFound, *DAMAGE, IndexUnreadable, StoreUnavailable)
 
 
-class _Leases(BuildLease):
-    """Of several stores. Forgotten, each ends as it does by itself: a remote one waits for nobody."""
-
-    def __del__(self) -> None:
-        self._ends = ()
-
-
 class SharedCounters(NamedTuple):
     """Events since the store was made; they never decrease.
 
@@ -216,7 +209,8 @@ class SharedStore(IndexStore):
                 if lease is None:
                     return None
                 held.callback(lease.release)
-            return _Leases(digest_of(key), held.pop_all().close)
+            # Forgotten, each ends as it does by itself: a remote one waits for nobody.
+            return BuildLease(digest_of(key), held.pop_all().close, forgotten=lambda: None)
 
     def collect(self) -> Sequence[IndexEntry]:
         """The folder's collection. What has expired is deleted in the remote stores, too."""

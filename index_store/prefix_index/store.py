@@ -60,12 +60,12 @@ class BuildLease:
     """The right to build one index while nobody else does.
 
     It ends with ``release()``, with the holder's life, or when nobody refers to it any more. ``ends`` are called then,
-    the last one first.
+    the last one first; in the last case only ``forgotten``, where it is given: nobody may be kept waiting then.
     """
 
-    def __init__(self, digest: str, *ends: Callable[[], object]) -> None:
+    def __init__(self, digest: str, *ends: Callable[[], object], forgotten: Callable[[], object] | None = None) -> None:
         self.digest = digest
-        self._ends = ends
+        self._ends, self._forgotten = ends, forgotten
 
     def release(self) -> None:
         """Gives the right back. Twice does nothing."""
@@ -82,7 +82,7 @@ class BuildLease:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self.release()
+            (self._forgotten or self.release)()
 
 
 class IndexEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -316,6 +316,8 @@ class IndexSource(ABC):
 class IndexStore(IndexSource):
     """A store: what it is given stays as long as its retention and the store's limits say."""
 
+    _evicted = Evictions()
+
     @abstractmethod
     def put(self, payload: IndexPayload, *, retention: Retention | None = None) -> IndexEntry:
         """Stores an index whole or not at all; an older one of the same identity is replaced.
@@ -351,7 +353,7 @@ class IndexStore(IndexSource):
     @property
     def evicted(self) -> Evictions:
         """Indexes that this object has removed for the sake of a limit."""
-        return Evictions()
+        return self._evicted
 
     def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""

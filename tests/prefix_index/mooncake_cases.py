@@ -16,20 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from prefix_index import (
-    ArrayKey,
-    IndexNotFound,
-    IndexPayload,
-    StoreClosed,
-    StoreFull,
-    StoreUnavailable,
-)
+from prefix_index import ArrayKey, IndexNotFound, IndexPayload, StoreClosed, StoreFull, StoreUnavailable
 from prefix_index.remote import Blobs, BlobsFailed, MooncakeBlobs, RemoteStore
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.machine import STEPS
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
-from tests.prefix_index.remote_stores import check_values
+from tests.prefix_index.remote_stores import check_values, killed_writers
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.test_store_machines import RemoteMachine
 from tests.prefix_index.tiers import eventually
@@ -191,29 +184,9 @@ def test_what_may_have_been_evicted_while_it_was_read_is_a_miss() -> None:
 
 def test_a_writer_killed_at_any_moment(store: RemoteStore) -> None:
     store.put(sample_payload())
-    code = (
-        "import sys, itertools; from prefix_index.remote import *; from tests.prefix_index.samples import *\n"
-        "blobs = MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])\n"
-        "store = RemoteStore(blobs, folder=sys.argv[4], chunk_nbytes=4096, timeout_s=60); store.open()\n"
-        "print('up', flush=True)\n"
-        "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250)); store.delete(sample_identity())\n"
-    )
-    rng = np.random.default_rng(0)
-    cluster = shared()
-    for _ in range(4):
-        command = [sys.executable, "-c", code, cluster.address, cluster.listing_url, HOST, store.folder]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"up\n"
-            time.sleep(float(rng.uniform(0, 0.1)))
-            writer.kill()
-        # A manifest whose writer died in the middle of it is a miss.
-        try:
-            with store.get(DIGEST) as index:
-                index.verify()
-                assert index.stats == {"fill": int(index.array("channels")[0])}
-        except IndexNotFound:
-            assert not store.contains(DIGEST)
+    blobs, cluster = "MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])", shared()
+    for found in killed_writers(4, store, blobs, cluster.address, cluster.listing_url, HOST):
+        assert found or not store.contains(DIGEST)  # a manifest whose writer died in the middle of it is a miss
 
 
 # Ends

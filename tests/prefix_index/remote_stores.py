@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import random
+import subprocess
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import SharedStore
+from prefix_index import IndexNotFound, SharedStore
 from prefix_index.remote import BlobMissing, Blobs, BlobsFailed, BlobTooLong, ObjectBlobs, RemoteStore
+from prefix_index.remote.values import HEADER, value_header
+from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from tests.prefix_index import s3_server
 from tests.prefix_index.samples import find, sample_identity
-from tests.prefix_index.small_stores import SOON
+from tests.prefix_index.small_stores import SOON, python
 from tests.prefix_index.tiers import eventually
 
 LONG = tuple(range(64))
@@ -70,6 +76,13 @@ def damage(blobs: ObjectBlobs, name: str, change: Callable[[bytearray], object])
     blobs.write(name, memoryview(bytes(raw)))
 
 
+def forge_manifest(blobs: ObjectBlobs, **changes: Any) -> None:
+    """The manifest with other fields and right checksums."""
+    body: dict[str, Any] = json.loads(blobs.fetch(MANIFEST, 1 << 20)[HEADER.size :])
+    raw = json.dumps(body | changes).encode()
+    blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
+
+
 def flip_bit(bit: int) -> Callable[[bytearray], object]:
     def change(raw: bytearray) -> None:
         raw[bit // 8] ^= 1 << bit % 8
@@ -114,6 +127,35 @@ def _shaky(name: str) -> Callable[..., Any]:
 
 for _name in ("open", "fetch", "size", "write", "create", "delete", "names"):
     setattr(Shaky, _name, _shaky(_name))
+
+
+def killed_writers(count: int, store: RemoteStore, blobs: str, *arguments: str) -> Iterator[bool]:
+    """Processes that put and delete in a loop are killed, one after another: whether an index is there then, whole.
+
+    ``blobs`` is what they write to, in Python, with ``arguments`` as ``sys.argv[1:]``.
+    """
+    code = (
+        "import sys, itertools; from prefix_index.remote import *; from tests.prefix_index.samples import *\n"
+        f"store = RemoteStore({blobs}, folder={store.folder!r}, chunk_nbytes=4096, timeout_s=60); store.open()\n"
+        "print('up', flush=True)\n"
+        "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250)); store.delete(sample_identity())\n"
+    )
+    rng = random.Random(0)
+    for _ in range(count):
+        with python(code, *arguments, stderr=subprocess.DEVNULL) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "up\n"
+            time.sleep(rng.uniform(0, 0.1))
+            writer.kill()
+        try:
+            with store.get(DIGEST) as index:
+                index.verify()
+                assert index.stats == {"fill": int(index.array("channels")[0])}
+            yield True
+        except IndexNotFound:
+            yield False
+
+
 Make = Callable[..., SharedStore]
 
 

@@ -167,19 +167,6 @@ def test_what_was_deleted_or_has_expired_is_a_miss_and_loses_its_copy(folder: Pa
         assert copies(folder) == set()
 
 
-def test_copies_of_an_earlier_life_are_compared_before_they_are_served(folder: Path) -> None:
-    with opened(folder) as store:
-        for identity in (sample_identity(), OTHER):
-            store.put(sample_payload(identity, fill=1))
-            assert copied(store, identity)
-    with FileStore(folder) as other:
-        other.put(sample_payload(fill=2))
-        other.delete(OTHER)
-    with opened(folder) as store:
-        assert copies(folder) == {DIGEST}
-        assert read_fill(store) == 2
-
-
 @pytest.mark.parametrize("where", ["magic", "footer", "cut", "a folder"])
 def test_a_damaged_header_of_a_copy_costs_only_time(folder: Path, where: str) -> None:
     with opened(folder) as store:

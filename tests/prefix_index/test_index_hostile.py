@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefix_index import IndexCorrupt, IndexFile, IndexForeign, IndexFormatError, IndexPayload, IndexTooNew
 from prefix_index.format import ALIGN, PRELUDE, ArrayRecord, aligned, encode_footer, table_problem
-from tests.examples import examples
 from tests.prefix_index.small_stores import dump, in_memory
 
 
@@ -282,20 +281,6 @@ def test_hostile_entries(raw: bytes) -> None:
         change(copy)
         with pytest.raises(IndexCorrupt, match=r"header entry|identity.format_version"):
             in_memory(rebuild(msgspec.json.encode(copy), msgspec.json.encode(table), data))
-
-
-@settings(max_examples=examples(400))
-@given(data=st.data())
-def test_random_bytes_never_crash(raw: bytes, data: st.DataObject) -> None:
-    changed = bytearray(raw)
-    for _ in range(data.draw(st.integers(1, 8))):
-        at = data.draw(st.integers(0, 2200) | st.integers(0, len(raw) - 1))
-        changed[at : at + 4] = data.draw(st.binary(min_size=1, max_size=8))
-    try:
-        read_all(bytes(changed[: data.draw(st.sampled_from([len(changed), 64, 4096, 9999]))]))
-    except IndexFormatError:
-        return
-    assert bytes(changed) == raw
 
 
 @given(st.binary(max_size=300))

@@ -132,12 +132,6 @@ def test_model_mismatch_names_the_field_and_both_values(name: str) -> None:
     assert identity.digest != other.digest
 
 
-def test_equal_identities_have_no_mismatch() -> None:
-    assert sample_identity().mismatch(sample_identity()) is None
-    assert sample_identity() == sample_identity()
-    assert hash(sample_identity()) == hash(sample_identity())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

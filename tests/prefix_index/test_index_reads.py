@@ -170,24 +170,6 @@ def test_a_file_that_is_cut_after_it_was_opened_gives_the_right_bytes_or_an_erro
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_verify_reads_in_batches(path: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "_VERIFY_NBYTES", 30_000)
-    with IndexFile.open(path) as index:
-        for key in index.keys:
-            if index.record(key).nbytes:
-                flip(path, place_of(index, key))
-                with pytest.raises(IndexCorrupt, match=rf"checksum of \('{key.name}', {key.layer}, {key.kv_head}\)"):
-                    index.verify(threads=threads)
-                flip(path, place_of(index, key))
-        whole = path.read_bytes()
-        os.truncate(path, 20_000)
-        with pytest.raises(IndexCorrupt, match="somebody cut the file"):
-            index.verify(threads=threads)
-        path.write_bytes(whole)
-        index.verify(threads=threads)
-
-
 def test_who_carries_an_index_may_stop_before_each_array(index: IndexFile) -> None:
     def stop() -> None:
         raise InterruptedError("enough")
@@ -202,7 +184,7 @@ def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> Non
     try:
         for mode in (True, False):
             with IndexFile.open(path) as index:
-                os.dup2(folder, index._fd())
+                os.dup2(folder, index.fileno())
                 with pytest.raises(IndexUnreadable, match=r"x.pfxindex: .*expected readable bytes, found Is a dir"):
                     index.read_many(direct=mode)
     finally:
@@ -212,7 +194,7 @@ def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> Non
 def test_a_closed_index_and_one_closed_meanwhile(path: Path) -> None:
     index = IndexFile.open(path)
     whole = path.read_bytes()
-    with bulk_reads(index._fd(), direct=True) as fetch:
+    with bulk_reads(index.fileno(), direct=True) as fetch:
         index.close()
         out = bytearray(8192)
         assert fetch(memoryview(out), 4096) == 8192
@@ -250,7 +232,7 @@ from prefix_index import IndexFile
 from prefix_index.folder import open_direct
 with IndexFile.open(sys.argv[1]) as index:
     assert all((a == index.array(*k)).all() for k, a in index.read_many().items())
-    assert open_direct(index._fd()) is None
+    assert open_direct(index.fileno()) is None
 """
     (tmp_path / "ram").mkdir()
     command = 'mount -t ramfs none "$1" && cp "$2" "$1/y" && exec "$3" -c "$4" "$1/y"'

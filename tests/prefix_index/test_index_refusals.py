@@ -122,7 +122,7 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
         assert store._copier.settle(60)
         with monkeypatch.context() as patch:
             none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
-            patch.setattr("prefix_index.copies.open_named", Mock(side_effect=none_left))
+            patch.setattr("prefix_index.reader.open_named", Mock(side_effect=none_left))
             store.get(IDS[0]).close()
         assert store.counters is not None
         assert store.counters.damaged_dropped == 0

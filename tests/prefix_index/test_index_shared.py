@@ -24,17 +24,7 @@ from prefix_index import (
     link,
 )
 from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
-from tests.prefix_index.remote_stores import (
-    DIGEST,
-    LONG,
-    Make,
-    Shaky,
-    damage,
-    flip_bit,
-    flushed,
-    longest,
-    reached,
-)
+from tests.prefix_index.remote_stores import DIGEST, LONG, Make, Shaky, damage, flip_bit, flushed, longest, reached
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, python
 from tests.prefix_index.tiers import eventually

@@ -94,17 +94,6 @@ def test_asking_for_an_index_that_expired_is_no_use_of_it(tmp_path: Path) -> Non
         assert path.stat().st_atime == 1e9
 
 
-def test_put_replaces_and_open_readers_keep_the_old(store: IndexStore) -> None:
-    store.put(sample_payload(fill=1))
-    old = store.get(sample_identity())
-    store.put(sample_payload(fill=2))
-    assert len(store.list()) == 1
-    assert read_fill(store) == 2
-    assert old.array("channels")[0] == 1
-    old.verify()
-    old.close()
-
-
 def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStore) -> None:
     store.put(sample_payload(sample_identity(PROMPT, extra_key="tenant")))
     other = sample_model(kv_dtype="float32")

@@ -5,7 +5,6 @@ edges, and several machines on one, their leases, and writers that are killed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -17,14 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import xxhash
 
 from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew, Retention
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore, claims
 from prefix_index.remote.values import CHUNK, HEADER, LEASE, LEASES, unpack_record, value_header
-from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import (
     DIGEST,
@@ -36,6 +33,8 @@ from tests.prefix_index.remote_stores import (
     damage,
     file_blobs,
     flip_bit,
+    forge_manifest,
+    killed_writers,
     machine,
 )
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
@@ -135,20 +134,18 @@ def test_a_newer_version_and_somebody_elses_value(store: RemoteStore, blobs: Obj
 def test_a_manifest_with_more_fields_is_read(store: RemoteStore, blobs: ObjectBlobs) -> None:
     """It had the retention, too."""
     store.put(sample_payload())
-    body: dict[str, Any] = json.loads(blobs.fetch(MANIFEST, 1 << 20)[HEADER.size :])
-    raw = json.dumps(body | {"retention": {"pinned": True}}).encode()
-    blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
+    forge_manifest(blobs, retention={"pinned": True})
     store.get(DIGEST).verify()
     assert [entry.retention for entry in store.list()] == [Retention()]
 
 
 def test_a_manifest_that_speaks_of_something_else(store: RemoteStore, blobs: ObjectBlobs) -> None:
     store.put(sample_payload())
-    body: dict[str, Any] = json.loads(blobs.fetch(MANIFEST, 1 << 20)[HEADER.size :])
-    identity = msgspec.to_builtins(sample_identity(range(64)))
-    for wrong in ({"generation": "0" * 16}, {"entry": {**body["entry"], "identity": identity}}):
-        raw = json.dumps(body | wrong).encode()
-        blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
+    true, identity = blobs.fetch(MANIFEST, 1 << 20), msgspec.to_builtins(sample_identity(range(64)))
+    info = msgspec.to_builtins(sample_payload().info)
+    for wrong in ({"generation": "0" * 16}, {"entry": {"identity": identity, "info": info}}):
+        blobs.write(MANIFEST, memoryview(true))
+        forge_manifest(blobs, **wrong)
         with pytest.raises(IndexCorrupt, match="identity digest and generation: expected"):
             store.get(DIGEST)
 
@@ -302,22 +299,8 @@ def test_sweep_leaves_a_put_under_way_alone(tmp_path: Path) -> None:
 def test_a_writer_killed_at_any_moment_leaves_an_index_or_none(tmp_path: Path) -> None:
     """Processes put and delete in a loop and are killed; what is there afterwards is always whole."""
     blobs = file_blobs(tmp_path)
-    code = (
-        "import sys, itertools; from prefix_index.remote import *; from tests.prefix_index.samples import *\n"
-        "store = RemoteStore(ObjectBlobs(sys.argv[1]), chunk_nbytes=4096); store.open(); print('up', flush=True)\n"
-        "for fill in itertools.count(): store.put(sample_payload(fill=fill % 250)); store.delete(sample_identity())\n"
-    )
-    rng = np.random.default_rng(0)
     with machine(blobs) as store:
-        for _ in range(8):
-            with python(code, (tmp_path / "objects").as_uri()) as writer:
-                assert writer.stdout is not None
-                assert writer.stdout.readline() == "up\n"
-                time.sleep(float(rng.uniform(0, 0.1)))
-                writer.kill()
-            with contextlib.suppress(IndexNotFound), store.get(DIGEST) as index:
-                index.verify()
-                assert index.stats == {"fill": int(index.array("channels")[0])}
+        for _ in killed_writers(8, store, "ObjectBlobs(sys.argv[1])", (tmp_path / "objects").as_uri()):
             store.rescan()
             assert list(store.problems()) == []
         store.put(sample_payload())

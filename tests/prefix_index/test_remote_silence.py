@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import errno
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from prefix_index import IndexCorrupt, OutOfMemory, StoreUnavailable, link
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
 from prefix_index.remote.calls import Calls
-from prefix_index.remote.values import HEADER, value_header
-from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
 from prefix_index.store import Catalog
 from tests.prefix_index import s3_server
-from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, LONG, MANIFEST, Make, Shaky
+from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, LONG, Make, Shaky, forge_manifest
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, refuse_call
 from tests.prefix_index.tiers import eventually
@@ -159,13 +155,6 @@ def test_results_come_in_order_and_the_first_error_stops_the_rest() -> None:
 # What a store says of sizes is not believed, and what this machine lacks is not the store's fault
 
 
-def say(blobs: Shaky, **changes: int) -> None:
-    """The manifest with other numbers and right checksums."""
-    body: dict[str, Any] = json.loads(blobs.fetch(MANIFEST, 1 << 20)[HEADER.size :])
-    raw = json.dumps(body | changes).encode()
-    blobs.write(MANIFEST, memoryview(value_header(MANIFEST_KIND, DIGEST, body["generation"], 0, raw) + raw))
-
-
 @pytest.mark.parametrize("nbytes", [1 << 46, 1 << 62, 1 << 64, 1 << 40], ids=hex)
 def test_an_index_of_absurd_length_is_damaged_and_the_others_are_served(
     make: Make, blobs: Shaky, nbytes: int, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +162,7 @@ def test_an_index_of_absurd_length_is_damaged_and_the_others_are_served(
     with RemoteStore(blobs) as other:
         other.put(sample_payload())
         other.put(sample_payload(sample_identity(LONG), fill=7))
-        say(blobs, nbytes=nbytes, chunk_nbytes=nbytes)
+        forge_manifest(blobs, nbytes=nbytes, chunk_nbytes=nbytes)
     store = make("a")
     monkeypatch.setattr(link, "FIRST_AWAY_S", 60.0)
     listed = DIGEST in {entry.digest for entry in store.list()}

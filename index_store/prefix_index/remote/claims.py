@@ -14,8 +14,6 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from ..errors import IndexFormatError, IndexStoreError
@@ -45,7 +43,11 @@ class SharedLeases:
             local.release()
             raise
         if claimed:
-            return _SharedLease(local, partial(self._beat, digest, holder))
+            stop = threading.Event()
+            # It refers to no lease object, so that a forgotten one ends.
+            beat = threading.Thread(target=self._beat, args=(digest, holder, stop), name="build lease", daemon=True)
+            beat.start()
+            return BuildLease(digest, local.release, beat.join, stop.set, forgotten=stop.set)
         if claimed is None:
             return local
         local.release()
@@ -93,19 +95,6 @@ class SharedLeases:
             return None if raw is None else unpack_record(LEASE, digest, raw, LEASES)[1]
         except IndexFormatError:
             return None
-
-
-class _SharedLease(BuildLease):
-    """``beat`` runs on a thread that refers to no lease object, so that a forgotten one ends."""
-
-    def __init__(self, local: BuildLease, beat: Callable[[threading.Event], None]) -> None:
-        self._stop = threading.Event()
-        thread = threading.Thread(target=beat, args=(self._stop,), name="build lease", daemon=True)
-        super().__init__(local.digest, local.release, thread.join, self._stop.set)
-        thread.start()
-
-    def __del__(self) -> None:
-        self._stop.set()  # and nobody waits
 
 
 def _name(digest: str) -> str:

@@ -21,13 +21,7 @@ from typing import Final, TypeAlias, TypeVar
 import msgspec
 import xxhash
 
-from ..errors import (
-    IndexFormatError,
-    IndexNotFound,
-    StoreFull,
-    StoreUnavailable,
-    out_of_memory,
-)
+from ..errors import IndexFormatError, IndexNotFound, StoreFull, StoreUnavailable, out_of_memory
 from ..folder import owned_file
 from ..format import ALIGN, MAX_NBYTES, Entry, corrupt, sealed, unsealed, xxh3_hex
 from ..store import IndexEntry

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from prefix_index import (
     Retention,
 )
 from prefix_index.copies import digest_in
-from prefix_index.folder import SUFFIX, closing_fd, os_errors
+from prefix_index.folder import SUFFIX, folder_fd, os_errors
 from prefix_index.retention import KEEP_SUFFIX, read_retention
 from prefix_index.store import has_expired
 from prefix_index.writer import replace_file
@@ -153,15 +153,11 @@ def _export_one(entry: IndexEntry, path: Path, *, replace_it: bool) -> Verdict:
     if os.path.lexists(path) and not replace_it:
         return verdict._replace(status="exists", detail="give --replace to write it anew")
     try:
-        with open_unused(entry) as index, os_errors(path.parent), _folder_fd(path.parent) as fd:
+        with open_unused(entry) as index, os_errors(path.parent), folder_fd(path.parent) as fd:
             replace_file(fd, path.name, index.payload(), mode=0o600)
     except IndexStoreError as error:
         return verdict._replace(status="failed", detail=str(error))
     return verdict
-
-
-def _folder_fd(folder: Path) -> AbstractContextManager[int]:
-    return closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -219,7 +215,7 @@ def _retention_beside(path: Path, digest: str) -> Retention | None:
     if path.name != digest + SUFFIX:
         return None
     try:
-        with _folder_fd(path.parent) as fd:
+        with folder_fd(path.parent) as fd:
             kept = read_retention(fd, digest)
     except IndexUnreadable as error:
         raise error.at(path.with_suffix(KEEP_SUFFIX)) from None

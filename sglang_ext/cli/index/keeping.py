@@ -13,14 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from prefix_index import (
-    FileStore,
-    IndexCorrupt,
-    IndexEntry,
-    IndexStore,
-    IndexStoreError,
-    canonical_digest,
-)
+from prefix_index import FileStore, IndexCorrupt, IndexEntry, IndexStore, IndexStoreError, canonical_digest
 from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
 from prefix_index.copies import digest_in

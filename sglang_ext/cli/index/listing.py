@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,8 +169,8 @@ def _disk(store: IndexStore) -> tuple[int | None, int | None]:
     folder = getattr(store, "folder", None)
     if folder is None:
         return None, None
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    usage = shutil.disk_usage(folder)
+    return usage.free, usage.total
 
 
 def _grouped(entries: Sequence[IndexEntry], name: str) -> list[dict[str, Any]]:

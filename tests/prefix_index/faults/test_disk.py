@@ -16,26 +16,15 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from prefix_index import (
-    FileStore,
-    IndexFile,
-    IndexFormatError,
-    IndexNotFound,
-    IndexUnreadable,
-    Retention,
-    StoreFolderError,
-    StoreFull,
-)
+from prefix_index import FileStore, IndexNotFound, Retention, StoreFolderError, StoreFull
 from prefix_index.folder import PARTIAL
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import MEDIUM, SMALL, fill_of, identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, drop_from_page_cache, fork, opened, reap, remove, stored_files
+from tests.prefix_index.small_stores import SOON, fork, opened, reap, remove, stored_files
 
 CLONE_NEWNS = 0x0002_0000
 NO_NAMESPACE = 77
@@ -189,44 +178,6 @@ def test_a_disk_that_turns_read_only(tmp_path: Path) -> None:
                     opened(place / "store")
                 run("mount", "-o", "remount,rw", str(place))
                 store.put(payload_of(turn, 1))
-
-    mounting(work)
-
-
-@NEEDS_MKFS
-def test_sectors_that_cannot_be_read(tmp_path: Path) -> None:
-    """The right bytes or an error."""
-    reads: dict[str, Callable[[IndexFile], Any]] = {
-        "verify": lambda index: index.verify(),
-        "read_many": lambda index: index.read_many(),
-        "read_many without O_DIRECT": lambda index: index.read_many(direct=False),
-        "payload": lambda index: {key: array.load() for key, array in index.payload().arrays.items()},  # type: ignore[union-attr]
-        "array": lambda index: {key: index.array(*key) for key in index.keys},
-    }
-
-    def read(get: Callable[[], IndexFile], number: int, how: str) -> None:
-        # Of the format: a loop device fills a short read with zeros, as a broken disk may.
-        with contextlib.suppress(IndexUnreadable, IndexFormatError):
-            found: dict[Any, Any] = reads[how](get()) or {}
-            wanted: Any = payload_of(number, 1, 2 * MEDIUM).arrays
-            assert all(np.array_equal(array, wanted[key]) for key, array in found.items())
-
-    def work() -> None:
-        rng = random.Random(7)
-        for turn in range(examples(5, 1)):
-            with disk(tmp_path / f"disk-{turn}", "ext4") as place, opened(place / "store") as store:
-                for number in range(6):
-                    store.put(payload_of(number, 1, 2 * MEDIUM))
-                before = [store.get(identity_of(number)) for number in range(6)]
-                run("sync", "--file-system", str(place))
-                os.truncate(place.with_suffix(".img"), rng.randrange(3 * MEDIUM, 14 * MEDIUM))
-                for how in reads:
-                    for number in range(6):
-                        drop_from_page_cache(store.path_of(identity_of(number)))
-                        for get in (partial(before.__getitem__, number), partial(store.get, identity_of(number))):
-                            assert reap(fork(partial(read, get, number, how)), SOON) == 0
-                for index in before:
-                    index.close()
 
     mounting(work)
 

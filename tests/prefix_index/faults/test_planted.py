@@ -75,7 +75,7 @@ CALLS: dict[str, Callable[[FileStore], object]] = {
     "retain": lambda store: store.retain(MINE, Retention(pinned=True, expires=4e9)),
     "lease": lambda store: (lease := store.lease(MINE)) and lease.release(),
     "collect": lambda store: store.collect(),
-    "clean_partials": lambda store: store._clean_partials(0.0),
+    "clean_partials": lambda store: store._clean(0.0),
     "delete": lambda store: store.delete(MINE),
 }
 

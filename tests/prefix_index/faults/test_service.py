@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import random
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -17,15 +16,12 @@ import pytest
 import zmq
 
 from prefix_index import IndexNotFound, IndexStoreError, IndexWriter
-from prefix_index.folder import PARTIAL
 from prefix_index.service import StoreClient, messages
 from prefix_index.service.endpoint import socket_path
-from prefix_index.writer import PartialFile
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.faults.test_kills import loud
 from tests.prefix_index.samples import identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, Line, fork, index_file, opened, reap, remove, stored_files
+from tests.prefix_index.small_stores import SOON, index_file, opened, remove
 from tests.prefix_index.tiers import Service, eventually, patient
 
 MAX_GROWTH = 96 << 20
@@ -191,49 +187,6 @@ def check_alive(wire: Wire, good: StoreClient, rng: random.Random) -> None:
     assert read_fill(good, rng.randrange(20)) == 1
     assert len(good.list()) >= 20
     assert time.monotonic() - began < SOON
-
-
-@pytest.mark.parametrize("phase", ["reserved", "load", "synced"])
-def test_of_a_client_that_is_killed_while_it_puts_nothing_stays(tmp_path: Path, phase: str) -> None:
-    """After its reservation, while it writes, before its commit."""
-    rng = random.Random(phase)
-    with Service(tmp_path) as service, patient(service.endpoint) as good:
-        for number in range(3):
-            good.put(payload_of(number, 1, 1 << 18))
-        for _ in range(examples(50, 6)):
-            number, line = rng.randrange(3), Line()
-            pid = fork(lambda: put_and_hang(service, line, phase, number))  # noqa: B023
-            assert line.wait_for(f"at {phase}", SOON)
-            os.kill(pid, signal.SIGKILL)
-            reap(pid, SOON)
-            line.close()
-            assert read_fill(good, number) == 1
-        eventually(lambda: not [name for name in stored_files(tmp_path / "store") if name.startswith(PARTIAL)])
-        eventually(lambda: good.status().reservations == 0)
-        for number in range(3):
-            assert read_fill(good, number) == 1
-            good.put(payload_of(number, 2, 1 << 18))
-            assert read_fill(good, number) == 2
-        balanced(good)
-
-
-def put_and_hang(service: Service, line: Line, phase: str, number: int) -> None:
-    """In a child: a put that stands still at ``phase`` until it is killed."""
-
-    def stand(*_: Any) -> Any:
-        line.say(f"at {phase}")
-        time.sleep(10 * SOON)
-
-    payload = payload_of(number, 10, 1 << 18)
-    if phase == "load":
-        arrays = itertools.count(1)
-        payload = loud(payload, lambda: next(arrays) == len(payload.arrays) and stand())
-    elif phase == "synced":
-        os.fsync = stand
-    else:
-        PartialFile.write = stand  # type: ignore[method-assign]
-    with patient(service.endpoint) as client:
-        client.put(payload)
 
 
 def test_a_folder_goes_under_a_service_and_comes_back(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -40,12 +39,13 @@ class Hammer:
         self.held: list[tuple[IndexFile, int]] = []
         self.hits = 0
 
-    def run(self, steps: Iterable[int]) -> None:
+    def run(self, stop: Path) -> None:
+        """Until that file is there."""
         while True:
             with contextlib.suppress(StoreUnavailable):
                 self.store.open()
                 break
-        for step in steps:
+        for step in itertools.takewhile(lambda _: not stop.exists(), itertools.count()):
             began = time.monotonic()
             self.step(step, self.rng.randrange(KEPT + CHANGING))
             assert time.monotonic() - began < SOON
@@ -100,10 +100,6 @@ class Hammer:
         return () if number < KEPT else (IndexNotFound,)
 
 
-def until(stop: Path) -> Iterable[int]:
-    return itertools.takewhile(lambda _: not stop.exists(), itertools.count())
-
-
 def prepare(path: Path) -> None:
     with opened(path) as store:
         for number in range(KEPT):
@@ -127,23 +123,12 @@ def check_after(path: Path, cap: int | None) -> None:
         assert [name for name in stored_files(path) if name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("cap", [None, CAP])
-def test_what_nobody_deletes_is_there_and_every_byte_read_was_put(tmp_path: Path, cap: int | None) -> None:
-    """With a cap every second put evicts something; what is pinned stays."""
-    prepare(tmp_path)
-    steps = range(examples(1_200, 300))
-    hammers = [Hammer(FileStore(tmp_path, max_bytes=cap), seed) for seed in range(PROCESSES)]
-    pids = [fork(partial(hammer.run, steps)) for hammer in hammers]
-    assert [reap(pid, 5 * SOON) for pid in pids] == [0] * PROCESSES
-    check_after(tmp_path, cap)
-
-
 def test_every_few_milliseconds_one_is_killed_and_another_one_takes_its_place(tmp_path: Path) -> None:
     folder, stop, rng = tmp_path / "store", tmp_path / "stop", random.Random(7)
     prepare(folder)
 
     def start(seed: int) -> int:
-        return fork(partial(Hammer(FileStore(folder, max_bytes=CAP), seed).run, until(stop)))
+        return fork(partial(Hammer(FileStore(folder, max_bytes=CAP), seed).run, stop))
 
     pids = [start(seed) for seed in range(PROCESSES)]
     for seed in range(examples(200, 60)):
@@ -163,7 +148,7 @@ def test_a_service_is_killed_under_its_clients(tmp_path: Path) -> None:
     with Service(tmp_path) as service:
         prepare(folder)
         clients = [Hammer(StoreClient(service.endpoint), seed) for seed in range(4)]
-        pids = [fork(partial(client.run, until(stop))) for client in clients]
+        pids = [fork(partial(client.run, stop)) for client in clients]
         for _ in range(examples(100, 16)):
             time.sleep(rng.choice((0.02, 0.1, 0.3)) * rng.random())
             service.kill()
