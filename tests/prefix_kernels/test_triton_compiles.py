@@ -259,7 +259,8 @@ NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
 NOT_FOR |= {(f"attention on latent keys {of}", 80) for of in ("for 4 requests", "with 64 heads")}  # tiles of 64 rows
 NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith(("selection of blocks", "selection of l")) and "32" in case}
-#: Bytes that a thread may spill, the most of either Triton: a bound on registers has its price, and so has the kernel whose warps share them out.
+#: Bytes that a thread may spill, with either Triton: a bound on registers has its price, and so has the kernel whose
+#: warps share them out.
 SPILLED = {
     "attention with bounded registers": 32,
     "attention on latent keys": 64,
