@@ -150,15 +150,14 @@ def attempt(timer: Any, work: Callable[[], Row]) -> Row:
         return {"green": False, "error": text, "meaningful": timer.meaningful}
 
 
-def gated(case: Any, timer: Any, *, eager: bool = False) -> Row:
+def gated(case: Any, timer: Any) -> Row:
     """The gate first; a time only when it is green. Times and bytes are those of one layer.
 
     Args:
         case: with `run`, `poison` and `check`, `layers` of a run, `nbytes` of a layer, and `config` for the row.
         timer: of the device.
-        eager: without a graph.
     """
-    replay = case.run if eager else timer.prepare(case.run)
+    replay = timer.prepare(case.run)
     case.poison()
     replay()
     found = case.check()

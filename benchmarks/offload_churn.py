@@ -1,4 +1,10 @@
-"""What `offload.py churn` measures: what a decode step selects that is not resident, of real models' dense decode.
+#!/usr/bin/env python3
+"""Prefixes in host memory: what a decode step selects that is not resident, of real models' dense decode.
+
+    make models                                                       # once
+    python benchmarks/offload_churn.py --out rows.jsonl               # Qwen on a CPU
+    python benchmarks/offload_churn.py --trace selected.npz           # its selections, for residents to be fed with
+    python benchmarks/offload_churn.py --table rows.jsonl
 
 Post-RoPE queries, keys and values are captured by transformers. A document is prefilled once. Each question behind it
 is answered for a given number of steps, past tokens that end an answer, as `answers.py` forces them. A layer selects by
@@ -23,14 +29,19 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import platform
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from answers_data import Chat, Document, Question, documents
-from engines import Row
+from engines import Row, append, markdown, read
+from kernel_rows import origin
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
@@ -392,3 +403,135 @@ def lagged_rows(
                 found.append(({"kept": size, "budget": args.budget, "way": way}, figures))
     shared = {"bench": "lagged", "document": captured.name, "task": answer.task, "prefix_len": prefix_len}
     yield from ({**shared, "every": every, **row} for row in by_layer(found))
+
+
+def captures(args: argparse.Namespace) -> Iterator[tuple[int, Any]]:
+    """(tokens of the prefix, capture) of each document, captured if it is not there."""
+    from transformers import AutoTokenizer
+
+    cpu, folder = torch.device("cpu"), args.work / Path(args.model_path).name
+    folder /= f"seed-{args.seed}-{args.new_tokens}"
+    folder.mkdir(parents=True, exist_ok=True)
+    chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
+    for length in args.contexts:
+        for document in asked(args.packages, chat, length, args.seed).values():
+            path = folder / f"{document.name}.pt"
+            if not path.exists():
+                capturing = Capturing(args.model_path, chat, cpu)
+                capturing.capture(document, args.new_tokens, TEMPERATURE).save(path)
+            yield length, Captured.load(path, cpu)
+
+
+def churn(args: argparse.Namespace) -> None:
+    """Count and judge what the result file does not hold."""
+    known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
+    known["device"] = platform.processor() or "CPU"
+    held = read([args.out]) if Path(args.out).exists() else []
+    done = {(row["bench"], row["document"]) for row in held if row.get("model") == known["model"]}
+    for length, captured in captures(args):
+        if ("churn", captured.name) not in done:
+            for row in churn_rows(captured, length, args.keep):
+                append(args.out, {**row, **known})
+        for answer in captured.answers[: args.lagged] if ("lagged", captured.name) not in done else ():
+            for row in lagged_rows(captured, answer, length, args.keep, args.every):
+                append(args.out, {**row, **known})
+
+
+def trace(args: argparse.Namespace) -> None:
+    """Write what the first answer selects, for a server's residents to be fed with."""
+    length, captured = next(captures(args))
+    positions = traced(captured, captured.answers[0], length, 64, args.budget).numpy().astype(np.uint16)
+    np.savez_compressed(args.trace, positions=positions, prefix_len=length)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown of all parts."""
+    parts = ("churn", churn_table), ("lagged", lagged_table)
+    found = ((make, [row for row in rows if row["bench"] == name]) for name, make in parts)
+    return "\n\n".join(make(of) for make, of in found if of)
+
+
+def churn_table(rows: Sequence[Row]) -> str:
+    """By document, requests, budget and unit: means over layers and answers, of 8 KV heads of 128 channels in bf16."""
+    columns = list(rows[0]["residents"])
+    heads = [f"{float(one):g} budgets" if float(one) >= 1 else f"{float(one):.0%} of it" for one in columns]
+    lines = []
+    names = ("model", "document", "requests", "kept", "budget", "unit")
+    for key, of in grouped(rows, names):
+        cells = [f"{mean_of(of, figure):.1%}" for figure in ("wanted", "churn")]
+        for n in range(len(columns)):
+            tokens = [
+                wanted * moved[n] * row["prefix_len"] if moved[n] is not None else None
+                for row in of
+                for wanted, moved in zip(row["wanted"], row["moved"], strict=True)
+            ]
+            known = [one for one in tokens if one is not None]
+            nbytes = fmean(known) * 8 * 512 if len(known) == len(tokens) else None
+            cells.append("-" if nbytes is None else f"{nbytes / 1e3:,.0f} ({nbytes / 51e3:.1f})")
+        asking = "1 request" if key[2] == 1 else f"{key[2]} requests"
+        lines.append([f"{key[0]}, {key[1]}, {asking}, {key[4]:,} tokens, units of {key[5]}", *cells])
+    return markdown(["KB a step and layer (us at 51 GB/s), residents of", "wanted", "churn", *heads], lines)
+
+
+def lagged_table(rows: Sequence[Row]) -> str:
+    """By way: error (against exact's), lost and fetched shares of the budget; means over layers and answers."""
+    columns = grouped(rows, ("model", "document", "kept", "budget"))
+    lines = []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = []
+        for _, of in columns:
+            exact, found = ([row for row in of if row["way"] == one] for one in ("exact", way))
+            more = mean_of(found, "error") / mean_of(exact, "error") - 1 if found else 0.0
+            figures = [mean_of(found, figure) for figure in ("error", "lost", "moved")] if found else []
+            cells.append("{:.4f} ({:+.1%}), {:.1%}, {:.1%}".format(figures[0], more, *figures[1:]) if found else "-")
+        lines.append([way, *cells])
+    return markdown(["error, lost, moved", *(f"{key[0]}, {key[1]}, {key[3]:,} tokens" for key, _ in columns)], lines)
+
+
+def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows by the values of these fields, in the order of their first."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(found.items())
+
+
+def mean_of(rows: Sequence[Row], figure: str) -> float:
+    """Over rows and layers."""
+    return fmean(value for row in rows for value in row[figure])
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", default="churn.jsonl", help="result file; rows are appended (default: %(default)s)")
+    add("--trace", metavar="FILE.npz", help="write what the first answer selects, and count nothing")
+    add("--contexts", nargs="+", type=int, default=[8192], metavar="TOKENS", help="of documents (8192)")
+    add("--budget", type=int, default=512, metavar="TOKENS", help="of --trace (%(default)s)")
+    add("--model-path", default=".models/qwen2.5-coder-0.5b-instruct", help="of transformers")
+    add("--packages", type=Path, default=Path(".models/packages"), help="folder of `make models`")
+    add("--work", type=Path, default=Path(".models/queries"), help="folder of captures")
+    add("--new-tokens", type=int, default=128, help="decode steps of an answer (%(default)s)")
+    add("--keep", nargs="+", type=float, default=[1 / 64, 1 / 20, 512, 2048], help="budgets; below 1: shares")
+    add("--lagged", type=int, default=2, metavar="N", help="answers whose error is measured (%(default)s)")
+    add("--every", type=int, default=4, metavar="N", help="one of so many steps has an error (%(default)s)")
+    add("--seed", type=int, default=0, help="of documents (%(default)s)")
+    add("--commit", help="for the rows, where the tree is no git checkout")
+    add("--table", nargs="+", metavar="FILE", help="print result files as Markdown, measure nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, or print the tables; returns the exit status."""
+    args = parse(argv)
+    if args.table:
+        print(table(read(args.table)))
+        return 0
+    with torch.no_grad():
+        (trace if args.trace else churn)(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -143,7 +143,6 @@ def test_the_documented_figures_behind_host_memory() -> None:
     assert "| {} | {}: selected in device memory".format(*steps) in text
     first = [found["first_token", engine, None, few]["seconds"] for engine in ("host", "disk", "prefill")]
     assert f"| {first[0]:.2f}; from a file in tmpfs {first[1]:.1f} | {first[2]:.0f}, writing its file |" in text
-    assert all(row["green"] for row in rows_of(RESULTS / "offload-h100.jsonl"))
     errors: dict[tuple[str, int, str], float] = {}
     with lzma.open(RESULTS / "offload-cpu-churn.jsonl.xz", "rt") as file:
         for row in filter(lambda one: one["bench"] == "lagged", map(json.loads, file)):

@@ -1,4 +1,4 @@
-"""What is captured of a real model's dense decode, and attention over a selection of it, for `offload.py churn`."""
+"""What is captured of a real model's dense decode, and attention over a selection of it, for `offload_churn.py`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""`benchmarks/offload.py`: gates that can turn red, what is counted of a decode, and tables."""
+"""`benchmarks/offload_churn.py`: what is counted of a decode, and tables."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,113 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.benchmarks.results import BENCHMARKS, RESULTS, rows_of
-
-ENVIRONMENT = {**os.environ, "TRITON_INTERPRET": "1"}
-SMALL = ("swap", "--smoke", "--groups", "1x1", "--only", "exact", "--steps", "2", "--budget", "32")
-#: Argument: where rows go. One page is not copied; or one is copied, and not counted.
-SPOILED = """
-import sys
-import offload, offload_cases
-from prefix_kernels.residents import Residents
-
-class Spoiled(Residents):
-    def run(self, *arguments):
-        super().run(*arguments)
-        if sys.argv[2] == "bytes":
-            arguments[4].v_cache[-1, -1, -1] += 1
-        else:
-            self.state.counters[0, 0, 1] -= 1
-
-offload_cases.Residents = Spoiled
-sys.exit(offload.main([*sys.argv[3:], "--only", "exact", "--out", sys.argv[1]]))
-"""
-
-
-def command(*arguments: str | Path, code: str | None = None, status: int = 0) -> str:
-    what = [str(BENCHMARKS / "offload.py")] if code is None else ["-c", code]
-    words = [sys.executable, *what, *map(str, arguments)]
-    ran = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, cwd=BENCHMARKS)
-    assert ran.returncode == status, ran.stdout + ran.stderr
-    return ran.stdout + ran.stderr
-
-
-#: Argument: where rows go. A piece is attended twice.
-TWICE = """
-import sys
-import offload
-from prefix_kernels.prefill_attention import PrefillAttention
-
-fold = PrefillAttention.fold
-
-def twice(self, *arguments):
-    fold(self, *arguments)
-    if arguments[4].start == arguments[4].stop - 128:
-        fold(self, *arguments)
-
-PrefillAttention.fold = twice
-sys.exit(offload.main([*sys.argv[2:], "--out", sys.argv[1]]))
-"""
+from tests.benchmarks.results import RESULTS
 
 
 @pytest.fixture(scope="module")
 def counting(load: Any) -> Any:
     return load("offload_churn").offload_churn
-
-
-@pytest.fixture(scope="module")
-def bench(load: Any) -> Any:
-    return load("offload").offload
-
-
-def test_small_rows_are_green_and_their_table_has_the_links_floor(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    command(*SMALL, "--out", out)
-    (exact,) = rows_of(out)
-    assert exact["green"]
-    assert exact["bytes"] == 2 * 8 * 2 * 16 * 2  # KV heads, tokens, K and V, channels, bytes
-    assert exact["floor_us"] == round(exact["bytes"] / 51e3, 2)
-    assert command(*SMALL, "--out", out) == ""
-    assert f"| exact 25% | {exact['us']:,.1f} (link {exact['floor_us']:.1f}) |" in command("--table", out)
-
-
-@pytest.mark.full
-def test_every_part_is_green(tmp_path: Path) -> None:
-    command("swap", "--smoke", "--out", tmp_path / "rows.jsonl")
-    assert [row["case"] for row in rows_of(tmp_path / "rows.jsonl")] == ["exact 25%", "reuse 25%"] * 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("what", ["bytes", "counts"])
-def test_wrong_residents_are_red_and_have_no_time(what: str, tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    command(out, what, *SMALL[:4], "--steps", "2", "--budget", "32", code=SPOILED, status=1)
-    (row,) = rows_of(out)
-    assert not row["green"]
-    assert "us" not in row
-    assert (row["gate"]["wrong_rows"] > 0) == (what == "bytes")
-
-
-def test_prefill_rows_are_green_and_their_table_has_the_links_floor(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    small = ("prefill", "--smoke", "--requests", "2", "--contexts", "304")
-    command(*small, "--out", out)
-    (row,) = rows_of(out)
-    assert row["green"]
-    assert row["bytes"] == 2 * 2 * 304 * 2 * 16 * 2  # K and V, layers, tokens, KV heads, channels, bytes
-    assert row["floor_us"] == round(row["bytes"] / 51e3, 2)
-    assert command(*small, "--out", out) == ""
-    cell = f"{row['us'] / 1e3:,.2f} (link {row['floor_us'] / 1e3:,.2f})"
-    assert f"| 5 new tokens each | {cell} |" in command("--table", out)
-
-
-@pytest.mark.full
-def test_a_piece_that_is_attended_twice_is_red(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    command(out, "prefill", "--smoke", "--requests", "1", "--contexts", "304", code=TWICE, status=1)
-    (row,) = rows_of(out)
-    assert not row["green"]
-    assert "us" not in row
 
 
 def wanted_of(steps: list[list[int]], prefix_len: int, unit: int, counting: Any) -> Tensor:
@@ -219,9 +114,9 @@ def test_the_shipped_selections_are_whole_lists() -> None:
     assert (positions[..., -64:] == np.arange(prefix_len - 64, prefix_len)).all()
 
 
-def test_the_table_of_measured_rows(bench: Any, load: Any) -> None:
+def test_the_table_of_measured_rows(counting: Any, load: Any) -> None:
     rows = load("engines").engines.read([RESULTS / "offload-cpu-churn.jsonl.xz"])
-    text = bench.table(rows)
+    text = counting.table(rows)
     of = [row for row in rows if row["bench"] == "churn" and row["requests"] == 1 and row["document"] == "prose-8192"]
     (tokens, pages) = ([row for row in of if (row["budget"], row["unit"]) == (512, unit)] for unit in (1, 16))
     moved = np.mean([np.array(row["wanted"]) * [one[4] for one in row["moved"]] for row in tokens]) * 8192 * 8 * 512
@@ -234,9 +129,3 @@ def test_the_table_of_measured_rows(bench: Any, load: Any) -> None:
             one for one in lagged if one["way"] == "exact" and all(one[k] == row[k] for k in ("task", "budget"))
         )
         assert np.mean(row["error"]) >= np.mean(exact["error"])
-
-
-def test_a_command_line_without_a_part_says_what_is_expected(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.parse([])
-    assert "expected swap, prefill, churn, trace or --table" in capsys.readouterr().err
