@@ -16,46 +16,24 @@ import torch
 
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.versions import older_than
-from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
 from sglang_ext.prefix.residency import State
+from tests.offload.host_memory import PlainPools
 from tests.server.harness import MODEL
 
 SIZE, CONTEXT, ROWS = 512, 256, 6
 
 
-class PlainPool:
-    """A `HostPool` of numbers only: nothing is copied."""
+class Pool(PlainPools):
+    """That no slot of the padding page is copied out."""
 
-    nbytes = 0
-
-    def __init__(self, num_pages: int, first_slot: int = 0) -> None:
-        self.dense_begin = None
-        self.num_pages, self._first_slot = num_pages, first_slot
-        self._free = list(range(num_pages))
-
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
-
-    def alloc(self, num_pages: int) -> torch.Tensor | None:
-        if num_pages > len(self._free):
-            return None
-        taken, self._free = self._free[:num_pages], self._free[num_pages:]
-        return torch.tensor(taken)
-
-    def free(self, pages: torch.Tensor) -> None:
-        assert not set(pages.tolist()) & set(self._free)
-        self._free += pages.tolist()
-
-    def layer(self, layer: int) -> torch.Tensor:
-        return torch.zeros(self.num_pages, 1, PAGE_TOKENS, 16)
+    first_slot = 0
 
     def backup(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
-        assert len(slots) == len(pages) * PAGE_TOKENS
-        assert int(slots.min()) >= self._first_slot
+        assert int(slots.min()) >= self.first_slot
+        super().backup(slots, pages)
 
 
 class Loop:
@@ -75,7 +53,8 @@ class Loop:
             req_to_token=self.table.req_to_token, kv=None,
         )  # fmt: skip
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
-        pool = PlainPool(host_pages, page_size)
+        pool = Pool(SIZE + page_size, host_pages, 1, 1)
+        pool.first_slot = page_size
         self.offloading = Offloading(options, view, pool, range(0), page_size)  # type: ignore[arg-type]
         self.attachments: dict[Any, Attachment] = {}
         hooks = OffloadedTree(self.tree, self.offloading, self.attachments.get)

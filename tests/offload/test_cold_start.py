@@ -13,6 +13,7 @@ from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
 from sglang_ext.prefix.requests import Attachment
 from tests.offload.slow_file import slow
 from tests.offload.test_offloading import DIM, PREFIX, SLOTS, Request, Served, attachment
+from tests.serving.admitting import eventually
 
 
 def stored(folder: Path, policy: str, num_pages: int = 12, **config: float) -> tuple[Served, Path]:
@@ -31,18 +32,12 @@ def stored(folder: Path, policy: str, num_pages: int = 12, **config: float) -> t
 
 def loaded(served: Served) -> None:
     """Until no move is under way."""
-    deadline = time.monotonic() + 30
-    while served.offloading.snapshot()["users"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not served.offloading.snapshot()["users"])
 
 
 def happens(served: Served, event: str) -> None:
     """Until it has."""
-    deadline = time.monotonic() + 30
-    while not served.offloading.snapshot()["events"].get(event):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: served.offloading.snapshot()["events"].get(event, 0) > 0)
 
 
 def waiting() -> list[tuple[Request, object]]:
@@ -165,11 +160,8 @@ def test_a_file_that_another_server_removed_is_looked_for_again(tmp_path: Path) 
     assert served.offloading.before_batch(queue, SLOTS), "it was there a moment ago"  # type: ignore[arg-type]
     happens(served, "load_failed")
     away.rename(file)
-    deadline = time.monotonic() + 10
-    while not served.offloading.snapshot()["events"].get("loaded"):
-        assert time.monotonic() < deadline
-        served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
-        time.sleep(0.01)
+    events = served.offloading.directory.events
+    assert eventually(lambda: (served.offloading.before_batch(queue, SLOTS), events["loaded"])[1] == 1)  # type: ignore[arg-type]
 
 
 # -- prompts without room in the KV pool ---------------------------------------------------------------------
@@ -257,10 +249,7 @@ def test_a_pause_ends_no_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     served, file = stored(tmp_path, "timeout", prefetch_timeout_s=7.0)
     with slow(file):
         assert Long(served).waits() is True
-    deadline = time.monotonic() + 30
-    while served.offloading._agreed._mover._done.empty():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not served.offloading._agreed._mover._done.empty())
     clock.now += 3600
     assert Long(served).waits() is False
     served.offloading.drop()

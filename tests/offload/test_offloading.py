@@ -23,6 +23,7 @@ from sglang_ext.prefix.requests import Attachment
 from sglang_ext.prefix.residency import State
 from sglang_ext.ranks import Ranks
 from tests.offload.host_memory import PlainPools
+from tests.planted import dense_attention
 
 PREFIX, HEADS, DIM, PAGE = 96, 4, 8, 16
 SLOTS = 2048
@@ -96,13 +97,11 @@ def forward(rows: list[int], lens: list[int], counts: list[int] | None = None, m
 
 def dense(q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of the last rows of one request, row by row."""
-    out = torch.zeros_like(q)
-    for row in range(q.shape[0]):
-        seen = slots[: len(slots) - q.shape[0] + row + 1].long()
-        for head in range(HEADS):
-            scores = scale * kv.k_cache[seen, head // 2] @ q[row, head]
-            out[row, head] = scores.softmax(0) @ kv.v_cache[seen, head // 2]
-    return out
+    rows = []
+    for row in range(len(q)):
+        seen = slots[: len(slots) - len(q) + row + 1].long()
+        rows.append(dense_attention(q[row : row + 1], kv.k_cache[seen], kv.v_cache[seen], scale).out)
+    return torch.cat(rows).float()
 
 
 @pytest.mark.parametrize("staging", [16, 32, 512])
