@@ -15,10 +15,7 @@ from prefix_kernels.csa_scores import (
     encode_lists,
 )
 from tests.examples import examples
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.planted import randn
 
 
 def lists_of(shape, list_len, prefix_len, seed=0):
