@@ -12,10 +12,11 @@ import msgspec
 import pytest
 import torch
 
-from prefix_index import ArrayKey, IndexCorrupt, IndexEntry, IndexFile, IndexPayload, IndexStoreError, IndexUnreadable
+from prefix_index import ArrayKey, IndexCorrupt, IndexFile, IndexStoreError, IndexUnreadable
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefix import residency as module
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+from tests.index_faults import replaced
 
 PROMPT = list(range(64))
 #: Bytes of an index of 64 tokens: layers, tokens, KV heads, head_dim, fp32.
@@ -262,16 +263,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
 }
 
 
-def replaced(bench: Any, entry: IndexEntry, change: Change, created: float) -> IndexEntry:
-    """The index, built by somebody else."""
-    with bench.store.get(entry.digest) as index:
-        arrays = {key: array.copy() for key, array in index.read_many().items()}
-        whole = index.payload()
-    change(arrays)
-    info = msgspec.structs.replace(whole.info, created=created)
-    return bench.store.put(IndexPayload(whole.identity, arrays, spec=whole.spec, stats=whole.stats, info=info))
-
-
 @pytest.fixture
 def tokens(make_bench: Any) -> Any:
     """A bench whose indexes are of tokens."""
@@ -302,7 +293,7 @@ def test_wrong_content_is_index_corrupt_and_reported(
     tokens: Any, reading: Any, reports: list[IndexStoreError], name: str
 ) -> None:
     change, message = CHANGES[name]
-    entry = replaced(tokens, tokens.put(PROMPT), change, 5.0)
+    entry = replaced(tokens.store, tokens.put(PROMPT).digest, change, created=5.0)
     with tokens.store.get(entry.digest) as index:
         index.verify()  # nothing is wrong with its bytes
     failed = load(reading(), entry)
@@ -314,8 +305,7 @@ def test_wrong_content_is_index_corrupt_and_reported(
 
 def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: Any, reports: Any) -> None:
     """The store may offer it again: its checksums are right, and who reads it may have had an older one."""
-    good = tokens.put(PROMPT)
-    entry = replaced(tokens, good, of_32767, 5.0)
+    entry = replaced(tokens.store, tokens.put(PROMPT).digest, of_32767, created=5.0)
     residency = reading()
     failed = load(residency, entry)
     residency.release(failed)
@@ -329,7 +319,7 @@ def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: A
 
 
 def test_a_rank_looks_at_its_own_heads(tokens: Any, reading: Any) -> None:
-    entry = replaced(tokens, tokens.put(PROMPT), of_32767, 5.0)
+    entry = replaced(tokens.store, tokens.put(PROMPT).digest, of_32767, created=5.0)
     for first, state in ((0, State.READY), (1, State.FAILED)):
         assert load(reading(heads=1, first=first), entry).state is state
 
