@@ -22,7 +22,7 @@ from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.ranks import Ranks
-from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model, hashes
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model, eventually, hashes
 from tests.serving.meeting import Meeting
 
 ARRAYS = {ArrayKey("m.a", 0, 1): np.arange(6, dtype=np.int16).reshape(2, 3), ArrayKey("m.b", 2, 1): np.ones(0)}
@@ -135,13 +135,13 @@ class Rank:
             self.builds.recorder.record(chunks, layer, q, DIM**-0.5)
         self.builds.prefilled(chunks)
 
-    def decode_until(self, rid: str, done: Callable[[dict[str, Any]], bool], seconds: float = 60.0) -> bool:
-        deadline = time.monotonic() + seconds
-        while not done(self.builds.snapshot()) and time.monotonic() < deadline:
+    def decode_until(self, rid: str, done: Callable[[dict[str, Any]], bool]) -> bool:
+        def step() -> bool:
             self.builds.decoding([rid], torch.tensor([0]))
             self.builds.settle()
-            time.sleep(0.002)
-        return done(self.builds.snapshot())
+            return done(self.builds.snapshot())
+
+        return eventually(step)
 
 
 @pytest.fixture
