@@ -76,7 +76,6 @@ class HostedServer(Server):
 
     def give_back(self, host: HostPrefix) -> None:
         """Its pages are another prefix's from now on."""
-        assert self.sparse.swap is not None
         self.sparse.swap.forget(host.pages)
         self.pages = torch.cat([host.pages, self.pages])
 
@@ -98,7 +97,6 @@ class HostedServer(Server):
     def listed(self, number: int, own: torch.Tensor, layer: int) -> Selection:
         """Slots of cells say no position; the list of positions does, until the next layer selects."""
         lists, planned = self.sparse._lists.of(layer), self.sparse._planned
-        assert planned is not None
         placed = pack_lists([SelectionGroup(budget, budget) for budget in planned.selects.budgets], KV_HEADS)[number]
         counts, positions = lists.counts[number].clone(), placed.lists_in(lists.positions, KV_HEADS)
         there = torch.arange(positions.shape[1], device=self.device) < counts[:, None]

@@ -55,7 +55,7 @@ class Loop:
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
         pool = Pool(SIZE + page_size, host_pages, 1, 1)
         pool.first_slot = page_size
-        self.offloading = Offloading(options, view, pool, range(0), page_size)  # type: ignore[arg-type]
+        self.offloading = Offloading(options, view, pool, range(0), page_size)
         self.attachments: dict[Any, Attachment] = {}
         hooks = OffloadedTree(self.tree, self.offloading, self.attachments.get)
         hooks.install()
@@ -64,8 +64,6 @@ class Loop:
         self.running: list[Any] = []
         self._spare: dict[int, list[int]] = {}
         self._rids = count()
-
-    # -- requests --------------------------------------------------------------------------------------------
 
     def request(self, prompt: list[int], indexed: int = 0) -> Any:
         """A waiting request; `indexed`: tokens of the index that its look-up found."""
@@ -79,7 +77,7 @@ class Loop:
             digest = f"{indexed}-" + "-".join(map(str, prompt[:indexed]))
             entry = SimpleNamespace(digest=digest, identity=SimpleNamespace(num_tokens=indexed))
         ready = SimpleNamespace(state=State.READY)
-        self.attachments[req] = Attachment(rid, None, entry, ready)  # type: ignore[arg-type]
+        self.attachments[req] = Attachment(rid, None, entry, ready)
         return req
 
     def prefill(self, req: Any, chunk: int | None = None) -> bool:
@@ -151,8 +149,6 @@ class Loop:
     def retract(self, req: Any) -> None:
         """It gives its slots back, and waits."""
         self.release(req, insert=False)
-
-    # -- what releases differ in -----------------------------------------------------------------------------
 
     def _kv(self, req: Any) -> Any:
         return req.kv
@@ -232,8 +228,6 @@ class Loop:
             taken, spare = taken + fresh.tolist()[:missing], fresh.tolist()[missing:]
         self._spare[-1] = spare
         return taken
-
-    # -- sums ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """No slot of the padding page in a tree or in a free list; all slots are somewhere, once."""

@@ -150,7 +150,7 @@ def test_off_while_requests_run(server: Server, texts: Any) -> None:
 
     before = server.settled()["sparse_rows"]
     calls = [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]
-    *answers, (_, meanwhile) = server.together([*calls, switch])  # type: ignore[list-item]
+    *answers, (_, meanwhile) = server.together([*calls, switch])
     assert [answer.ids for answer in answers] == dense
     assert meanwhile <= len(prompts), "a step that ran when the command came"
     for answer in answers:
@@ -167,12 +167,9 @@ def test_commands_at_once_each_get_their_own_answer(server: Server, texts: Any) 
     calls: list[Any] = [lambda n=name: told(server, "pin", index=n) for name in digests for _ in range(3)]
     calls += [lambda: told(server, "status"), lambda: server.generate(texts.ask(texts.second, 2), TOKENS)] * 2
     found = server.together(calls)
-    assert [one["digest"] for one in found[:12]] == [digest for digest in digests.values() for _ in range(3)]  # type: ignore[index]
-    assert all("versions" in one for one in found[12::2])  # type: ignore[operator]
+    assert [one["digest"] for one in found[:12]] == [digest for digest in digests.values() for _ in range(3)]
+    assert all("versions" in one for one in found[12::2])
     assert all(one["pinned"] == (one["name"] in digests) for one in told(server, "indexes")["indexes"])
-
-
-# -- the same as commands ----------------------------------------------------------------------------------------
 
 
 def command(server: Server, *words: str, key: str = ADMIN_KEY) -> subprocess.CompletedProcess[str]:

@@ -154,4 +154,4 @@ def test_retracted_and_aborted_requests_leave_nothing_behind(serve: Pool, store:
 
 
 def _calls(server: Server, prompts: list[str], tokens: int) -> list[Callable[[], Answer]]:
-    return [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]  # type: ignore[misc]
+    return [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]

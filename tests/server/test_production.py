@@ -41,9 +41,6 @@ def test_long_own_tokens_are_selected_from_and_answers_found(production: Any, te
     assert delta.after["suffix_keep_ratio"] < 0.9
 
 
-# -- requests that decode together -----------------------------------------------------------------------------
-
-
 def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(production: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.unindexed, n) for n in range(4)] + [texts.ask(texts.elsewhere, 0)]
     _, delta = production.during(lambda: [production.generate(prompt, TOKENS, sparse=False) for prompt in prompts])
@@ -79,9 +76,6 @@ def test_requests_that_opt_out_ride_along(production: Any, texts: Any) -> None:
     batch, delta = production.together_until(jobs, lambda found: found.cascade_steps > TOKENS // 2)
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.cascade_steps > TOKENS // 2
-
-
-# -- what a response says --------------------------------------------------------------------------------------
 
 
 def test_a_response_says_how_it_was_decoded_and_why_it_was_dense(production: Any, texts: Any) -> None:

@@ -74,9 +74,6 @@ def test_what_is_remembered_is_bounded() -> None:
     assert votes.votes == KEPT + 50, "none for one that stayed"
 
 
-# -- a request's index -----------------------------------------------------------------------------------------
-
-
 def _index(state: State, reason: str = "") -> Any:
     return SimpleNamespace(
         state=state, reason=reason, detail=reason, loaded=None, begun=0.0, prefix_len=64,
@@ -173,9 +170,6 @@ def test_runtimes_of_two_ranks_use_an_index_that_is_late_on_one_from_the_same_st
     assert EVERY + 2 < used.count(False) < 3 * EVERY
     assert (fallbacks, mine) == ({"index_loading": 1}, theirs)
     assert mine[1] == 3, "one vote when it came, then one in so many steps, and none once it is settled"
-
-
-# -- the start, and what is compared on the device --------------------------------------------------------------
 
 
 def test_ranks_that_are_not_alike_stop_on_all() -> None:

@@ -83,7 +83,6 @@ def test_an_index_that_the_quality_guard_holds_back_is_told_and_asking_changes_n
     runtime = start([PROMPT], keep_ratio=0.25, min_top_k=0, guard_every=8, quality_slo=0.3)
     [entry] = runtime.store.list()
     guard = runtime.planner.guard
-    assert guard is not None
     record = guard.records.of(entry.digest, 64)
     record.become(Standing.DENSE)
     record.until = float("inf")

@@ -36,7 +36,6 @@ def test_rank_0_takes_parts_once_all_ranks_have_left_theirs(tmp_path: Path) -> N
     third.leave("d", {ArrayKey("m.a", 0, 2): np.zeros(3)})
     third.leave("other", ARRAYS)
     found = first.taken("d")
-    assert found is not None
     assert found.keys() == {*ARRAYS, ArrayKey("m.a", 0, 2)}
     for key, array in ARRAYS.items():
         assert (found[key].dtype, found[key].tolist()) == (array.dtype, array.tolist())
@@ -98,7 +97,7 @@ def test_ranks_agree_on_a_folder_and_what_killed_servers_left_is_removed(
     assert made[0]._folder == made[1]._folder
     assert [(one.rank, one.size) for one in made] == [(0, 2), (1, 2)]
     assert sorted(tmp_path.iterdir()) == sorted([other, alive, fresh, made[0]._folder])
-    assert Parts.of_server(SimpleNamespace(rank=0, size=1)) is None  # type: ignore[arg-type]
+    assert Parts.of_server(SimpleNamespace(rank=0, size=1)) is None
 
 
 def test_no_folder_stops_the_start_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

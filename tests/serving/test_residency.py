@@ -42,7 +42,6 @@ def reside() -> Iterator[Callable[..., Residency]]:
 def load(residency: Residency, entry: Any) -> ResidentIndex:
     """In use, once it is there or has failed."""
     index = residency.acquire(entry)
-    assert index.loaded is not None
     index.loaded.result(30)
     return index
 
@@ -64,9 +63,6 @@ def test_what_is_loaded_is_what_was_stored(
     for layer in range(3):
         assert torch.equal(index.layers[layer]["keys"], bench.keys(PROMPT, layer).transpose(0, 1)[first:])
     assert index.nbytes == residency.resident_bytes() == heads * ONE // 2
-
-
-# -- the budget ------------------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_index_without_users_leaves(bench: Any, reside: Any) -> None:
@@ -128,9 +124,6 @@ def test_an_index_larger_than_the_budget_fails_with_both_sizes(bench: Any, resid
     assert (index.state, index.reason) == (State.FAILED, "index_memory")
     assert "1000" in index.detail
     assert str(ONE) in index.detail
-
-
-# -- loads that fail, or take long -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [None, OSError("a defect of the store")])
@@ -238,8 +231,6 @@ def test_concurrent_acquire_and_release_balance(bench: Any, reside: Any) -> None
     assert residency.num_users() == 0
     assert residency.resident_bytes() <= 2 * ONE + 100
 
-
-# -- right checksums, and wrong content ------------------------------------------------------------------------
 
 Change = Callable[[dict[ArrayKey, Any]], None]
 

@@ -52,9 +52,6 @@ def statuses(runtime: SparseRuntime) -> list[str]:
     return [line["status"] for line in report(runtime)]
 
 
-# -- one build at a time -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def builders(start: Any, tmp_path: Path) -> tuple[Runtime, Runtime]:
     """Two runtimes that build into one folder."""
@@ -105,9 +102,6 @@ def test_a_folder_that_goes_away_does_not_end_a_building_server(builders: Any) -
     one.came("a")
     (line,) = report(one)
     assert (line["status"], line["reason"]) == ("failed", "StoreFolderError")
-
-
-# -- a service ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,9 +189,6 @@ def test_a_load_that_ends_without_a_word_is_a_fallback_and_the_next_request_trie
     runtime.slot_freed(first, 0, finished=True)
     runtime.came("b", [*PROMPT, 8])
     assert planned(runtime, ["b"], [66])
-
-
-# -- a remote store to share with -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("remote", ["s3://no-such-bucket-0/x", "file:///no/such/folder", "mooncake://127.0.0.1:1"])
