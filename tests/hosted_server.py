@@ -30,13 +30,7 @@ class HostedServer(Server):
         changes: see the base.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        num_cells: int,
-        implementation: str = "reference",
-        **changes: Any,
-    ) -> None:
+    def __init__(self, device: torch.device, num_cells: int, implementation: str = "reference", **changes: Any) -> None:
         self.kv_of_host: list[torch.Tensor] = []
         host = HostKV(HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells, implementation)
         super().__init__(device, host=host, **changes)

@@ -275,8 +275,7 @@ def test_another_pool_or_another_attention_is_refused(runner: dict[str, Any], me
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"use_deep_gemm_bmm": True}, {"w_kc": torch.zeros(1, dtype=torch.int8)}, {"use_intel_amx_backend": True}],
+    "change", [{"use_deep_gemm_bmm": True}, {"w_kc": torch.zeros(1, dtype=torch.int8)}, {"use_intel_amx_backend": True}]
 )
 def test_other_weights_than_the_models_are_refused_where_queries_are_recorded(change: dict[str, Any]) -> None:
     from sglang_ext.compat.runner import RunnerView

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.csa_scores import (
-    CompactLists,
-    check_lists,
-    csa_scores_compact,
-    decode_lists,
-    encode_lists,
-)
+from prefix_kernels.csa_scores import CompactLists, check_lists, csa_scores_compact, decode_lists, encode_lists
 from tests.examples import examples
 from tests.planted import randn
 

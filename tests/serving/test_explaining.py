@@ -42,11 +42,7 @@ def test_the_index_of_a_prompt_and_whether_it_is_loaded(start: Callable[..., Run
 
 @pytest.mark.parametrize(
     ("ids", "keys", "reason"),
-    [
-        (OTHER, {}, "no_index"),
-        ([*PROMPT, 7], {"extra_key": "tenant"}, "no_index"),
-        (PROMPT[:15], {}, None),
-    ],
+    [(OTHER, {}, "no_index"), ([*PROMPT, 7], {"extra_key": "tenant"}, "no_index"), (PROMPT[:15], {}, None)],
     ids=["other tokens", "other extra_key", "less than a page"],
 )
 def test_a_prompt_without_an_index(start: Callable[..., Runtime], ids: Any, keys: Any, reason: str | None) -> None:

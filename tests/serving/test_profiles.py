@@ -16,13 +16,7 @@ from sglang_ext.config import ConfigError, Settings, make_settings, settings_fro
 from sglang_ext.methods import make_builder, method_specs
 from sglang_ext.methods.profile import Profile, ProfileError, layer_profile
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
-from sglang_ext.profiles import (
-    PROFILE_FILE,
-    check_profile,
-    find_profile,
-    layer_plan_of_rank,
-    local_folder,
-)
+from sglang_ext.profiles import PROFILE_FILE, check_profile, find_profile, layer_plan_of_rank, local_folder
 from sglang_ext.runtime import SparseRuntime
 from tests.prefix_index.samples import sample_model
 from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model

@@ -18,16 +18,7 @@ from prefix_index import FileStore, StoreFolderError, StoreUnavailable
 from sglang_ext.prefill.builder import IndexFactory
 from sglang_ext.runtime import SparseRuntime
 from tests.prefix_index.tiers import Service
-from tests.serving.admitting import (
-    OTHER,
-    PROMPT,
-    Runtime,
-    eventually,
-    ours,
-    planned,
-    prefill,
-    report,
-)
+from tests.serving.admitting import OTHER, PROMPT, Runtime, eventually, ours, planned, prefill, report
 
 #: Whoever waits for a store that does not answer is seen to.
 PATIENT = {"store_timeout_s": 120.0}
