@@ -7,7 +7,6 @@ from prefix_kernels import Selection
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.methods import METHODS, make_builder, parse_spec
-from sglang_ext.methods.ab_sparse import block_representation
 from tests.methods.common import randn, recall, select
 from tests.planted import PlantedConfig, attention_mass, attention_recall, planted_prefix
 
@@ -67,13 +66,6 @@ def test_kv_heads_are_independent(data):
         part = {name: array[head : head + 1] for name, array in arrays.items()}
         alone = select(spec, part, q[:, head * 4 : head * 4 + 4], 300, 30)
         assert torch.equal(alone.positions[0], whole.positions[head])
-
-
-def test_minimum_and_maximum_of_a_short_last_block():
-    keys = randn(37, 2, 8)
-    low, high = block_representation(keys, 16, "minmax")
-    assert torch.equal(low[:, 2], keys[32:].amin(0))
-    assert torch.equal(high[:, 2], keys[32:].amax(0))
 
 
 def test_exact_selects_the_true_top():

@@ -10,14 +10,6 @@ def int32(rows):
     return torch.tensor(rows, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("prefix_len", [0, 1, 17])
-def test_all_positions(prefix_len):
-    selection = Selection.all(prefix_len, 3)
-    selection.check_integrity(prefix_len)
-    assert selection.positions.tolist() == [list(range(prefix_len))] * 3
-    assert selection.counts.tolist() == [prefix_len] * 3
-
-
 @pytest.mark.parametrize(
     ("positions", "counts", "rule"),
     [
