@@ -37,7 +37,7 @@ def each_value_once(cases: Sequence[Collection[Hashable]]) -> set[int]:
 
 def values_of(item: pytest.Item) -> set[Hashable]:
     """What a case is made of: a value for each `parametrize`, and for each fixture that has parameters."""
-    given: dict[str, object] = dict(item.callspec.params)  # type: ignore[attr-defined]
+    given: dict[str, object] = dict(item.callspec.params)
     values: set[Hashable] = set()
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0]

@@ -30,13 +30,7 @@ class HostedServer(Server):
         changes: see the base.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        num_cells: int,
-        implementation: str = "reference",
-        **changes: Any,
-    ) -> None:
+    def __init__(self, device: torch.device, num_cells: int, implementation: str = "reference", **changes: Any) -> None:
         self.kv_of_host: list[torch.Tensor] = []
         host = HostKV(HOST_PAGES, self.kv_of_host.__getitem__, SLOTS, num_cells, implementation)
         super().__init__(device, host=host, **changes)
@@ -76,7 +70,6 @@ class HostedServer(Server):
 
     def give_back(self, host: HostPrefix) -> None:
         """Its pages are another prefix's from now on."""
-        assert self.sparse.swap is not None
         self.sparse.swap.forget(host.pages)
         self.pages = torch.cat([host.pages, self.pages])
 
@@ -98,7 +91,6 @@ class HostedServer(Server):
     def listed(self, number: int, own: torch.Tensor, layer: int) -> Selection:
         """Slots of cells say no position; the list of positions does, until the next layer selects."""
         lists, planned = self.sparse._lists.of(layer), self.sparse._planned
-        assert planned is not None
         placed = pack_lists([SelectionGroup(budget, budget) for budget in planned.selects.budgets], KV_HEADS)[number]
         counts, positions = lists.counts[number].clone(), placed.lists_in(lists.positions, KV_HEADS)
         there = torch.arange(positions.shape[1], device=self.device) < counts[:, None]

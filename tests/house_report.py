@@ -69,7 +69,7 @@ def entered() -> Iterator[set[str]]:
         yield found
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def walk_decode_step() -> set[str]:
@@ -125,9 +125,6 @@ def one_request() -> Iterator[tuple[Callable[[], None], Callable[[int], None]]]:
 
         def admit() -> None:
             attachment = runtime.requests.of(runtime.came("a"))
-            assert attachment is not None
-            assert attachment.index is not None
-            assert attachment.index.loaded is not None
             attachment.index.loaded.result(30)
 
         def step(length: int) -> None:

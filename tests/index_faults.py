@@ -8,58 +8,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from prefix_index import FileStore, IndexEntry, IndexPayload
+from prefix_index import ArrayKey, FileStore, IndexEntry, IndexPayload
 
-Array = NDArray[Any]
-_OF_METHOD = "token_index."
+Arrays = dict[ArrayKey, Any]
 
 
-def _entry(store: FileStore, digest: str) -> IndexEntry:
-    return next(one for one in store.list() if one.digest == digest)
-
-
-def _change(store: FileStore, digest: str, changed: Callable[[Any, Array], Array]) -> None:
-    """Replace an index by one whose arrays of the token index are changed: (key, array) -> array."""
-    entry = _entry(store, digest)
-    with store.get(entry.identity) as index:
-        payload = index.payload()
-        arrays = {key: np.array(index.array(*key)) for key in index.keys}
-    for key, array in arrays.items():
-        if key.name.startswith(_OF_METHOD):
-            arrays[key] = np.ascontiguousarray(changed(key, array))
-    store.put(IndexPayload(entry.identity, arrays, spec=payload.spec, stats=payload.stats, info=payload.info))
+def replaced(store: FileStore, digest: str, change: Callable[[Arrays], None], **info: Any) -> IndexEntry:
+    """The index with arrays that `change` has changed, and other fields of its `info`, as if it were built anew."""
+    with store.get(digest) as index:
+        arrays = {key: array.copy() for key, array in index.read_many().items()}
+        whole = index.payload()
+    change(arrays)
+    changed = msgspec.structs.replace(whole.info, **info)
+    return store.put(IndexPayload(whole.identity, arrays, spec=whole.spec, stats=whole.stats, info=changed))
 
 
 def shuffle(folder: Path, digest: str, seed: int = 0) -> None:
-    """Give each key another position.
+    """Give each key of an index in this store another position."""
+    random = np.random.default_rng(seed)
 
-    Args:
-        folder: the store's.
-        digest: of the index.
-        seed: of the order.
-    """
-    store = FileStore(folder)
-    store.open()
-    length, random = _entry(store, digest).identity.num_tokens, np.random.default_rng(seed)
-    _change(store, digest, lambda _, a: a[random.permutation(length)] if a.shape[:1] == (length,) else a)
-    store.close()
+    def shuffled(arrays: Arrays) -> None:
+        for key in arrays:
+            if key.name == "token_index.keys_packed":
+                arrays[key] = random.permutation(arrays[key])
+
+    with FileStore(folder) as store:
+        replaced(store, digest, shuffled)
 
 
 def exchange(folder: Path, digest: str, other: str) -> None:
-    """Give an index the keys of another one's first tokens.
+    """Give an index in this store the keys of the first tokens of another one, which is as long or longer."""
+    with FileStore(folder) as store, store.get(other) as index:
+        theirs = {key: array.copy() for key, array in index.read_many().items()}
 
-    Raises:
-        ValueError: the other one is shorter.
-    """
-    store = FileStore(folder)
-    store.open()
-    length, longer = (_entry(store, name).identity.num_tokens for name in (digest, other))
-    if longer < length:
-        raise ValueError(f"expected the index of a prompt of {length} tokens or more, got one of {longer}")
-    with store.get(_entry(store, other).identity) as index:
-        theirs = {key: np.array(index.array(*key)) for key in index.keys}
-    _change(store, digest, lambda key, _: theirs[key][:length] if theirs[key].shape[:1] == (longer,) else theirs[key])
-    store.close()
+        def exchanged(arrays: Arrays) -> None:
+            for key in arrays:
+                if key.name.startswith("token_index."):
+                    arrays[key] = theirs[key][: len(arrays[key])]
+
+        replaced(store, digest, exchanged)

@@ -15,6 +15,10 @@ from torch import Tensor
 from prefix_kernels.types import Selection
 
 
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 @dataclass(frozen=True, eq=False)
 class PlantedPrefix:
     """A prefix with critical keys that only queries about their topic attend."""

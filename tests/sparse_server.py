@@ -157,7 +157,7 @@ class Server:
     def prefix(self, length: int) -> tuple[torch.Tensor, ResidentIndex]:
         """Slots, and the index of what lies there."""
         slots = self.slots(length)
-        index = ResidentIndex(SimpleNamespace(digest="d", created=1.0, identity=SimpleNamespace(num_tokens=length)))  # type: ignore[arg-type]
+        index = ResidentIndex(SimpleNamespace(digest="d", created=1.0, identity=SimpleNamespace(num_tokens=length)))
         for cache, sizes in zip(self.caches, BLOCK_SIZES, strict=True):
             keys = cache.keys(slots.long(), torch.float32)
             queries = torch.randn(self.kv_heads, 64, self.dim, generator=self.gen).to(self.device)
@@ -208,7 +208,6 @@ class Server:
         places[own] = torch.arange(len(own), dtype=torch.int32, device=self.device)
         lists = self.sparse._lists.of(layer)
         assert lists.slots is not None
-        assert self.sparse._planned is not None
         budgets = self.sparse._planned.selects.budgets
         placed = pack_lists([SelectionGroup(budget, budget) for budget in budgets], self.kv_heads)[number]
         counts, slots = lists.counts[number].clone(), placed.lists_in(lists.slots, self.kv_heads)
@@ -248,7 +247,6 @@ class Server:
         batch = self.batch(serials, lens)
         self.tracker.learn(batch)
         plan = self.sparse.plan(batch)
-        assert plan is not None
         self.path = self.sparse.begin(plan, batch)
         assert self.path is not None
         self.reads, self.suffix_reads = list(plan.reads), list(plan.suffix_reads)
@@ -360,7 +358,6 @@ def walk_surplus(server: Server) -> None:
     for _ in range(3):
         assert server.step([1, 2, 3, 4], padded=1) == [GroupRead(1, 300, 60), GroupRead(1, 300, 60)]
     plan = server.sparse.plan(server.batch([1, 2, 3, 4], [server.lens[serial] for serial in (1, 2, 3, 4)]))
-    assert plan is not None
     assert (plan.surplus, plan.others) == ((0, 2), 2)
     assert plan.own == sum(server.lens.values()) - 600
     server.join(5, *prefixes[0], 7)

@@ -136,12 +136,9 @@ def test_the_installed_wheel_has_its_command_and_its_plugins(installed: Path) ->
     assert run(installed, sys.executable, "-c", code).splitlines()[-1] == f"{__version__} {plugins}"
 
 
-# -- the image and the compose file ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def compose() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "compose.yml").read_text())  # type: ignore[no-any-return]
+    return yaml.safe_load((ROOT / "compose.yml").read_text())
 
 
 def test_the_image_is_of_the_oldest_supported_release_and_gets_what_a_wheel_needs(

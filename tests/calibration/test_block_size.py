@@ -7,11 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.calibration.block_size import (
-    block_sizes_by_budget,
-    block_sizes_by_tau,
-    near_uniform_heads,
-)
+from sglang_ext.calibration.block_size import block_sizes_by_budget, block_sizes_by_tau, near_uniform_heads
 from tests.examples import examples
 
 SIZES = (16, 32, 64)

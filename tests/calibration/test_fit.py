@@ -5,13 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_ext.calibration.fit import (
-    FitSetting,
-    fewest_anchors,
-    fit_settings,
-    plan_recovery,
-    with_flat_heads,
-)
+from sglang_ext.calibration.fit import FitSetting, fewest_anchors, fit_settings, plan_recovery, with_flat_heads
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import average, measure_prompt
 from tests.calibration.captures import make_capture

@@ -14,7 +14,7 @@ DEFAULT = Candidate(anchors=None, keep_ratio=0.05)
 def judged(anchors: int | None, kl: list[float], ms: list[float], tokens: int = 8192, share: float = 1.0) -> Judged:
     candidate = Candidate(anchors=anchors, keep_ratio=0.05)
     fixed = {"profile": "", "steps": 100, "top1": 0.99, "least_tokens": 1024}
-    return Judged(candidate=candidate, kl=kl, ms=ms, most_tokens=tokens, sparse_share=share, **fixed)  # type: ignore[arg-type]
+    return Judged(candidate=candidate, kl=kl, ms=ms, most_tokens=tokens, sparse_share=share, **fixed)
 
 
 def test_proposals_begin_with_the_default_and_repeat_none() -> None:

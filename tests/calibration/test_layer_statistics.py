@@ -173,9 +173,6 @@ def test_chunks_change_nothing(monkeypatch):
         torch.testing.assert_close(everything(), whole, rtol=1e-6, atol=1e-6)
 
 
-# -- channels ----------------------------------------------------------------------------------------------------------
-
-
 def over_pairs(layers):
     """Greatest |q_i k_i| of all pairs of a query and a key, mean over the group: [layer, head, channel]."""
     out = []

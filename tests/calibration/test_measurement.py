@@ -10,12 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_ext.calibration.channels import channel_maxima
-from sglang_ext.calibration.layer_statistics import (
-    MeasureSetting,
-    keys_for_mass,
-    recall_by_block_size,
-    reuse_recovery,
-)
+from sglang_ext.calibration.layer_statistics import MeasureSetting, keys_for_mass, recall_by_block_size, reuse_recovery
 from sglang_ext.calibration.measurement import (
     MEASUREMENT_VERSION,
     PromptInfo,

@@ -116,10 +116,8 @@ def test_what_is_refused(run, message):
         run()
 
 
-# -- published head maps: int32 [num_layers, num_kv_heads] ------------------------------------------------------------
-
 ANCHORS = (0, 2, 3)
-# Rows of the anchors are the identity; layer 1 follows 0, layers 4 and 5 follow 3.
+# int32 [num_layers, num_kv_heads]. Rows of the anchors are the identity; layer 1 follows 0, layers 4 and 5 follow 3.
 HEAD_MAP = np.array([[0, 1], [0, 0], [0, 1], [0, 1], [1, 0], [1, 1]], dtype=np.int32)
 NAME = "Some-Model-8B_layers_0_2_3.npy"
 SIZES = {"num_layers": 6, "num_kv_heads": 2}

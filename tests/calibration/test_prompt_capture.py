@@ -96,9 +96,6 @@ def test_layers_that_cannot_be_used_are_refused(name: str, change: Callable[[Ten
         check_capture(layer._replace(**{name: change(getattr(layer, name))}))
 
 
-# -- importance --------------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(*[st.floats(-5, 5, width=32)] * 6), min_size=1, max_size=4))
 def test_importance_against_the_cosine_of_the_standard_library(rows: list[tuple[float, ...]]) -> None:
     x, y = torch.tensor([row[:3] for row in rows]), torch.tensor([row[3:] for row in rows])

@@ -16,46 +16,24 @@ import torch
 
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.versions import older_than
-from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
 from sglang_ext.prefix.residency import State
+from tests.offload.host_memory import PlainPools
 from tests.server.harness import MODEL
 
 SIZE, CONTEXT, ROWS = 512, 256, 6
 
 
-class PlainPool:
-    """A `HostPool` of numbers only: nothing is copied."""
+class Pool(PlainPools):
+    """That no slot of the padding page is copied out."""
 
-    nbytes = 0
-
-    def __init__(self, num_pages: int, first_slot: int = 0) -> None:
-        self.dense_begin = None
-        self.num_pages, self._first_slot = num_pages, first_slot
-        self._free = list(range(num_pages))
-
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
-
-    def alloc(self, num_pages: int) -> torch.Tensor | None:
-        if num_pages > len(self._free):
-            return None
-        taken, self._free = self._free[:num_pages], self._free[num_pages:]
-        return torch.tensor(taken)
-
-    def free(self, pages: torch.Tensor) -> None:
-        assert not set(pages.tolist()) & set(self._free)
-        self._free += pages.tolist()
-
-    def layer(self, layer: int) -> torch.Tensor:
-        return torch.zeros(self.num_pages, 1, PAGE_TOKENS, 16)
+    first_slot = 0
 
     def backup(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
-        assert len(slots) == len(pages) * PAGE_TOKENS
-        assert int(slots.min()) >= self._first_slot
+        assert int(slots.min()) >= self.first_slot
+        super().backup(slots, pages)
 
 
 class Loop:
@@ -75,8 +53,9 @@ class Loop:
             req_to_token=self.table.req_to_token, kv=None,
         )  # fmt: skip
         options = Options(host_bytes=16, min_tokens=16, staging_tokens=16)
-        pool = PlainPool(host_pages, page_size)
-        self.offloading = Offloading(options, view, pool, range(0), page_size)  # type: ignore[arg-type]
+        pool = Pool(SIZE + page_size, host_pages, 1, 1)
+        pool.first_slot = page_size
+        self.offloading = Offloading(options, view, pool, range(0), page_size)
         self.attachments: dict[Any, Attachment] = {}
         hooks = OffloadedTree(self.tree, self.offloading, self.attachments.get)
         hooks.install()
@@ -85,8 +64,6 @@ class Loop:
         self.running: list[Any] = []
         self._spare: dict[int, list[int]] = {}
         self._rids = count()
-
-    # -- requests --------------------------------------------------------------------------------------------
 
     def request(self, prompt: list[int], indexed: int = 0) -> Any:
         """A waiting request; `indexed`: tokens of the index that its look-up found."""
@@ -100,7 +77,7 @@ class Loop:
             digest = f"{indexed}-" + "-".join(map(str, prompt[:indexed]))
             entry = SimpleNamespace(digest=digest, identity=SimpleNamespace(num_tokens=indexed))
         ready = SimpleNamespace(state=State.READY)
-        self.attachments[req] = Attachment(rid, None, entry, ready)  # type: ignore[arg-type]
+        self.attachments[req] = Attachment(rid, None, entry, ready)
         return req
 
     def prefill(self, req: Any, chunk: int | None = None) -> bool:
@@ -172,8 +149,6 @@ class Loop:
     def retract(self, req: Any) -> None:
         """It gives its slots back, and waits."""
         self.release(req, insert=False)
-
-    # -- what releases differ in -----------------------------------------------------------------------------
 
     def _kv(self, req: Any) -> Any:
         return req.kv
@@ -253,8 +228,6 @@ class Loop:
             taken, spare = taken + fresh.tolist()[:missing], fresh.tolist()[missing:]
         self._spare[-1] = spare
         return taken
-
-    # -- sums ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """No slot of the padding page in a tree or in a free list; all slots are somewhere, once."""

@@ -112,7 +112,6 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
     steps = _steps()
     assert steps.uses_indexes
     assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE)
-    assert steps.sparse is not None
     steps.sparse._costs[block_of(2)] = COSTS
     steps.refuse("layer 1 has a logit cap")
     with steps.capturing(2, StepPath.SPARSE) as step:
@@ -125,7 +124,6 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
 def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_selected() -> None:
     pytest.importorskip("triton")
     steps = _steps(search_period=4)
-    assert steps.sparse is not None
     assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE, StepPath.KEPT)
     kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
     steps.sparse._costs[block_of(2)] = COSTS
@@ -140,7 +138,6 @@ def test_candidates_are_named_ahead_once_a_step_in_either_graph() -> None:
     """A selection is three launches on a CPU: each of two layers selects at one level or both; then all look ahead."""
     pytest.importorskip("triton")
     steps = _steps(3, TwoLevelSpec(), method="two_level", select_ahead=True)
-    assert steps.sparse is not None
     kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
     steps.sparse._costs[block_of(2)] = COSTS
     found = {}

@@ -204,9 +204,6 @@ def test_an_index_that_has_left(explain: Any, built: Prebuilt, tmp_path: Path, h
     assert (found["index"], found["gone"]) == (digest, []), "it is back"
 
 
-# -- doctor ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def doctor(model: Path) -> Any:
     """Runs `doctor --json`: (status, findings by what they are about)."""

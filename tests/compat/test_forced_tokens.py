@@ -21,7 +21,7 @@ def decode(requests: list[dict[str, Any]], logits: torch.Tensor) -> list[list[in
     processor = ForcedTokens.from_str(requests[0]["custom_logit_processor"])
     params = [json.loads(json.dumps(one["sampling_params"]["custom_params"])) for one in requests]
     chosen = [processor(step.clone(), params).argmax(dim=1) for step in logits]
-    return torch.stack(chosen, dim=1).tolist()  # type: ignore[no-any-return]
+    return torch.stack(chosen, dim=1).tolist()
 
 
 @pytest.fixture
@@ -39,7 +39,6 @@ def test_forced_requests_compare_over_the_references_tokens(tmp_path: Path, gene
     for i, (reference, out) in enumerate(names):
         found = agreement(load_steps(reference), load_steps(out))
         p, q = (torch.log_softmax(one[1:, i].double(), dim=1) for one in (first, second))
-        assert found is not None
         assert found.steps == STEPS - 1, "the first token is prefill's"
         assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(dim=1).mean()), rel=1e-5)
         assert found.top1 == float((p.argmax(dim=1) == q.argmax(dim=1)).double().mean())

@@ -72,7 +72,7 @@ def started(model: str, flags: list[str], hopper: bool = False) -> tuple[list[st
 
     if hopper:
         for module in [one for one in sys.modules.values() if "is_hopper_with_cuda_12_3" in vars(one)]:
-            module.is_hopper_with_cuda_12_3 = lambda: True  # type: ignore[attr-defined]
+            module.is_hopper_with_cuda_12_3 = lambda: True
     logged, said, backends, status = io.StringIO(), io.StringIO(), [], None
     logging.getLogger("sglang_ext").addHandler(logging.StreamHandler(logged))
     with contextlib.redirect_stderr(said):
@@ -254,7 +254,6 @@ def test_a_layer_absorbs_with_its_own_weights_as_they_are_now() -> None:
     view, q = RunnerView(_runner()), torch.randn(2, HEADS, NOPE + ROPE)
     module = view.runner.model.layers[1]
     found = view.absorption(module.attn_mha)
-    assert found is not None
     assert torch.equal(found(q), latent.absorb(q, module.w_kc))
     module.w_kc = 2 * module.w_kc
     assert torch.equal(found(q), latent.absorb(q, module.w_kc))
@@ -276,8 +275,7 @@ def test_another_pool_or_another_attention_is_refused(runner: dict[str, Any], me
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"use_deep_gemm_bmm": True}, {"w_kc": torch.zeros(1, dtype=torch.int8)}, {"use_intel_amx_backend": True}],
+    "change", [{"use_deep_gemm_bmm": True}, {"w_kc": torch.zeros(1, dtype=torch.int8)}, {"use_intel_amx_backend": True}]
 )
 def test_other_weights_than_the_models_are_refused_where_queries_are_recorded(change: dict[str, Any]) -> None:
     from sglang_ext.compat.runner import RunnerView

@@ -107,8 +107,8 @@ def pools() -> dict[str, Any]:
 
     create = MHATokenToKVPool._create_buffers
     memory._offload = Offload(host_bytes=1, resident_tokens=80)
-    MHATokenToKVPool._create_buffers = lambda pool: host_pool.around_create_buffers(create, pool)  # type: ignore
-    MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: None  # type: ignore
+    MHATokenToKVPool._create_buffers = lambda pool: host_pool.around_create_buffers(create, pool)
+    MHATokenToKVPool._init_kv_copy_and_warmup = lambda pool: None
     shape = {"dtype": torch.float32, "head_num": 2, "head_dim": 8, "layer_num": 3, "device": "cpu"}
     pool = MHATokenToKVPool(size=256, page_size=16, enable_memory_saver=False, **shape)
     residents = host_pool.rows_behind(pool)

@@ -119,7 +119,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "question": ASKED["content"],
         "image": IMAGE,
     }
-    return in_sglang("tests.compat.test_request_tokens:told_by_sglang", given)  # type: ignore[no-any-return]
+    return in_sglang("tests.compat.test_request_tokens:told_by_sglang", given)
 
 
 @pytest.mark.parametrize("name", ["tools", "tools in system", "tools alone", "user's own"])

@@ -26,7 +26,7 @@ pytestmark = GROUP
 @pytest.fixture(scope="module")
 def real() -> dict[str, Any]:
     """What `seam_types` found, by target."""
-    return in_sglang("tests.compat.seam_types:seam_types")  # type: ignore[no-any-return]
+    return in_sglang("tests.compat.seam_types:seam_types")
 
 
 @pytest.mark.parametrize("seam", here(), ids=lambda seam: seam.target.rsplit(".", 1)[1])

@@ -98,7 +98,7 @@ def of_the_scheduler() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def scheduler() -> dict[str, Any]:
     """What was found in a process that imported the scheduler before the plugins were loaded."""
-    return in_sglang("tests.compat.test_seams:of_the_scheduler")  # type: ignore[no-any-return]
+    return in_sglang("tests.compat.test_seams:of_the_scheduler")
 
 
 def test_every_seam_is_applied_in_a_process_that_imported_the_scheduler_and_nobody_has_an_old_copy(

@@ -121,6 +121,7 @@ def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
 #: parallelism cannot be: tests/serving/test_config.py, test_tensor_parallel.py.
 BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "missing store": (["--sparse-attn-store", "/nowhere/store"], ["/nowhere/store", "expected an existing folder"]),
+    "unknown key": (["--sparse-attn-config", '{"keep_ration": 0.1}'], ["keep_ration", "Known keys"]),
     "tp, capturing": (
         ["--tp-size", "2", "--sparse-attn-config", '{"build": "capture", "capture_folder": "c"}'],
         ["tensor parallelism (--tp-size)", "build='capture'", "tp_size=2", "calibrate on one GPU"],
@@ -203,6 +204,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_bad_flags_stop_the_start_with_a_message(refused: dict[str, Any], name: str) -> None:
     status, output = refused[name]
     assert status == 2, output
+    assert "Traceback" not in output
     line = next(line for line in output.splitlines() if line.startswith("sglang-ext:"))
     for word in BAD_FLAGS[name][1]:
         assert word in line

@@ -4,11 +4,7 @@ import torch
 
 from prefix_kernels.pooling import Pooling
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
-from tests.planted import attention_recall
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.planted import attention_recall, randn  # noqa: F401 (of all tests here)
 
 
 def select(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=5, sm_scale=0.25, pooling=Pooling.MAX):

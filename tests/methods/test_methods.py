@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from prefix_kernels import Selection
 from prefix_kernels.pooling import Pooling
+from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.methods import METHODS, make_builder, parse_spec
-from sglang_ext.methods.ab_sparse import block_representation
 from tests.methods.common import randn, recall, select
-from tests.planted import PlantedConfig, attention_mass, planted_prefix
+from tests.planted import PlantedConfig, attention_mass, attention_recall, planted_prefix
 
 SPECS = [
     {"method": "exact"},
@@ -67,13 +68,6 @@ def test_kv_heads_are_independent(data):
         assert torch.equal(alone.positions[0], whole.positions[head])
 
 
-def test_minimum_and_maximum_of_a_short_last_block():
-    keys = randn(37, 2, 8)
-    low, high = block_representation(keys, 16, "minmax")
-    assert torch.equal(low[:, 2], keys[32:].amin(0))
-    assert torch.equal(high[:, 2], keys[32:].amax(0))
-
-
 def test_exact_selects_the_true_top():
     planted = planted_prefix(PlantedConfig(prefix_len=2048, num_topics=8, hits_per_topic=8))
     spec = parse_spec({"method": "exact"})
@@ -82,6 +76,33 @@ def test_exact_selects_the_true_top():
     pooled = mass.view(8, 2, 4, 2048).amax(dim=(0, 2))
     chosen = select(spec, arrays, planted.queries, 2048, 100, 0, 0, sm_scale=planted.sm_scale)
     assert torch.equal(chosen.positions.long(), pooled.topk(100).indices.sort().values)
+
+
+@pytest.mark.parametrize("rope_base", [0.0, 1e7], ids=["plain", "rope"])
+def test_planted_keys_are_hard_for_chance_and_windows_and_possible_for_the_oracle(rope_base):
+    config = PlantedConfig(prefix_len=4096, rope_base=rope_base)
+    planted = planted_prefix(config)
+    heads, budget = config.num_kv_heads, config.prefix_len // 10
+    windows = top_k_selection(torch.zeros(heads, config.prefix_len), budget, 16, budget - 16)
+    noise = torch.rand(heads, config.prefix_len, generator=torch.Generator().manual_seed(0))
+    chance = top_k_selection(noise, budget, 16, 64)
+    # Ideal: the critical keys of the topics that each row's heads ask about.
+    recalls = []
+    for row in range(config.num_rows):
+        q = planted.queries[row : row + 1]
+        topics = planted.topics[row].view(heads, -1)
+        scores = torch.zeros(heads, config.prefix_len)
+        for head in range(heads):
+            scores[head, planted.hits[head, topics[head]].flatten()] = 1.0
+        best = top_k_selection(scores, budget, 16, 64)
+        chosen = (windows, chance, best)
+        recalls.append([float(attention_recall(q, planted.keys, c, planted.sm_scale).mean()) for c in chosen])
+    by_windows, by_chance, ideal = torch.tensor(recalls).mean(dim=0).tolist()
+    assert by_windows < 0.5
+    assert by_chance < 0.5
+    assert ideal > 0.7
+    full = attention_recall(planted.queries, planted.keys, Selection.all(config.prefix_len, heads), planted.sm_scale)
+    torch.testing.assert_close(full, torch.ones_like(full))
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,7 @@ import json
 
 import pytest
 
-from sglang_ext.methods import (
-    METHODS,
-    LayerMode,
-    LayerPlan,
-    LayerRole,
-    make_builder,
-    make_selector,
-    parse_spec,
-)
+from sglang_ext.methods import METHODS, LayerMode, LayerPlan, LayerRole, make_builder, make_selector, parse_spec
 
 
 @pytest.mark.parametrize("name", METHODS)

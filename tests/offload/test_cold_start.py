@@ -13,6 +13,7 @@ from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
 from sglang_ext.prefix.requests import Attachment
 from tests.offload.slow_file import slow
 from tests.offload.test_offloading import DIM, PREFIX, SLOTS, Request, Served, attachment
+from tests.serving.admitting import eventually
 
 
 def stored(folder: Path, policy: str, num_pages: int = 12, **config: float) -> tuple[Served, Path]:
@@ -31,18 +32,12 @@ def stored(folder: Path, policy: str, num_pages: int = 12, **config: float) -> t
 
 def loaded(served: Served) -> None:
     """Until no move is under way."""
-    deadline = time.monotonic() + 30
-    while served.offloading.snapshot()["users"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not served.offloading.snapshot()["users"])
 
 
 def happens(served: Served, event: str) -> None:
     """Until it has."""
-    deadline = time.monotonic() + 30
-    while not served.offloading.snapshot()["events"].get(event):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: served.offloading.snapshot()["events"].get(event, 0) > 0)
 
 
 def waiting() -> list[tuple[Request, object]]:
@@ -56,29 +51,29 @@ def test_a_request_waits_for_its_file_by_its_policy(tmp_path: Path, policy: str)
     served, file = stored(tmp_path, policy, prefetch_timeout_s=0.4)
     queue = waiting()
     with slow(file):
-        held = served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        held = served.offloading.before_batch(queue, SLOTS)
         assert bool(held) == (policy != "best_effort")
         assert served.offloading.snapshot()["prefixes"] == {"loading": 1}, "it is read in any case"
         time.sleep(0.5)
-        held = served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        held = served.offloading.before_batch(queue, SLOTS)
         assert bool(held) == (policy == "wait_complete")
-        assert served.offloading.wanted(*queue[0], PREFIX) is None  # type: ignore[arg-type]
+        assert served.offloading.wanted(*queue[0], PREFIX) is None
     loaded(served)
-    assert served.offloading.before_batch(queue, SLOTS) == []  # type: ignore[arg-type]
-    assert served.offloading.wanted(*queue[0], PREFIX) is not None  # type: ignore[arg-type]
+    assert served.offloading.before_batch(queue, SLOTS) == []
+    assert served.offloading.wanted(*queue[0], PREFIX) is not None
 
 
 def test_a_held_request_waits_for_its_index_too(tmp_path: Path) -> None:
     served, _ = stored(tmp_path, "timeout", prefetch_timeout_s=2.0)
     queue = waiting()
     served.offloading.loading = lambda digest: digest == "a"
-    served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+    served.offloading.before_batch(queue, SLOTS)
     loaded(served)
-    assert served.offloading.before_batch(queue, SLOTS) == [queue[0][0]]  # type: ignore[arg-type]
+    assert served.offloading.before_batch(queue, SLOTS) == [queue[0][0]]
     time.sleep(2.0)
-    assert served.offloading.before_batch(queue, SLOTS) == [], "nobody waits for ever"  # type: ignore[arg-type]
+    assert served.offloading.before_batch(queue, SLOTS) == [], "nobody waits for ever"
     served.offloading.loading = lambda digest: False
-    assert served.offloading.before_batch(waiting(), SLOTS) == []  # type: ignore[arg-type]
+    assert served.offloading.before_batch(waiting(), SLOTS) == []
 
 
 @pytest.mark.parametrize("forever", [False, True])
@@ -87,17 +82,17 @@ def test_what_is_forgotten_while_it_is_read_leaves_nothing(tmp_path: Path, forev
     served, file = stored(tmp_path, "wait_complete")
     queue = waiting()
     with slow(file):
-        assert served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        assert served.offloading.before_batch(queue, SLOTS)
         served.offloading.drop(forever=forever)
         state = served.offloading.snapshot()
         assert (state["prefixes"], state["free_pages"]) == ({}, 12 - PREFIX // 16), "a thread writes there"
-        assert bool(served.offloading.before_batch(queue, SLOTS)) != forever  # type: ignore[arg-type]
+        assert bool(served.offloading.before_batch(queue, SLOTS)) != forever
     loaded(served)
     state = served.offloading.snapshot()
     assert state["problem"] is None
     assert state["free_pages"] == (12 if forever else 12 - PREFIX // 16)
     assert state["events"] == ({} if forever else {"loaded": 1})
-    assert (served.offloading.wanted(*queue[0], PREFIX) is None) == forever  # type: ignore[arg-type]
+    assert (served.offloading.wanted(*queue[0], PREFIX) is None) == forever
 
 
 def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +104,11 @@ def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path, monkeypat
     served.decode(0, attachment())
     served.offloading._agreed._looked.clear()  # as a second later
     file.write_bytes(content)
-    assert served.offloading.before_batch(waiting(), SLOTS) == [], "it is copied out still"  # type: ignore[arg-type]
+    assert served.offloading.before_batch(waiting(), SLOTS) == [], "it is copied out still"
     assert served.offloading.snapshot()["prefixes"] == {"copying": 1}
     served.offloading.slot_freed(0)
     served.runs.clear()
-    assert served.offloading.before_batch(waiting(), SLOTS)  # type: ignore[arg-type]
+    assert served.offloading.before_batch(waiting(), SLOTS)
     loaded(served)
     assert served.offloading.front(attachment(), PREFIX) == (PREFIX, True)
     assert served.offloading.snapshot()["problem"] is None
@@ -128,7 +123,7 @@ def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.
         served.slots(row, 0, PREFIX)
     queue, events = waiting(), served.offloading.directory.events
     if filed:  # read for a request that waits still, as others have no room yet
-        assert served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        assert served.offloading.before_batch(queue, SLOTS)
         loaded(served)
         kept, ended = "a", queue
     else:  # copied out for one that runs
@@ -137,7 +132,7 @@ def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.
     for row in range(4):
         others = attachment("b")
         for _ in range(3):
-            served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+            served.offloading.before_batch(queue, SLOTS)
             served.decode(row, others)
             found = served.offloading.directory.get(kept)
             assert found is not None
@@ -149,9 +144,9 @@ def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.
         served.decode(0, attachment("b"))
         assert served.offloading.directory.get("b") is not None
     else:
-        assert served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
+        assert served.offloading.before_batch(queue, SLOTS)
         loaded(served)
-        assert served.offloading.wanted(*queue[0], PREFIX) is not None  # type: ignore[arg-type]
+        assert served.offloading.wanted(*queue[0], PREFIX) is not None
     assert events["evicted"] == 1
     assert served.offloading.snapshot()["problem"] is None
 
@@ -160,19 +155,13 @@ def test_a_file_that_another_server_removed_is_looked_for_again(tmp_path: Path) 
     """Not a minute later, as one that cannot be read: another server may write it anew."""
     served, file = stored(tmp_path, "wait_complete")
     queue, away = waiting(), file.with_suffix(".away")
-    served.offloading._agreed.settle([queue[0][1]])  # type: ignore[list-item]
+    served.offloading._agreed.settle([queue[0][1]])
     file.rename(away)
-    assert served.offloading.before_batch(queue, SLOTS), "it was there a moment ago"  # type: ignore[arg-type]
+    assert served.offloading.before_batch(queue, SLOTS), "it was there a moment ago"
     happens(served, "load_failed")
     away.rename(file)
-    deadline = time.monotonic() + 10
-    while not served.offloading.snapshot()["events"].get("loaded"):
-        assert time.monotonic() < deadline
-        served.offloading.before_batch(queue, SLOTS)  # type: ignore[arg-type]
-        time.sleep(0.01)
-
-
-# -- prompts without room in the KV pool ---------------------------------------------------------------------
+    events = served.offloading.directory.events
+    assert eventually(lambda: (served.offloading.before_batch(queue, SLOTS), events["loaded"])[1] == 1)
 
 
 class Clock:
@@ -257,10 +246,7 @@ def test_a_pause_ends_no_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     served, file = stored(tmp_path, "timeout", prefetch_timeout_s=7.0)
     with slow(file):
         assert Long(served).waits() is True
-    deadline = time.monotonic() + 30
-    while served.offloading._agreed._mover._done.empty():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not served.offloading._agreed._mover._done.empty())
     clock.now += 3600
     assert Long(served).waits() is False
     served.offloading.drop()

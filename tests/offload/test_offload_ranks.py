@@ -47,8 +47,8 @@ class Rank:
         self.trace: list[Any] = []
         self.hosted = 0
         self._late: list[Move] = []
-        self._ended, self.offloading._agreed._mover.ended = self.offloading._agreed._mover.ended, self.ended  # type: ignore[method-assign]
-        self._backup, self.pools.backup = self.pools.backup, self.backup  # type: ignore[method-assign]
+        self._ended, self.offloading._agreed._mover.ended = self.offloading._agreed._mover.ended, self.ended
+        self._backup, self.pools.backup = self.pools.backup, self.backup
         self.offloading.loading = lambda digest: self.own.random() < 0.2
 
     def ended(self) -> Iterator[Move]:

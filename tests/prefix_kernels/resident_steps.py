@@ -118,7 +118,6 @@ class Steps:
 
     def listed(self, lists: SelectedLists, place: int, head: int) -> tuple[Tensor, Tensor]:
         """Positions and slots of a group's list."""
-        assert lists.slots is not None
         one = self.groups[place]
         begin, count = one.group.list_begin + head * one.group.head_stride, int(lists.counts[one.number, head])
         return lists.positions[begin : begin + count].cpu(), lists.slots[begin : begin + count].cpu()

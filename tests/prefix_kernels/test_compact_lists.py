@@ -7,18 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.csa_scores import (
-    CompactLists,
-    check_lists,
-    csa_scores_compact,
-    decode_lists,
-    encode_lists,
-)
+from prefix_kernels.csa_scores import CompactLists, check_lists, csa_scores_compact, decode_lists, encode_lists
 from tests.examples import examples
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.planted import randn
 
 
 def lists_of(shape, list_len, prefix_len, seed=0):

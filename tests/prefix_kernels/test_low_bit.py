@@ -7,10 +7,7 @@ import torch
 
 from prefix_kernels import low_bit
 from prefix_kernels.low_bit import LowBitTensor, dequantize, pack_codes, quantize, unpack_codes
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.planted import randn
 
 
 def by_definition(values, bits):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels import PagedKV
-from prefix_kernels.residents import PAGE_TOKENS, Counter, ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import PAGE_TOKENS, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.residents.reference import OLDEST
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import new_lists
@@ -211,7 +211,3 @@ def test_bad_tensors_are_named() -> None:
             of.run(*arguments)
     with pytest.raises(ValueError, match=r"expected head_map \(1,\) int32"):
         of.fetch(0, kv, own, torch.zeros(1))
-
-
-def test_counters_are_named_in_the_order_of_their_columns() -> None:
-    assert [one.name for one in Counter] == ["WANTED", "TRANSFERRED"]

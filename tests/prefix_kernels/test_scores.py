@@ -7,10 +7,7 @@ import torch
 
 from prefix_kernels.block_scores import block_scores_ball, block_scores_mean, block_scores_minmax
 from prefix_kernels.pooling import FIRST_SUMMED, HEADROOM, Pooling, pool_scores, sampled, sum_step
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.planted import randn
 
 
 @pytest.mark.parametrize("block_size", [1, 7])

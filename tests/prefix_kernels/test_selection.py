@@ -1,4 +1,4 @@
-"""Top-k selection and budgets: properties over random sizes, and the order of preference."""
+"""Top-k selection and budgets: properties over random sizes, and the order of preference. And what is refused."""
 
 import subprocess
 import sys
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_kernels import PagedKV, Selection
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
 from prefix_kernels.top_k_selection import SelectionGroup, top_k_selection
 from tests.examples import examples
@@ -111,3 +112,36 @@ def test_the_references_are_imported_without_triton():
     names = ("block_scores", "csa_scores", "grouped_attention", "low_bit", "pooling", "top_k_selection")
     code = f"import sys, {', '.join(f'prefix_kernels.{n}' for n in names)}; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=source)
+
+
+def int32(rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("positions", "counts", "rule"),
+    [
+        ([[0, 1]], [3], "0 <= count"),
+        ([[0, 9]], [2], "0 <= position"),
+        ([[-1, 1]], [2], "0 <= position"),
+        ([[1, 1]], [2], "ascending"),
+        ([[2, 1]], [2], "ascending"),
+        ([[1, 2]], [1], "padding"),
+    ],
+)
+def test_check_integrity_names_the_rule(positions, counts, rule):
+    with pytest.raises(ValueError, match=rule):
+        Selection(int32(positions), int32(counts)).check_integrity(5)
+
+
+def test_shape_and_dtype_errors():
+    pool = torch.zeros(4, 2, 8)
+    for make, arguments, message in (
+        (Selection, (int32([[1]]), int32([1, 2])), "positions"),
+        (Selection, (torch.tensor([[1]]), int32([1])), "int32"),
+        (Selection.all, (-1, 1), "prefix_len >= 0"),
+        (PagedKV, (pool, torch.zeros(5, 2, 8)), "num_slots"),
+        (PagedKV, (pool, pool.half()), "floating dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(*arguments)

@@ -31,9 +31,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         report.sections.append((f"end of {pool.server.log}", pool.server.tail()))
 
 
-# -- documents and indexes -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def texts() -> Texts:
     return Texts(

@@ -196,8 +196,6 @@ class Server:
     def tail(self, size: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-size:] if self.log.exists() else "(no log)"
 
-    # -- requests --------------------------------------------------------------------------------------------
-
     def generate(
         self,
         prompt: str | Sequence[int],

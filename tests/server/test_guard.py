@@ -6,13 +6,11 @@ of the same steps says.
 from __future__ import annotations
 
 import shutil
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -21,7 +19,7 @@ from sglang_ext.decode.quality import EARLY, LEAST_SAMPLES
 from sglang_ext.decode.trace import read_trace
 from sglang_ext.methods.layer_plan import LayerPlan
 from tests import index_faults
-from tests.server.harness import METHODS, REQUEST_SECONDS, ROOT, Answer, Pool, Server
+from tests.server.harness import METHODS, ROOT, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
 
 NOTICED = EARLY[LEAST_SAMPLES - 1] + 2
@@ -73,11 +71,9 @@ def test_planted_faults_are_noticed_and_answers_are_dense_from_then_on(serve: Po
     assert sorted(standings) == ["dense", "dense", "serving"]
     assert guard["events"]["dense"] == 2
     assert state["fallbacks"]["quality_guard"] == 10
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=REQUEST_SECONDS) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    exported = {(one.name, one.labels.get("event")): one.value for family in families for one in family.samples}
-    assert exported["sglang:sparse_attn_guard_steps_total", None] == guard["steps"]
-    assert exported["sglang:sparse_attn_guard_events_total", "dense"] == 2
+    exported = server.metrics()
+    assert exported["guard_steps"][""] == guard["steps"]
+    assert exported["guard_events"]["dense"] == 2
     assert "quality guard: index" in server.log.read_text()
 
 

@@ -108,7 +108,7 @@ def told_by(answer: Answer) -> dict[str, Any]:
     """What a response says of its decode: of all its tokens but the first, which prefill makes."""
     (told,) = answer.meta["sparse_attn"]
     assert sum(told["steps"].values()) == answer.meta["completion_tokens"] - 1
-    return told  # type: ignore[no-any-return]
+    return told
 
 
 def paths_of(answer: Answer) -> list[str]:

@@ -155,11 +155,3 @@ def test_queries_of_a_chunk_without_a_cached_prefix_are_recorded_as_others_are(
                 assert np.array_equal(left, right), key
             elif key.name == "csattention.centroids":
                 assert np.isclose(left, right, atol=1e-2).mean() > 0.9, key
-
-
-@pytest.mark.full
-def test_a_kv_cache_in_fp8_stops_the_start(prebuild: Any, model: Path, tmp_path: Path) -> None:
-    prompts = [{"id": "first", "input_ids": FIRST}]
-    job = prebuild(tmp_path, prompts, config=CONFIG, model=model, kv_cache_dtype="fp8_e4m3")
-    assert job.status != 0
-    assert "float32, float16 or bfloat16 with an MLA model; got torch.float8_e4m3fn. Remove" in job.output

@@ -60,7 +60,7 @@ def served(server: Server, prompts: list[str], prefix: int) -> list[Answer]:
     before = offload(server)["translated"]
     dense = [server.generate(prompt, TOKENS, sparse=False) for prompt in prompts]
     answers = [server.generate(prompt, TOKENS) for prompt in prompts]
-    again = server.together([lambda p=prompt: server.generate(p, TOKENS) for prompt in prompts])  # type: ignore[misc]
+    again = server.together([lambda p=prompt: server.generate(p, TOKENS) for prompt in prompts])
     for found in (answers, again):
         for one, other in zip(found, dense, strict=True):
             assert one.ids == other.ids
@@ -104,7 +104,7 @@ def _beside_others(server: Server, hosted: list[str], texts: Any) -> None:
     """Rows with and without a prefix in host memory, in one batch."""
     others = [texts.ask(texts.unindexed, 0), texts.ask(texts.large, 0)]
     dense = [server.generate(prompt, 30, sparse=False).ids for prompt in [*hosted, *others]]
-    calls = [lambda p=prompt: server.generate(p, 30) for prompt in [*hosted, *others[:1]]]  # type: ignore[misc]
+    calls = [lambda p=prompt: server.generate(p, 30) for prompt in [*hosted, *others[:1]]]
     calls.append(lambda: server.generate(others[1], 30, sparse=False))
     assert [answer.ids for answer in server.together(calls)] == dense
 
@@ -132,7 +132,7 @@ def _aborted(server: Server, prompt: str) -> None:
         for tokens in (400, 1):
             before = server.state()["offload"]["translated"]
             future = pool.submit(server.generate, f"{prompt} {prompt}", tokens, rid="gone")
-            server.until(lambda state, n=before: state["offload"]["translated"] > n)  # type: ignore[misc]
+            server.until(lambda state, n=before: state["offload"]["translated"] > n)
             server.post("/abort_request", {"rid": "gone"})
             future.exception(120)
     offload(server)
@@ -172,7 +172,7 @@ def test_requests_that_are_retracted_and_matched_again(serve: Pool, store: Path,
     dense = [server.generate(prompt, 200, sparse=False).ids for prompt in prompts]
     copied_out(server, prompts[0])
     for _attempt in range(5):  # a request that is late finds room
-        calls = [lambda p=prompt: server.generate(p, 200) for prompt in prompts]  # type: ignore[misc]
+        calls = [lambda p=prompt: server.generate(p, 200) for prompt in prompts]
         answers = server.together(calls)
         assert [answer.ids for answer in answers] == dense
         retractions = sum(answer.num_retractions for answer in answers)
@@ -221,7 +221,7 @@ def test_a_server_that_starts_anew_needs_no_prefill(
     server = serve(store, config, fresh=True, **FLAGS)
     for number, prompt in enumerate(prompts):
         on_device = server.generate(prompt, TOKENS)
-        server.until(lambda state, n=number: state["offload"]["events"].get("loaded", 0) > n)  # type: ignore[misc]
+        server.until(lambda state, n=number: state["offload"]["events"].get("loaded", 0) > n)
         found = server.generate(prompt, TOKENS)
         assert found.ids == on_device.ids
         assert (on_device.cached_tokens, found.cached_tokens >= SECOND) == (0, True)
@@ -248,7 +248,7 @@ def test_prompts_that_are_longer_than_the_pool(
     config = {**CONFIG, "offload": kept, "prefetch_policy": "timeout", "prefetch_timeout_s": 5.0}
     server = serve(store, config, fresh=True, max_total_tokens="1024", **FLAGS)
     for places in ((0, 1), (2, 3), (0, 2)):  # the host has room for one of the two documents
-        calls = [lambda p=prompts[n]: server.generate(p, 100) for n in places]  # type: ignore[misc]
+        calls = [lambda p=prompts[n]: server.generate(p, 100) for n in places]
         assert [answer.ids for answer in server.together(calls)] == [expected[n] for n in places]
     state = offload(server)
     assert state["events"]["loaded"] == state["events"]["evicted"] + 1
@@ -289,7 +289,7 @@ def _paused(server: Server, file: Path, mode: str, prompts: list[str], expected:
                 block.enter_context(slow(file))
             answers = [pool.submit(server.generate, prompts[0], 100)]
             wanted = ("rows", 1) if running else ("users", 1)
-            server.until(lambda state, w=wanted: state["offload"][w[0]] == w[1])  # type: ignore[misc]
+            server.until(lambda state, w=wanted: state["offload"][w[0]] == w[1])
             if running:
                 answers.append(pool.submit(server.generate, prompts[2], 100))
                 server.until(lambda state: state["requests"] == 1)

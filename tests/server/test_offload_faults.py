@@ -292,21 +292,6 @@ def test_two_servers_share_a_folder(serve: Pool, built: Prebuilt, store: Path, t
 
 
 @pytest.mark.full
-@pytest.mark.boot("offload-much")
-def test_memory_that_the_host_does_not_have_ends_the_start(store: Path, tmp_path: Path) -> None:
-    config = {**CONFIG, "offload": {**CONFIG["offload"], "host_bytes": 1 << 50}}
-    server = Server(flags_of(store, config, {}), FLAGS["environment"], tmp_path / "log")
-    try:
-        with pytest.raises(RuntimeError, match="the server stopped with"):
-            server.wait()
-        assert "bytes of host memory for offload" in server.tail(20000)
-        assert "Lower offload.host_bytes" in server.tail(20000)
-    finally:
-        server.stop()
-    _gone(server)
-
-
-@pytest.mark.full
 @pytest.mark.boot("offload-prebuild")
 def test_prebuild_writes_the_file_of_an_index_that_exists(
     serve: Pool, built: Prebuilt, own_store: Path, texts: Any, prebuild: Any, tmp_path: Path

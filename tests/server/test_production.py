@@ -4,14 +4,12 @@ requests share without any index is read once, and answers stay those of dense d
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from typing import Any
 
 import pytest
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import PRODUCTION, REQUEST_SECONDS
+from tests.server.harness import PRODUCTION
 
 pytestmark = pytest.mark.boot("production")
 QUESTIONS = 12
@@ -41,9 +39,6 @@ def test_long_own_tokens_are_selected_from_and_answers_found(production: Any, te
     assert delta.before["suffix_keep_ratio"] == before_any, "dense requests select nothing"
     assert delta.sparse_rows > 0
     assert delta.after["suffix_keep_ratio"] < 0.9
-
-
-# -- requests that decode together -----------------------------------------------------------------------------
 
 
 def test_requests_on_one_prompt_decode_as_a_group_and_equal_dense(production: Any, texts: Any) -> None:
@@ -83,11 +78,8 @@ def test_requests_that_opt_out_ride_along(production: Any, texts: Any) -> None:
     assert delta.cascade_steps > TOKENS // 2
 
 
-# -- what a response says --------------------------------------------------------------------------------------
-
-
-def test_a_response_says_how_it_was_decoded(production: Any, texts: Any) -> None:
-    """Each field against the counters of the server."""
+def test_a_response_says_how_it_was_decoded_and_why_it_was_dense(production: Any, texts: Any) -> None:
+    """Each field against the counters of the server. Streams, and the counters against responses: `test_metrics`."""
     prompt = f"{texts.large.text} {texts.large.questions[0].text}"
     answer, delta = production.during(lambda: production.generate(prompt, TOKENS))
     (told,) = answer.meta["sparse_attn"]
@@ -97,19 +89,7 @@ def test_a_response_says_how_it_was_decoded(production: Any, texts: Any) -> None
     assert told["selected_tokens"] == PRODUCTION["min_top_k"]
     assert told["reasons"] == []
     assert told["index"] == "large"
-
-
-def test_a_response_says_why_it_was_dense_also_in_a_stream(production: Any, texts: Any) -> None:
-    prompt = f"{texts.large.text} {texts.large.questions[0].text}"
     (told,) = production.generate(prompt, TOKENS, sparse=False).meta["sparse_attn"]
     expected = {"index": None, "prefix_tokens": 0, "selected_tokens": 0, "reasons": ["by_request"]}
     expected |= {"guarded_steps": 0}
     assert told == {"steps": {"sparse": 0, "cascade": 0, "dense": TOKENS - 1}, **expected}
-    sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    body = json.dumps({"text": prompt, "sampling_params": sampling, "stream": True}).encode()
-    request = urllib.request.Request(f"{production.url}/generate", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as lines:
-        sent = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: {")]
-    chunks = list(map(json.loads, sent))
-    assert [chunk["meta_info"]["sparse_attn"] for chunk in chunks[:-1]] == [[]] * (len(chunks) - 1)
-    assert chunks[-1]["meta_info"]["sparse_attn"][0]["steps"]["sparse"] == TOKENS - 1

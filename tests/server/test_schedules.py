@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, Answer
+from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, Answer, Delta, Server
 
 #: Room for the first document and 256 tokens more, and an admission that expects short answers.
 SMALL_POOL: dict[str, Any] = {
@@ -17,16 +17,20 @@ SMALL_POOL: dict[str, Any] = {
 }
 
 
+def retracted(server: Server, prompts: list[str]) -> tuple[Delta, int]:
+    """Long answers in `SMALL_POOL`, of which some begin anew; how often. A request that is late finds room."""
+    for _attempt in range(5):
+        batch, delta = server.compared_together(prompts, 100, cold=True)
+        if retractions := sum(answer.num_retractions for answer in batch):
+            return delta, retractions
+    pytest.fail("expected the pool to be too small for these requests")
+
+
 @pytest.mark.boot("small-pool")
 def test_retraction_under_memory_pressure_equals_dense(serve: Any, store: Any, texts: Any) -> None:
     server = serve(store, EXACT_CONFIG, **SMALL_POOL)
     prompts = [texts.ask(texts.first, n) for n in range(4)]
-    for _attempt in range(5):  # a request that is late finds room
-        batch, delta = server.compared_together(prompts, 100, cold=True)
-        retractions = sum(a.num_retractions for a in batch)
-        if retractions:
-            break
-    assert retractions > 0, "expected the pool to be too small for four requests"
+    delta, retractions = retracted(server, prompts)
     assert (delta.dense_rows, delta.hits, delta.fallbacks) == (0, 4, {})
     assert delta.sparse_rows == 4 * 99 - retractions, "a prefill after a retraction gives one token itself"
 

@@ -173,7 +173,7 @@ def test_two_ranks_keep_kv_in_host_memory_and_in_files(
     one.right(hosted=True)
     one.happens("loaded", 1)
     served(server, prompts, SECOND)
-    calls = [lambda p=prompt: server.generate(p, FEW) for prompt in (other.prompt, *prompts)]  # type: ignore[misc]
+    calls = [lambda p=prompt: server.generate(p, FEW) for prompt in (other.prompt, *prompts)]
     answers = server.together(calls)
     assert [answers[0].ids, answers[1].ids] == [other.dense, one.dense]
     other.right(hosted=True)

@@ -56,7 +56,7 @@ def steps(config: dict[str, Any], rid: str) -> dict[int, Selected]:
 
 def masks(step: Selected) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """[num_layers, num_kv_heads, prefix_len]: of all layers, each of which selects."""
-    return np.stack([step.mask(layer) for layer in sorted(step.bits)])  # type: ignore[arg-type]
+    return np.stack([step.mask(layer) for layer in sorted(step.bits)])
 
 
 def test_requests_on_the_same_prompt_widen_what_is_selected(server: Any, config: Any, texts: Any) -> None:

@@ -176,6 +176,6 @@ def report(runtime: SparseRuntime) -> list[dict[str, Any]]:
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return found

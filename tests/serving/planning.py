@@ -27,7 +27,7 @@ PREFIX, LONGEST, DIM = 128, 256, 64
 
 def blank_index(layers: int, digest: str = "d") -> ResidentIndex:
     """Of `PREFIX` tokens and one KV head."""
-    index = ResidentIndex(SimpleNamespace(digest=digest, created=1.0, identity=SimpleNamespace(num_tokens=PREFIX)))  # type: ignore[arg-type]
+    index = ResidentIndex(SimpleNamespace(digest=digest, created=1.0, identity=SimpleNamespace(num_tokens=PREFIX)))
     channels = TokenIndexSpec().kept_channels(DIM)
     arrays = {
         "channels": torch.zeros(1, channels, dtype=torch.int16),

@@ -58,9 +58,6 @@ def loaded(runtime: Any, digest: str) -> bool:
     return eventually(lambda: row(runtime, digest)["state"] == "ready")
 
 
-# -- what is asked -------------------------------------------------------------------------------------------
-
-
 def test_status_says_what_is_on_and_indexes_who_uses_them(start: Callable[..., Runtime]) -> None:
     runtime = start([PROMPT])
     [entry] = runtime.store.list()
@@ -137,9 +134,6 @@ def test_a_command_that_fails_is_an_answer(start: Callable[..., Runtime], monkey
     assert runtime.config.top_k is None
 
 
-# -- indexes -------------------------------------------------------------------------------------------------
-
-
 def test_prefetch_loads_and_evict_lets_go_of_what_nobody_uses(start: Callable[..., Runtime]) -> None:
     runtime = start([PROMPT])
     [entry] = runtime.store.list()
@@ -171,7 +165,7 @@ def test_an_index_that_is_being_loaded_is_not_evicted(start: Callable[..., Runti
     runtime = start([PROMPT])
     [entry] = runtime.store.list()
     gate, real = threading.Event(), runtime.store.get
-    runtime.store.get = lambda key: (gate.wait(60), real(key))[1]  # type: ignore[method-assign,func-returns-value]
+    runtime.store.get = lambda key: (gate.wait(60), real(key))[1]
     waiting = Request()
     runtime.wait(waiting, "a", [*PROMPT, 7], NAMESPACE)  # begins to load, and holds nothing
     assert row(runtime)["users"] == 0
@@ -223,9 +217,6 @@ def test_a_store_that_refuses_is_said_beside_what_was_done(start: Callable[..., 
     assert row(runtime)["tiers"] == ["device"]
 
 
-# -- budgets -------------------------------------------------------------------------------------------------
-
-
 def test_a_budget_holds_from_the_next_step_on(start: Callable[..., Runtime]) -> None:
     runtime = start([PROMPT], min_top_k=16, num_sink_tokens=4, num_recent_pages=1)
     runtime.came("a")
@@ -253,9 +244,6 @@ def test_a_budget_larger_than_the_lists_is_refused_with_the_largest_that_fits(st
     assert "got 60, of a prefix of 120: set top_k to at most 30" in message
     assert runtime.config.keep_ratio == 0.25
     assert told(runtime, "budget", keep_ratio=0.5, top_k=30)["top_k"] == 30
-
-
-# -- off and on ------------------------------------------------------------------------------------------------
 
 
 def test_off_leaves_running_requests_dense_from_the_next_step_on_until_it_is_on_again(
@@ -296,9 +284,6 @@ def test_off_with_shared_prefixes_leaves_all_steps_to_sglang(start: Callable[...
     assert ours(runtime, ["a", "b"], [next(steps)] * 2), "what is known of their slots was kept"
 
 
-# -- builds ----------------------------------------------------------------------------------------------------
-
-
 def test_build_makes_the_next_request_leave_an_index(start: Callable[..., Runtime]) -> None:
     """Hundreds of hits would be wanted otherwise; that one is the first."""
     runtime = start(build="shared", method="token_index", build_share=1.0, build_after_hits=500)
@@ -307,7 +292,7 @@ def test_build_makes_the_next_request_leave_an_index(start: Callable[..., Runtim
     assert "expected token ids" in refused(runtime, BAD, "build", input_ids=[1 << 70] * 64)
     traffic = Traffic(runtime)
     traffic.prefill("a", [*PROMPT, 7], 0)
-    assert traffic.decode_until("a", 67, lambda: runtime.builds.snapshot()["built"] == 1)  # type: ignore[union-attr]
+    assert traffic.decode_until("a", 67, lambda: runtime.builds.snapshot()["built"] == 1)
     [line] = report(runtime)
     assert (line["status"], line["num_tokens"]) == ("built", 48)
     traffic.prefill("other", OTHER, 0)
@@ -321,9 +306,6 @@ def test_what_is_built_by_a_waiting_scheduler_is_not_asked_for(start: Callable[.
     runtime.came("a")
     prefill(runtime, "a", 65)
     assert report(runtime)[0]["reason"] == "by_operator"
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------
 
 
 def of_rank(bench: Any, ranks: Any) -> Runtime:
@@ -341,12 +323,12 @@ def test_ranks_act_on_the_index_that_rank_0_knows(make_bench: Any) -> None:
     def work(ranks: Any) -> Any:
         runtime = of_rank(bench, ranks)
         if ranks.rank == 1:
-            runtime.directory.known = lambda: ((), False)  # type: ignore[method-assign]
+            runtime.directory.known = lambda: ((), False)
         answers = [answered(runtime, "prefetch", {"index": entry.digest}), answered(runtime, "pin", {"index": "none"})]
         eventually(lambda: runtime.residency.resident()[entry.digest].state is State.READY)
         answers.append(answered(runtime, "evict", {"index": entry.digest}))
         if ranks.rank == 1:
-            runtime.planner.set_budget = _no_room  # type: ignore[method-assign]
+            runtime.planner.set_budget = _no_room
         answers.append(answered(runtime, "budget", {"top_k": 8}))
         runtime.close()
         return [(answer.status, answer.body.get("error", "")[:40]) for answer in answers]
@@ -365,7 +347,7 @@ def test_what_fails_on_one_rank_leaves_the_ranks_in_step(make_bench: Any) -> Non
         runtime = of_rank(bench, ranks)
         known, answers = runtime.directory.known, []
         for failing in (1, 0):
-            runtime.directory.known = known if ranks.rank != failing else lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+            runtime.directory.known = known if ranks.rank != failing else lambda: 1 / 0
             answers.append(answered(runtime, "prefetch", {"index": entry.digest}))
             answers.append(answered(runtime, "status", {}))
         runtime.close()

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sglang_ext.config import Settings
 from sglang_ext.decode.grouping import SlotComparisons
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import State
 from sglang_ext.ranks import EVERY, KEPT, LOADING, READY, Agreement, ProcessRanks, Ranks, Word, check_alike
-from tests.serving.admitting import LAYERS, PROMPT, Model, Request, Runtime, planned
+from tests.serving.admitting import LAYERS, PROMPT, Request, planned
 from tests.serving.meeting import Meeting
+from tests.serving.test_administration import of_rank
 
 A, B = "a" * 64, "b" * 64
 MISMATCH = -REASONS.index("index_mismatch")
@@ -72,9 +72,6 @@ def test_what_is_remembered_is_bounded() -> None:
         assert votes.ready("stays")
     assert len(votes._agreed) < KEPT
     assert votes.votes == KEPT + 50, "none for one that stayed"
-
-
-# -- a request's index -----------------------------------------------------------------------------------------
 
 
 def _index(state: State, reason: str = "") -> Any:
@@ -149,9 +146,7 @@ def test_runtimes_of_two_ranks_use_an_index_that_is_late_on_one_from_the_same_st
     bench.put(PROMPT)
 
     def work(ranks: Ranks) -> Any:
-        view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
-        view.tp_rank, view.tp_size = ranks.rank, 2
-        runtime = Runtime(Settings(config=bench.config, store=str(bench.store.folder)), view, ranks=ranks)
+        runtime = of_rank(bench, ranks)
         gate, real = threading.Event(), runtime.store.get
         if ranks.rank == late:
             runtime.store.get = lambda key: (gate.wait(60), real(key))[1]
@@ -175,9 +170,6 @@ def test_runtimes_of_two_ranks_use_an_index_that_is_late_on_one_from_the_same_st
     assert EVERY + 2 < used.count(False) < 3 * EVERY
     assert (fallbacks, mine) == ({"index_loading": 1}, theirs)
     assert mine[1] == 3, "one vote when it came, then one in so many steps, and none once it is settled"
-
-
-# -- the start, and what is compared on the device --------------------------------------------------------------
 
 
 def test_ranks_that_are_not_alike_stop_on_all() -> None:

@@ -65,9 +65,6 @@ def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any, directory: Any) 
     assert directory().lookup({"extra_key": None}, PROMPT[:3]).hashes == ()
 
 
-# -- the scheduler's look at a folder: now where that is quick, and never in its way ----------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     with FileStore(tmp_path / "store", create=True) as store:

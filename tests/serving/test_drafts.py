@@ -84,9 +84,6 @@ def test_a_request_and_its_drafts_share_its_own_slots() -> None:
     assert [(group.rows, group.length) for group in short.groups([1, 1, 2, 2])] == [((0, 1), 200), ((2, 3), 180)]
 
 
-# -- the steps of a round ----------------------------------------------------------------------------------------------
-
-
 def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
     """By costs selecting never pays here: that a round drafts was decided before."""
     roles = ["dense", "anchor"]
@@ -99,7 +96,6 @@ def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
     plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
     steps = planner(config, requests, Counters(2), plan, 8, 1)
     assert steps.guard is None, "every draft is compared"
-    assert steps.sparse is not None
     steps.sparse._costs[block_of(8)] = COSTS
     capture_all(steps, 8)
     held = [Request(), Request()]

@@ -42,11 +42,7 @@ def test_the_index_of_a_prompt_and_whether_it_is_loaded(start: Callable[..., Run
 
 @pytest.mark.parametrize(
     ("ids", "keys", "reason"),
-    [
-        (OTHER, {}, "no_index"),
-        ([*PROMPT, 7], {"extra_key": "tenant"}, "no_index"),
-        (PROMPT[:15], {}, None),
-    ],
+    [(OTHER, {}, "no_index"), ([*PROMPT, 7], {"extra_key": "tenant"}, "no_index"), (PROMPT[:15], {}, None)],
     ids=["other tokens", "other extra_key", "less than a page"],
 )
 def test_a_prompt_without_an_index(start: Callable[..., Runtime], ids: Any, keys: Any, reason: str | None) -> None:
@@ -83,7 +79,6 @@ def test_an_index_that_the_quality_guard_holds_back_is_told_and_asking_changes_n
     runtime = start([PROMPT], keep_ratio=0.25, min_top_k=0, guard_every=8, quality_slo=0.3)
     [entry] = runtime.store.list()
     guard = runtime.planner.guard
-    assert guard is not None
     record = guard.records.of(entry.digest, 64)
     record.become(Standing.DENSE)
     record.until = float("inf")

@@ -65,18 +65,16 @@ class Steps:
     def _figures(self, row: int, layer: int, q: torch.Tensor) -> tuple[float, float]:
         """By the slots in the lists of the layer that has just run, in double precision."""
         sparse, kv = self.runtime.planner.sparse, self.runtime.view.kv(layer)
-        assert sparse is not None
-        assert sparse._planned is not None
         own = self.runtime.view.req_to_token[row, : self.lens[row]].long()
         group = next(n for n, one in enumerate(sparse._planned.layout.prefixes) if row in one.rows)
         kept, outs = [], []
         for head in range(KV_HEADS):
             listed = own
             if layer > 0:
-                segment = sparse._lists.segment(group, (row,), sparse.op._planned[group][1])  # type: ignore[attr-defined]
+                segment = sparse._lists.segment(group, (row,), sparse.op._planned[group][1])
                 begin = segment.list_begin + head * segment.head_stride
                 count = int(sparse._lists.of(layer).counts[group, head])
-                chosen = sparse._lists.of(layer).slots[begin : begin + count].long()  # type: ignore[index]
+                chosen = sparse._lists.of(layer).slots[begin : begin + count].long()
                 listed = torch.cat((chosen, own[len(PROMPT) :]))
             keys = [kv.keys(s, torch.float64)[:, head] for s in (own, listed)]
             values = [kv.v_scale * kv.v_cache[s, head].double() for s in (own, listed)]
@@ -227,10 +225,8 @@ def test_a_batch_is_padded_to_the_size_that_its_tables_are_of(monkeypatch: pytes
         requests.add(request, Attachment(f"r{number}", index=index))
         requests.enter(request)
     step = planned.prepare(forward_of(["r0", "r1", "r2"], [0, 1, 2], [PREFIX + 1] * 3), lambda *_, **__: index)
-    assert step is not None
     assert step.guarded is not None
     rows: list[int] = []
-    assert planned.sparse is not None
     monkeypatch.setattr(planned.sparse.op, "run", lambda size, q, *_: rows.extend((size, len(q))))
     kv = planned._view.kv(0)
     assert [len(step.run(torch.randn(3, 2, 64), kv, layer, 1.0)) for layer in range(2)] == [3, 3]

@@ -104,9 +104,6 @@ def test_a_request_with_a_slot_that_vanishes_gives_all_back(start: Any) -> None:
     assert (runtime.residency.num_users(), len(runtime.requests)) == (0, 1)
 
 
-# -- weights that are replaced in place ------------------------------------------------------------------------------
-
-
 def test_after_a_weight_update_nothing_is_used_or_looked_up_and_the_log_says_so_once(
     start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,9 +118,6 @@ def test_after_a_weight_update_nothing_is_used_or_looked_up_and_the_log_says_so_
     runtime.came("b", [*PROMPT, 2])
     assert not planned(runtime, ["b"], [66])
     assert (runtime.counters.fallbacks, runtime.counters.hits) == ({"index_mismatch": 2}, 1)
-
-
-# -- what a response says ------------------------------------------------------------------------------------------
 
 
 def test_a_log_of_steps_says_what_became_of_the_tokens_that_were_given() -> None:

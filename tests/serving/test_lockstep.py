@@ -54,13 +54,12 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
         attachment.index = None
 
     guard = steps.guard
-    assert guard is not None
     ready = Readiness(config, requests, counters, ranks, release, guard.records)
     held: dict[str, Request] = {}
     seen: list[Any] = []
     taken_by: list[Any] = []
     begin = steps.sparse.begin
-    steps.sparse.begin = lambda plan, batch: (taken_by.append(plan), begin(plan, batch))[1]  # type: ignore[method-assign]
+    steps.sparse.begin = lambda plan, batch: (taken_by.append(plan), begin(plan, batch))[1]
     for batch, gone in _script(seed, joins):
         for rid, row, _ in batch:
             if rid not in held:
@@ -69,7 +68,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
                 index = blank_index(LAYERS, f"{row % 2:064x}") if found else None
                 requests.add(held[rid], Attachment(rid, None if found else "no_index", index=index))
                 requests.enter(held[rid])
-            index = requests.of(held[rid]).index  # type: ignore[union-attr]
+            index = requests.of(held[rid]).index
             if index is not None and index.state is State.LOADING and own.random() < 0.5:
                 index.state, index.reason = (State.READY, "") if own.random() < 0.9 else (State.FAILED, "index_memory")
         forward = forward_of(*([part[at] for part in batch] for at in range(3)))
@@ -85,7 +84,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
         seen.append((path, kept, problem, {**ready.snapshot(), **shown}))
         for rid in gone:
             ready.forget(rid)
-            steps.ended(requests.of(held[rid]).serial)  # type: ignore[union-attr]
+            steps.ended(requests.of(held[rid]).serial)
             requests.leave(held.pop(rid), finished=True)
     return seen
 

@@ -51,7 +51,6 @@ def came(runtime: Runtime, rid: str, row: int) -> Request:
     runtime.held.append(one)
     runtime.wait(one, rid, [*PROMPT, 2, 3], NAMESPACE)
     offload = runtime.offload
-    assert offload is not None
     found = offload.wanted(one, runtime.requests.of(one), 65)
     assert found is not None
     runtime.slot_taken(one, offloaded=offload.slot_taken(one, row))
@@ -74,7 +73,6 @@ def test_a_step_with_such_a_row_attends_all_rows_exactly(offloaded: Runtime) -> 
             q = torch.randn(2, KV_HEADS * GQA * DIM)
             k, v = (torch.randn(2, KV_HEADS * DIM) for _ in "kv")
             found = runtime.attend(q, k, v, layer_of(number), batch, True, None)
-            assert found is not None
             kv = runtime.view.kv(number)
             for row, own in enumerate(slots):
                 heads = q[row].reshape(1, KV_HEADS * GQA, DIM)
@@ -105,13 +103,12 @@ def test_no_layer_of_such_a_step_is_left_to_sglang(offloaded: Runtime) -> None:
 
 @pytest.mark.parametrize("offloaded", [{"build": "shared", "method": "token_index"}], indirect=True)
 def test_no_build_is_told_of_such_a_request(offloaded: Runtime) -> None:
-    assert len(offloaded.builds) == 1, "of r0"  # type: ignore[arg-type]
+    assert len(offloaded.builds) == 1, "of r0"
 
 
 def test_new_weights_end_it(offloaded: Runtime) -> None:
     runtime = offloaded
     runtime.weights_updated()
-    assert runtime.offload is not None
     late = Request()
     runtime.wait(late, "late", [*PROMPT, 2], NAMESPACE)
     assert runtime.offload.wanted(late, runtime.requests.of(late), 64) is None

@@ -22,7 +22,7 @@ from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.ranks import Ranks
-from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model, hashes
+from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Model, eventually, hashes
 from tests.serving.meeting import Meeting
 
 ARRAYS = {ArrayKey("m.a", 0, 1): np.arange(6, dtype=np.int16).reshape(2, 3), ArrayKey("m.b", 2, 1): np.ones(0)}
@@ -36,7 +36,6 @@ def test_rank_0_takes_parts_once_all_ranks_have_left_theirs(tmp_path: Path) -> N
     third.leave("d", {ArrayKey("m.a", 0, 2): np.zeros(3)})
     third.leave("other", ARRAYS)
     found = first.taken("d")
-    assert found is not None
     assert found.keys() == {*ARRAYS, ArrayKey("m.a", 0, 2)}
     for key, array in ARRAYS.items():
         assert (found[key].dtype, found[key].tolist()) == (array.dtype, array.tolist())
@@ -98,7 +97,7 @@ def test_ranks_agree_on_a_folder_and_what_killed_servers_left_is_removed(
     assert made[0]._folder == made[1]._folder
     assert [(one.rank, one.size) for one in made] == [(0, 2), (1, 2)]
     assert sorted(tmp_path.iterdir()) == sorted([other, alive, fresh, made[0]._folder])
-    assert Parts.of_server(SimpleNamespace(rank=0, size=1)) is None  # type: ignore[arg-type]
+    assert Parts.of_server(SimpleNamespace(rank=0, size=1)) is None
 
 
 def test_no_folder_stops_the_start_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +134,13 @@ class Rank:
             self.builds.recorder.record(chunks, layer, q, DIM**-0.5)
         self.builds.prefilled(chunks)
 
-    def decode_until(self, rid: str, done: Callable[[dict[str, Any]], bool], seconds: float = 60.0) -> bool:
-        deadline = time.monotonic() + seconds
-        while not done(self.builds.snapshot()) and time.monotonic() < deadline:
+    def decode_until(self, rid: str, done: Callable[[dict[str, Any]], bool]) -> bool:
+        def step() -> bool:
             self.builds.decoding([rid], torch.tensor([0]))
             self.builds.settle()
-            time.sleep(0.002)
-        return done(self.builds.snapshot())
+            return done(self.builds.snapshot())
+
+        return eventually(step)
 
 
 @pytest.fixture

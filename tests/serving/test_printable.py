@@ -155,7 +155,7 @@ def test_a_step_that_cannot_be_traced_ends_the_trace_and_not_the_server(
     start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = start(trace_folder=str(tmp_path / "trace"))
-    prefill(runtime, ["trace-a"], ["odd"], [10])  # type: ignore[list-item]
+    prefill(runtime, ["trace-a"], ["odd"], [10])
     prefill(runtime, ["trace-b"], [0], [10])
     assert "the trace ends before its time" in caplog.text
     (path,) = (tmp_path / "trace").iterdir()

@@ -16,13 +16,7 @@ from sglang_ext.config import ConfigError, Settings, make_settings, settings_fro
 from sglang_ext.methods import make_builder, method_specs
 from sglang_ext.methods.profile import Profile, ProfileError, layer_profile
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
-from sglang_ext.profiles import (
-    PROFILE_FILE,
-    check_profile,
-    find_profile,
-    layer_plan_of_rank,
-    local_folder,
-)
+from sglang_ext.profiles import PROFILE_FILE, check_profile, find_profile, layer_plan_of_rank, local_folder
 from sglang_ext.runtime import SparseRuntime
 from tests.prefix_index.samples import sample_model
 from tests.serving.admitting import DIM, KV_HEADS, LAYERS, Model
@@ -75,9 +69,6 @@ def settle(tmp_path: Path, folder: Path) -> Callable[..., Settings]:
 
 
 Settle = Callable[..., Settings]
-
-
-# -- which profile, and which keys win -------------------------------------------------------------------------
 
 
 def test_the_profile_in_the_models_folder_fills_what_is_not_given(settle: Settle, folder: Path) -> None:
@@ -147,14 +138,10 @@ def test_what_was_merged_is_complete_in_itself(settle: Settle, folder: Path, tmp
     assert make_settings(msgspec.json.encode(off.config).decode(), off.store, str(folder)) == off
     environ = {"SGLANG_SPARSE_ATTN": "1", "SGLANG_SPARSE_ATTN_STORE": str(tmp_path)}
     by_environment = settings_from_env(environ, str(folder))
-    assert by_environment is not None
     assert by_environment.profile == _profile()
     (folder / PROFILE_FILE).unlink()
     assert Settings.load(settings.dump()) == settings
     assert Settings.load(settings.dump()).profile == _profile()
-
-
-# -- what is refused -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,14 +183,10 @@ def test_a_profile_of_another_model_refuses_the_start(settle: Settle) -> None:
             assert word in str(caught.value)
 
 
-# -- what it changes -------------------------------------------------------------------------------------------
-
-
 def test_the_runtime_has_the_profiles_plan(settle: Settle) -> None:
     runtime = SparseRuntime(settle(), Model(_model()))
     try:
         assert runtime.profile == profile_digest(settle().config, _profile())
-        assert runtime.planner.sparse is not None
         assert runtime.planner.sparse._layer_plan == _profile().plan().with_dense([1])
     finally:
         runtime.close()
@@ -256,9 +239,6 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
                 assert int(sizes) == profile.block_sizes[layer][head]
                 assert channels.tolist() == list(profile.channels[layer][head])
                 assert channels.tolist() == built["second.channels"][head].tolist()
-
-
-# -- while a server runs -----------------------------------------------------------------------------------------
 
 
 def test_of_a_profile_that_is_read_again_the_keep_ratio_counts_and_all_else_needs_a_restart(settle: Settle) -> None:

@@ -126,13 +126,6 @@ def test_the_share_of_time_is_kept(share: float, cost: float) -> None:
     assert extra / (20_000 + extra) > 0.9 * share
 
 
-def test_a_share_of_one_allows_every_step() -> None:
-    schedule = Schedule(1.0)
-    for _ in range(100):
-        assert schedule.allows()
-        schedule.took(guarded=True)
-
-
 def test_a_dense_index_that_is_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.decode.quality._KEPT", 2)
     found = records(most=100)

@@ -203,9 +203,6 @@ def test_only_so_many_requests_are_recorded_at_a_time() -> None:
     assert recorder.start("one too many", 8)
 
 
-# -- captures with late tokens --------------------------------------------------------------------------------
-
-
 def _capturing(capacity: int, tail: int, steps: int) -> QueryRecorder:
     return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, 0, late=(tail, steps))
 
@@ -218,7 +215,6 @@ def test_late_tokens_are_kept_beside_the_sample(chunks: list[int]) -> None:
     _feed(recorder, "a", 35, [1] * 5, first=30)
     capture = _taken(recorder)
     assert capture.problem() is None
-    assert capture.samples is not None
     assert capture.positions[6:].tolist() == [26, 27, 28, 29, 30, 31, 32], "two more steps than asked for"
     for layer in range(LAYERS):
         assert capture.samples[layer, :, 0, 0].tolist() == capture.positions.tolist()

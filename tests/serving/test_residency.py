@@ -12,10 +12,11 @@ import msgspec
 import pytest
 import torch
 
-from prefix_index import ArrayKey, IndexCorrupt, IndexEntry, IndexFile, IndexPayload, IndexStoreError, IndexUnreadable
+from prefix_index import ArrayKey, IndexCorrupt, IndexFile, IndexStoreError, IndexUnreadable
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefix import residency as module
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
+from tests.index_faults import replaced
 
 PROMPT = list(range(64))
 #: Bytes of an index of 64 tokens: layers, tokens, KV heads, head_dim, fp32.
@@ -41,7 +42,6 @@ def reside() -> Iterator[Callable[..., Residency]]:
 def load(residency: Residency, entry: Any) -> ResidentIndex:
     """In use, once it is there or has failed."""
     index = residency.acquire(entry)
-    assert index.loaded is not None
     index.loaded.result(30)
     return index
 
@@ -63,9 +63,6 @@ def test_what_is_loaded_is_what_was_stored(
     for layer in range(3):
         assert torch.equal(index.layers[layer]["keys"], bench.keys(PROMPT, layer).transpose(0, 1)[first:])
     assert index.nbytes == residency.resident_bytes() == heads * ONE // 2
-
-
-# -- the budget ------------------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_index_without_users_leaves(bench: Any, reside: Any) -> None:
@@ -127,9 +124,6 @@ def test_an_index_larger_than_the_budget_fails_with_both_sizes(bench: Any, resid
     assert (index.state, index.reason) == (State.FAILED, "index_memory")
     assert "1000" in index.detail
     assert str(ONE) in index.detail
-
-
-# -- loads that fail, or take long -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [None, OSError("a defect of the store")])
@@ -238,8 +232,6 @@ def test_concurrent_acquire_and_release_balance(bench: Any, reside: Any) -> None
     assert residency.resident_bytes() <= 2 * ONE + 100
 
 
-# -- right checksums, and wrong content ------------------------------------------------------------------------
-
 Change = Callable[[dict[ArrayKey, Any]], None]
 
 
@@ -260,16 +252,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "keys of half the length": (halved, r"keys_packed of layer 1, KV head 1 .*: expected uint8 \[64, 4\]"),
 }
-
-
-def replaced(bench: Any, entry: IndexEntry, change: Change, created: float) -> IndexEntry:
-    """The index, built by somebody else."""
-    with bench.store.get(entry.digest) as index:
-        arrays = {key: array.copy() for key, array in index.read_many().items()}
-        whole = index.payload()
-    change(arrays)
-    info = msgspec.structs.replace(whole.info, created=created)
-    return bench.store.put(IndexPayload(whole.identity, arrays, spec=whole.spec, stats=whole.stats, info=info))
 
 
 @pytest.fixture
@@ -302,7 +284,7 @@ def test_wrong_content_is_index_corrupt_and_reported(
     tokens: Any, reading: Any, reports: list[IndexStoreError], name: str
 ) -> None:
     change, message = CHANGES[name]
-    entry = replaced(tokens, tokens.put(PROMPT), change, 5.0)
+    entry = replaced(tokens.store, tokens.put(PROMPT).digest, change, created=5.0)
     with tokens.store.get(entry.digest) as index:
         index.verify()  # nothing is wrong with its bytes
     failed = load(reading(), entry)
@@ -314,8 +296,7 @@ def test_wrong_content_is_index_corrupt_and_reported(
 
 def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: Any, reports: Any) -> None:
     """The store may offer it again: its checksums are right, and who reads it may have had an older one."""
-    good = tokens.put(PROMPT)
-    entry = replaced(tokens, good, of_32767, 5.0)
+    entry = replaced(tokens.store, tokens.put(PROMPT).digest, of_32767, created=5.0)
     residency = reading()
     failed = load(residency, entry)
     residency.release(failed)
@@ -329,7 +310,7 @@ def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: A
 
 
 def test_a_rank_looks_at_its_own_heads(tokens: Any, reading: Any) -> None:
-    entry = replaced(tokens, tokens.put(PROMPT), of_32767, 5.0)
+    entry = replaced(tokens.store, tokens.put(PROMPT).digest, of_32767, created=5.0)
     for first, state in ((0, State.READY), (1, State.FAILED)):
         assert load(reading(heads=1, first=first), entry).state is state
 

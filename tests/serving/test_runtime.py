@@ -176,9 +176,6 @@ def test_a_row_shorter_than_its_index_or_not_looked_up_is_dense(
     assert runtime.counters.fallbacks == {reason: 1}
 
 
-# -- slots that requests share ---------------------------------------------------------------------------------
-
-
 def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
     runtime = start(share_prefixes=True, min_shared_tokens=32)
     rids = ["r0", "r1", "r2"]
@@ -192,9 +189,6 @@ def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
     state = runtime.snapshot()
     assert (state["cascade_steps"], state["cascade_rows"], state["sparse_rows"]) == (4, 11, 0)
     assert state["decode"]["compared"] == 1
-
-
-# -- what the state says ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

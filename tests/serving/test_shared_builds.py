@@ -78,14 +78,8 @@ class Traffic:
         self.end(rid, finished=False)
         self.runtime.slot_taken(self.requests[rid][0])
 
-    def decode_until(self, rid: str, length: int, done: Callable[[], bool], seconds: float = 60.0) -> bool:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self.decode(rid, length)
-            if done():
-                return True
-            time.sleep(0.002)
-        return False
+    def decode_until(self, rid: str, length: int, done: Callable[[], bool]) -> bool:
+        return eventually(lambda: (self.decode(rid, length), done())[1])
 
     def hand_over(self, rid: str, length: int, build: Build) -> None:
         """Decode until one more piece of the build is given, then no more until it is done."""
@@ -259,7 +253,6 @@ def test_an_idle_server_gives_leases_back_unless_a_piece_is_on_its_way(begun: tu
 def test_who_sees_a_closed_build_finds_its_lease_given_back(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     lease, seen = build.lease, []
-    assert lease is not None
     build.lease = SimpleNamespace(release=lambda: (seen.append(build.closed), lease.release()))
     traffic.runtime.builds._builder._close(build)
     assert (seen, build.closed, leased(traffic.runtime, build)) == ([False], True, False)

@@ -15,8 +15,6 @@ from sglang_ext.prefill.background_build import pieces_of
 from sglang_ext.prefill.prefixes import MAX_PREFIXES, HitCounter, Prefix, QuerySample, QuerySamples
 from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, PROMPT, hashes
 
-# -- hits --------------------------------------------------------------------------------------------------------------
-
 
 def test_a_prefix_is_due_once_after_so_many_hits() -> None:
     counter = HitCounter(after=2, least=32, align=16)
@@ -37,7 +35,6 @@ def test_another_namespace_a_short_prefix_and_one_that_an_index_nearly_covers_ar
     assert len(counter) == 1
     assert counter.hit("other", prompt, 0, 0) is None
     due = counter.hit("", prompt, 0, 0)
-    assert due is not None
     assert due.namespace == ""
 
 
@@ -62,7 +59,6 @@ def test_a_build_that_failed_waits_for_more_hits_and_an_index_that_left_is_built
     counter = HitCounter(after=1, least=16, align=16)
     prompt = hashes(PROMPT)
     due = counter.hit("", prompt, 64, 0)
-    assert due is not None
     counter.failed(due)
     assert [counter.hit("", prompt, 64, 0) is not None for _ in range(5)] == [False, False, False, True, False]
     due.built_at, due.tries = 5.0, 0
@@ -96,7 +92,6 @@ def test_an_index_that_paid_before_it_left_is_built_again_as_soon_as_a_new_one(
     counter = HitCounter(after=2, least=16, align=16)
     prompt = hashes(PROMPT)
     due = [counter.hit("", prompt, 64, 0) for _ in range(2)][1]
-    assert due is not None
     due.built_at = built_at
     assert [counter.hit("", prompt, 64, 64, admitted=now) for now in served_at] == [None, None]
     assert counter.hit("", prompt, 64, 0, admitted=built_at + 1) is None
@@ -126,7 +121,6 @@ def test_what_is_asked_for_goes_before_a_longer_prefix_and_does_not_keep_it_back
     asked.built_at = 1.0
     longest = hashes([*PROMPT, *range(900, 1028)])
     due = counter.hit("", longest, 192, 64, admitted=2.0)
-    assert due is not None
     assert due.num_tokens == 192
 
 
@@ -140,9 +134,6 @@ def test_prefixes_that_nobody_hits_are_forgotten() -> None:
     counter.hit("", prompts[5], 64, 0)
     assert (len(counter), oldest.hits) == (MAX_PREFIXES, 2), "the one that is hit stays, also for what begins with it"
     assert oldest in counter._known.values()
-
-
-# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -178,7 +169,6 @@ def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly(keep: Keep) -> 
         sample(list(range(9, 99)), 0, 9000.0),  # another prompt
     )
     found = samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4)
-    assert found is not None
     assert found.shape[:2] == (LAYERS, KV_HEADS)
     values = found[0, 0, :, 0].tolist()
     positions = [value % 1000 for value in values]

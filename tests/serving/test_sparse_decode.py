@@ -91,7 +91,6 @@ def test_long_own_tokens_are_selected_from() -> None:
     server = Server(CPU, 5, kernels=False, suffix_dense_tokens=64)
     walk_own_tokens(server)
     plan = server.sparse.plan(server.batch([1, 2, 3, 4], [server.lens[serial] for serial in (1, 2, 3, 4)]))
-    assert plan is not None
     have, budgets = (sum(getattr(one, name) for one in plan.suffix_reads) for name in ("prefix_len", "budget"))
     assert server.sparse.attended_suffix(plan) == (have + 3 * budgets, 4 * have), "the first layer is dense"
 
@@ -112,7 +111,7 @@ def test_what_does_not_fit_is_left_to_others() -> None:
     assert not begins([1, 2, 3], [index] * 3, [131] * 3)
     assert not begins([1, 2], [index] * 2, [131, 8000]), "the arena"
     assert begins([1, 2], [index] * 2, [131, 131])
-    index.entry.identity.num_tokens = 600  # type: ignore[misc]
+    index.entry.identity.num_tokens = 600
     assert not begins([1, 2], [index] * 2, [631, 631]), "longer than there is room for"
 
 
@@ -132,7 +131,6 @@ def test_copies_for_a_trace_have_no_more_memory_than_kept_lists(
     monkeypatch.setattr("sglang_ext.decode.buffers.KEPT_BYTES", 4096)
     assert Server(CPU, kernels=False).sparse._lists.nbytes > 2 * 4096, "one set"
     server = Server(CPU, kernels=False, trace_folder=str(tmp_path))
-    assert server.sparse.copies is not None
     assert server.sparse.copies.positions.nbytes == 2 * 4096
 
 

@@ -47,7 +47,6 @@ class Batches:
         plan = LayerPlan.from_dict({"layers": roles}, num_layers=LAYERS, num_kv_heads=1)
         self.requests = RequestTable()
         self.steps = planner(config, self.requests, Counters(LAYERS), plan, ROWS, 1)
-        assert self.steps.sparse is not None
         self.steps.sparse._costs[block_of(ROWS)] = COSTS
         capture_all(self.steps, ROWS)
         self.held: dict[int, Request] = {}
@@ -145,8 +144,6 @@ def test_rows_that_lists_have_no_room_for_are_counted_and_attended_beside_the_ot
     assert (counters.sparse_rows, counters.dense_rows, counters.fallbacks) == (3, 1, {"no_room": 1})
 
 
-# -- costs ------------------------------------------------------------------------------------------------------
-
 #: 2 layers attend all, 4 select, 2 reuse.
 ONE = (Lines({1: Line(5.0, 0.002)}), Lines({1: Line(10.0, 0.001)}))
 EIGHT_LAYERS = StepCosts(*ONE, num_dense=2, num_anchors=4, num_reuse=2)
@@ -210,13 +207,12 @@ def test_small_budgets_and_small_pools_are_measured_with_all_tokens_there_is_roo
     found: dict[int, set[int]] = {}
 
     def note(run: Any, device: torch.device) -> float:
-        segments = sparse._whole.of(batch)._segments  # type: ignore[attr-defined]
+        segments = sparse._whole.of(batch)._segments
         found.setdefault(len(segments), set()).add(sum(segment.length for segment in segments))
         return 1.0
 
     monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", note)
     costs = sparse.measure(batch, server.caches[0])
-    assert costs is not None
     assert {number: max(tokens) for number, tokens in found.items()} == most
     assert set(costs.attend) == set(costs.select) == set(most)
     assert costs.sparse_us([100], [10], 1, others=batch) > 0

@@ -18,16 +18,7 @@ from prefix_index import FileStore, StoreFolderError, StoreUnavailable
 from sglang_ext.prefill.builder import IndexFactory
 from sglang_ext.runtime import SparseRuntime
 from tests.prefix_index.tiers import Service
-from tests.serving.admitting import (
-    OTHER,
-    PROMPT,
-    Runtime,
-    eventually,
-    ours,
-    planned,
-    prefill,
-    report,
-)
+from tests.serving.admitting import OTHER, PROMPT, Runtime, eventually, ours, planned, prefill, report
 
 #: Whoever waits for a store that does not answer is seen to.
 PATIENT = {"store_timeout_s": 120.0}
@@ -50,9 +41,6 @@ def folder(make_bench: Callable[..., Any]) -> Path:
 
 def statuses(runtime: SparseRuntime) -> list[str]:
     return [line["status"] for line in report(runtime)]
-
-
-# -- one build at a time -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,9 +93,6 @@ def test_a_folder_that_goes_away_does_not_end_a_building_server(builders: Any) -
     one.came("a")
     (line,) = report(one)
     assert (line["status"], line["reason"]) == ("failed", "StoreFolderError")
-
-
-# -- a service ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -195,9 +180,6 @@ def test_a_load_that_ends_without_a_word_is_a_fallback_and_the_next_request_trie
     runtime.slot_freed(first, 0, finished=True)
     runtime.came("b", [*PROMPT, 8])
     assert planned(runtime, ["b"], [66])
-
-
-# -- a remote store to share with -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("remote", ["s3://no-such-bucket-0/x", "file:///no/such/folder", "mooncake://127.0.0.1:1"])

@@ -36,7 +36,7 @@ class _Entry:
 def prefix_index() -> ResidentIndex:
     """Each layer's has channels of its own."""
     gen = torch.Generator().manual_seed(4)
-    index, builder = ResidentIndex(_Entry()), METHODS["token_index"].builder(TokenIndexSpec(channel_ratio=0.75, bits=8))  # type: ignore[arg-type]
+    index, builder = ResidentIndex(_Entry()), METHODS["token_index"].builder(TokenIndexSpec(channel_ratio=0.75, bits=8))
     keys = torch.randn(PREFIX, KV_HEADS, DIM, generator=gen)
     for _ in range(LAYERS):
         index.layers.append(builder.build_layer(keys, torch.randn(KV_HEADS, 3, DIM, generator=gen)))
@@ -44,12 +44,9 @@ def prefix_index() -> ResidentIndex:
     return index
 
 
-# -- what is covered ---------------------------------------------------------------------------------------------
-
-
 def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_full() -> None:
     rules = SuffixRules(LIMIT, 1 << 30, lambda covered: covered // 10)
-    prefix = ResidentIndex(_Entry())  # type: ignore[arg-type]
+    prefix = ResidentIndex(_Entry())
     own, grown = None, []
     for count in range(1, 1000):
         before, own = own, rules.covering(own, prefix, count)
@@ -62,7 +59,7 @@ def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_f
     assert grown[0] == LIMIT + 1
     # About every half limit, not in each step.
     assert {b - a for a, b in pairwise(grown)} <= set(range(LIMIT // 2 - PAGE_TOKENS, LIMIT // 2 + 2))
-    assert rules.covering(own, ResidentIndex(_Entry()), LIMIT) is None, "it is of another prefix"  # type: ignore[arg-type]
+    assert rules.covering(own, ResidentIndex(_Entry()), LIMIT) is None, "it is of another prefix"
 
 
 def covered(rules: SuffixRules, lens: list[int], before: list[Any] | None = None) -> list[int]:
@@ -93,9 +90,6 @@ def test_one_is_kept_until_it_must_grow_and_goes_with_its_prefix() -> None:
     (other,) = rules.renew([first], [prefix_index()], [PREFIX + 301])
     assert other is not first
     assert rules.renew([first], [None], [PREFIX + 301]) == [None], "without the prefix's index there is none"
-
-
-# -- its arrays --------------------------------------------------------------------------------------------------
 
 
 def test_each_layer_has_the_channels_of_its_own_prefix_and_keys_as_the_model_made_them() -> None:
@@ -168,7 +162,7 @@ def test_what_has_grown_goes_before_what_replaces_it_is_made(start: Any, monkeyp
 def test_own_tokens_of_a_row_in_no_group_are_attended_in_full() -> None:
     """Selected from, too, such a row would attend its prefix twice: once by itself and once in front of them."""
     numbers: dict[int, int] = {}
-    step: Any = StepGroups(SimpleNamespace(), lambda index: numbers.setdefault(id(index), len(numbers)))  # type: ignore[arg-type]
+    step: Any = StepGroups(SimpleNamespace(), lambda index: numbers.setdefault(id(index), len(numbers)))
     own = [SimpleNamespace(prefix_len=length) for length in (96, 64, 32)]
     groups = [(PrefixGroup((7,), (0, 2), 300), SimpleNamespace(prefix_len=300))]
     found = step.suffixes(groups, [own[0], own[1], own[2], None])

@@ -38,7 +38,6 @@ CPU = torch.device("cpu")
 def test_steps_equal_those_of_prefixes_on_the_device(changes: dict[str, Any]) -> None:
     server = HostedServer(CPU, 160, kernels=False, **changes)
     walk_host(server, 3)
-    assert server.sparse.swap is not None
     counted = server.sparse.swap.counted()
     assert 0 < counted["transferred"] < counted["wanted"]
 
@@ -49,7 +48,6 @@ def test_steps_that_keep_a_selection_keep_its_tokens() -> None:
     host = server.offload(slots)
     for serial in (1, 2):
         server.join_behind(serial, host, slots, index, 4)
-    assert server.sparse.swap is not None
     found, wanted = [], [0]
     for _ in range(9):
         found += searches(server, [1, 2], 1)
@@ -145,7 +143,6 @@ def test_a_step_of_such_a_prefix_is_sparse_or_not_ours(num_cells: int, trial: bo
         request = Request()
         requests.add(request, Attachment(f"r{row}", index=index))
         requests.enter(request)
-    assert made.sparse is not None
     # A search that never pays.
     made.sparse._costs[4] = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(1e6, 0.0)}), 0, 2, 0)
     capture_all(made, 3)
@@ -156,5 +153,4 @@ def test_a_step_of_such_a_prefix_is_sparse_or_not_ours(num_cells: int, trial: bo
         assert (None if step is None else step.path) == path
         assert step is None or step.guarded is None
         exact = made.prepare(forward, lambda one, **_: None)
-    assert exact is not None
     assert exact.path is StepPath.CASCADE, "the same rows on real slots"

@@ -9,9 +9,7 @@ import torch
 
 from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.decode.types import DecodeBatch, StepPath
 from sglang_ext.methods.base import METHODS, Method
-from tests.decode_oracle import OracleGroup
 from tests.serving.admitting import PROMPT, Model, ours
 from tests.sparse_server import KV_HEADS, Server
 from tests.toy_method import EveryNthBuilder, EveryNthOp, EveryNthSelector, EveryNthSpec
@@ -55,7 +53,6 @@ def test_costs_are_measured_with_one_group_and_with_many(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", count)
     costs = sparse.measure(6, server.caches[0])
-    assert costs is not None
     assert list(costs.attend) == list(costs.select) == [1, 4, 6]
     # Nothing is selected where attention runs. A prefix has 512 tokens at most; all have what there is room for.
     each = min(4 * 512, sparse._room - 4 * PAGE_TOKENS) // 4
@@ -74,50 +71,3 @@ def test_a_server_builds_stores_and_decodes_by_it(start: Any, graphs: bool, monk
         runtime.came("a")
         assert ours(runtime, ["a"], [66])
         assert runtime.snapshot()["sparse_steps"] == 1
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_replays_it_for_other_batches() -> None:
-    """As the server does: captured once, replayed behind other plans."""
-    device = torch.device("cuda")
-    server = Server(device, 24, dtype=torch.bfloat16, dim=128, size=2, spec=EveryNthSpec())
-    first, second = server.prefix(300), server.prefix(210)
-    for serial in (1, 2):
-        server.join(serial, *first, 5 + serial)
-    server.join(3, *second, 9)
-    for serial in range(4, 25):  # more groups than there are programs of a KV head in some launches
-        server.join(serial, *server.prefix(40 + 7 * serial), 3)
-    everyone = list(range(1, 25))
-    for _ in range(4):
-        server.step(everyone)
-    q = torch.randn(len(server.caches), 24, server.shape.num_qo_heads, 128, device=device, dtype=torch.bfloat16)
-
-    def layers() -> list[torch.Tensor]:
-        return [server.sparse.run(q[n], kv, n, 0.1) for n, kv in enumerate(server.caches)]
-
-    graph = torch.cuda.CUDAGraph()
-    with server.sparse.capturing(24, StepPath.SPARSE):
-        assert server.sparse.measure(24, server.caches[0]) is not None
-        layers()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            outs = layers()
-    for serials in (everyone, everyone[::-1], everyone):
-        batch: DecodeBatch = server.batch(serials, [server.lens[serial] for serial in serials])
-        server.tracker.learn(batch)
-        plan = server.sparse.plan(batch)
-        assert plan is not None
-        assert server.sparse.begin(plan, batch) is StepPath.SPARSE
-        graph.replay()
-        groups, owned = [], []
-        for prefix, index in zip(plan.selects.prefixes, plan.indexes, strict=True):
-            slots = server.table[batch.req_pool_indices[prefix.rows[0]], : prefix.length].long()
-            groups.append(OracleGroup(index, slots, list(prefix.rows)))
-        for row, length in enumerate(batch.seq_lens):
-            start = next(prefix.length for prefix in plan.selects.prefixes if row in prefix.rows)
-            owned.append(server.table[batch.req_pool_indices[row], start:length])
-        for layer, kv in enumerate(server.caches):
-            wanted = server.oracle.run(q[layer], kv, groups, owned, layer, 0.1)
-            off = (outs[layer].float() - wanted).norm(dim=2) / wanted.norm(dim=2)
-            assert float(off.max()) < 0.05
-    assert server.shape.num_kv_heads == KV_HEADS

@@ -62,7 +62,6 @@ def test_a_trace_holds_what_was_selected_for_requests_that_ask_for_it(start: Any
     (group,) = step.groups  # the second request is a group of its own in its first step, and not traced
     assert (group.rids, group.seq_lens, group.prefix_len) == (["trace-1"], [66], 64)
     mask = group.mask(1)
-    assert mask is not None
     assert group.mask(0) is None
     assert [head.nonzero()[0].tolist() for head in mask] == chosen[0][1][0][:, :16].tolist()
     assert mask.sum(1).tolist() == [16, 16]

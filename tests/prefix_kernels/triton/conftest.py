@@ -57,7 +57,7 @@ def device() -> torch.device:
 @pytest.fixture(params=FORMS, ids=lambda form: form.name)
 def form(request: pytest.FixtureRequest) -> Form:
     """How a selection is launched; in the interpreter no program can wait for another."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def paged_kv(keys: torch.Tensor, values: torch.Tensor) -> tuple[PagedKV, torch.Tensor]:

@@ -112,7 +112,7 @@ def test_latent_keys_that_all_query_heads_read(spec: IndexSpec, device: torch.de
 def test_both_levels_of_latent_keys_are_for_hoppers_own_kernel(device: torch.device) -> None:
     shape, config = AttentionShape(16, 1, 576, 512, torch.bfloat16, torch.bfloat16), config_from_dict({})
     op = TwoLevelOp(shape, config, TwoLevelSpec(), 1, ListSizes(1, 4096, 1, 4096, 8192, 1), device)
-    levels = [op._first.shape, op._second.shape]  # type: ignore[attr-defined]
+    levels = [op._first.shape, op._second.shape]
     assert [(level.channels, level.listed_channels, fits_specialized(level)) for level in levels] == [
         (128, True, True)
     ] * 2
@@ -123,7 +123,6 @@ def test_prefixes_in_host_memory(kind: Any, device: torch.device) -> None:
     dtype, kv_dtype, dim = kind
     server = HostedServer(device, 160, implementation="triton", dtype=dtype, kv_dtype=kv_dtype, dim=dim)
     walk_host(server)
-    assert server.sparse.swap is not None
     wanted, fetched = server.sparse.swap.residents.counters.sum(0).tolist()
     assert 0 < fetched < wanted
 
@@ -228,7 +227,6 @@ def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.devi
     for _ in range(3):
         server.step([1, 2, 3, 4], padded=1)
     copies = server.sparse.copies
-    assert copies is not None
     assert copies.layers == [1, 3]
     for of_group, here in zip(server.groups, copies.take(range(len(server.groups))), strict=True):
         for layer, selection in of_group.selections.items():
@@ -317,9 +315,6 @@ def test_costs_are_measured_on_made_up_indexes_of_many_groups(
     server.step([1])
 
 
-# -- a selection that serves several steps ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", FIRST, ids=str)
 def test_a_selection_serves_its_steps_until_a_group_changes(kind: Any, device: torch.device) -> None:
     """Each anchor layer's own selection, in a step with other queries; suffix tokens grow in all of them."""
@@ -390,7 +385,7 @@ def test_queries_that_stay_select_the_same_a_step_later(spec: IndexSpec, device:
     assert torch.equal(op._lists.positions, named)
     assert found(op.run_behind) == own
     op._lists.positions.fill_(-1)
-    op._pack._queries.zero_()  # type: ignore[union-attr]
+    op._pack._queries.zero_()
     op.look_ahead(6, [q[:5] for q in queries], 0.1)
     assert torch.equal(op._lists.positions, named), "a step without a graph is not padded"
     op.look_ahead(6, queries[::-1], 0.1)
@@ -436,7 +431,6 @@ def test_costs_of_steps_that_name_candidates_ahead(
 
     monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", note)
     costs = server.sparse.measure(5, server.caches[0])
-    assert costs is not None
     assert len(ran) == 4 * 2 * len(costs.attend)
     assert list(costs.attend) == [1]
     assert [of[1].base for of in (costs.attend, costs.select, costs.ahead, costs.behind)] == [1.0, 2.0, 3.0, 4.0]

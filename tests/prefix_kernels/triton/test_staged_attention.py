@@ -77,7 +77,7 @@ class Forward:
             layer[:, order[:tokens]] = torch.nan
 
     def attention(self, device: torch.device, **how: object) -> StagedAttention:
-        return StagedAttention(self.pools, STAGING, LAYERS, device, **how)  # type: ignore[arg-type]
+        return StagedAttention(self.pools, STAGING, LAYERS, device, **how)
 
     def step(self, attention: StagedAttention) -> StagedStep:
         return attention.plan(self.spans, [group for group in self.groups if len(group[1])])
@@ -166,7 +166,7 @@ class Poisoned(TwoStreams):
             work()
 
         if not self._waits:
-            self._attended[place] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._attended[place] = torch.cuda.Event()
         super().copy(place, slowly)
 
     def attend(self, place: int, work: Callable[[], None]) -> None:
