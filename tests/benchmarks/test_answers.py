@@ -59,6 +59,17 @@ def test_answers_are_scored_by_their_rule(
     assert question.score(answer) == score
 
 
+def test_the_needle_models_tasks_score_their_answers(bench: Any) -> None:
+    (document,) = bench.answers_data.own_documents("multi_value", 2048, 1, seed=3)
+    assert len(document.text.split()) == 2048
+    (asked,) = document.conversations[0]
+    words = list(asked.expected)
+    swapped = [*words[-2:], *words[:-2]]
+    assert asked.score(" ".join(swapped)) == asked.score(" ".join([*words, "<end>", "more"])) == 1.0
+    assert asked.score(" ".join(words[:-2])) == asked.score(" ".join([*words, *words[:2]])) == 0.0
+    assert asked.max_new_tokens == len(words) + 1
+
+
 def row(config: str, task: str, scores: list[float], documents: list[int], **own: Any) -> dict[str, Any]:
     counted = {"sparse_rows": 90, "dense_rows": 10, "keep_ratio": 0.1}
     fixed = {
