@@ -25,8 +25,8 @@ file holds already are not measured again, so an interrupted run goes on.
 this run.
 
 A time holds the start of a graph, and tables that no cache holds. With `--layers N` one graph attends N layers, each
-with a KV of its own, and a time is an Nth of the graph's: what a layer costs within a decode step. The gate then sees
-the last layer's output.
+with a KV of its own as far as 36 GiB reach, and a time is an Nth of the graph's: what a layer costs within a decode
+step. The gate then sees the last layer's output.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def measure(args: argparse.Namespace, run: Run, timer: Any) -> None:
             missing = [key for key in keys if not run.has(key)]
             if missing:
                 cell = (shape_of(args), sizes, args.keep, args.layers, device_of(args), args.seed)
-                measure_cell(args, run, timer, Cell(*cell), missing)
+                try:
+                    measure_cell(args, run, timer, Cell(*cell), missing)
+                except torch.OutOfMemoryError as error:
+                    print(f"not measured: {context} tokens, batch {batch}: {error}", file=sys.stderr)
             gc.collect()
             if not args.smoke:
                 torch.cuda.empty_cache()

@@ -228,7 +228,10 @@ class FileStore(IndexStore):
         """As in the protocol; with ``seen`` (version, retention) only where the index still is as it was seen."""
         digest = self._digest(key)
         with os_errors(self.folder), exclusive(self.folder):
-            if seen is not None and not self._is_as_seen(digest, *seen):
+            try:
+                if seen is not None and not self._is_as_seen(digest, *seen):
+                    return False
+            except FileNotFoundError:
                 return False
             there = self._remove(digest, "removed", sync=True)
         if self.copies is not None:
@@ -478,6 +481,9 @@ class FileStore(IndexStore):
             if not self._is_as_seen(digest, known, entry.retention):
                 return False
             self._remove(digest, "expired" if self.catalog.is_expired(digest) else "evicted", sync=False)
+        except FileNotFoundError:  # a sidecar that is left may be of a writer who is about to name its index
+            with self._lock:
+                self._books.forget(digest)
         except OSError as err:
             found, remedy = err.strerror or str(err), "remove it, or change the owner or mode of its folder"
             error = StoreFolderError("index that must leave", "a file to remove", found, remedy, path)
@@ -487,14 +493,14 @@ class FileStore(IndexStore):
         return True
 
     def _is_as_seen(self, digest: str, version: Signature, known: Retention) -> bool:
-        """Whether file and retention on disk are these, or the file is gone. Raises OSError where nobody can tell."""
+        """Whether file and retention on disk are these. Raises FileNotFoundError: there is no file; OSError: nobody can
+        tell.
+        """
         try:
             with shard_fd(self.folder, shard_of(digest)) as fd:
                 if Signature.of(os.stat(digest + SUFFIX, dir_fd=fd, follow_symlinks=False)) != version:
                     return False
                 kept = read_retention(fd, digest)
-        except FileNotFoundError:
-            return True
         except IndexUnreadable as err:
             raise OSError(errno.EIO, f"its retention cannot be read: {err.found}") from err
         except IndexStoreError:

@@ -11,7 +11,6 @@ to all of them, and by what they have agreed on (`offload.agreement`).
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -108,8 +107,6 @@ class Offloading:
         self._waits_s, self._fresh = min(waits_s, WAIT_S), list[Tensor]()
         self._looks = self._steps = 0
         self._waiting: dict[str, bool] = {}  # digest -> whether a request with it has room without it
-        self._long: weakref.WeakKeyDictionary[Attachment, float] = weakref.WeakKeyDictionary()  # when it came
-        self._starved: Attachment | None = None
         self._files = None if options.folder is None else KVFiles(options, view, ranks)
         self._agreed = OffloadAgreement(ranks or Ranks(), self, self.directory, self._files, pool, view.device)
 
@@ -124,11 +121,9 @@ class Offloading:
             most: tokens of a prompt from which on it has no room in the KV pool.
 
         Returns:
-            Those that wait on: their prefix is being read; or a prompt that has no room without its own has waited for
-            `WAIT_S` seconds, and those that come behind what lies in host memory let it go first.
+            Those that wait on, as their prefix is being read.
         """
         self._looks += 1
-        self._starved = None
         self._waiting.clear()
         if not waiting and not (self._agreed.moves and (self._looks % EVERY == 0 or not any(self.running()))):
             return []  # plain decode steps do without a collective
@@ -136,13 +131,10 @@ class Offloading:
         for _, one in waiting:
             digest = self._agreed.word(one).digest
             if one is not None and digest is not None:
-                if one.prompt_len >= most:
-                    self._long.setdefault(one, self._agreed.now)
                 copies = one.prompt_len < most and self._copies(one)
                 self._waiting[digest] = self._waiting.get(digest, False) or copies
         if self._files is None or self._off:
             return []
-        self._starved = self._longest_without_room([one for _, one in waiting])
         held, live, refused = [], self._live(), 2**63
         for request, attachment in waiting:
             word = self._agreed.word(attachment)
@@ -152,10 +144,6 @@ class Offloading:
             if attachment.prompt_len <= tokens:
                 continue  # its last token is prefilled in any case
             found = self.directory.get(digest)
-            if self._starved is not None and not self._before(attachment, self._starved):
-                if found is not None:
-                    held.append(request)
-                continue
             readable = (found is None or found.state is OffloadState.COPYING) and self._readable(word)
             if found is not None and readable and not word.copied:
                 self.directory.leave(found)  # the request that had it copied out has ended
@@ -184,26 +172,10 @@ class Offloading:
         self._pool.restore(offload.pages)
         offload.host = self._host_of(offload)
 
-    def _longest_without_room(self, waiting: Iterable[Attachment | None]) -> Attachment | None:
-        """Of prompts that have no room without their prefix, and have waited for it too long, the first that came."""
-        late = [one for one, came in self._long.items() if one in waiting and came <= self._agreed.now - WAIT_S]
-        lack = [one for one in late if self.directory.state(self._agreed.word(one).digest or "") is None]
-        return min(lack, key=self._long.__getitem__, default=None)
-
-    def _before(self, one: Attachment | None, other: Attachment) -> bool:
-        """Whether it, too, has no room without its prefix, and has waited as long as the other one."""
-        return one is not None and self._long.get(one, math.inf) <= self._long[other]
-
     def _live(self) -> set[str]:
-        """Digests of requests that run or wait, as of the last look at them. Where a prompt has waited for too long,
-        only those that wait before it count.
-        """
-        digests = {self._agreed.known(one).digest for one in self.running()}
-        if self._starved is None:
-            digests |= self._waiting.keys()
-        else:
-            digests |= {self._agreed.known(one).digest for one in self._long if self._before(one, self._starved)}
-        return {digest for digest in digests if digest is not None}
+        """Digests of requests that wait, as of the last look at them, or run."""
+        digests = (self._agreed.known(one).digest for one in self.running())
+        return self._waiting.keys() | {digest for digest in digests if digest is not None}
 
     def _copies(self, one: Attachment) -> bool:
         return one.offload_refusal is None and self._agreed.word(one).may
@@ -257,7 +229,7 @@ class Offloading:
 
     def overdue(self, attachment: Attachment) -> str | None:
         """Why what a waiting request may have in front is not waited for any longer, in words; None where it is. Asked
-        behind `before_batch`. For room, which requests give back that end, it waits as long as they need.
+        behind `before_batch`. For room, which requests give back that end, it waits as long as for room in the KV pool.
         """
         word = self._agreed.word(attachment)
         assert word.digest is not None
@@ -436,8 +408,7 @@ class Offloading:
             found = self.directory.get(digest)
             if found is not None and found.state is not OffloadState.COPYING:
                 continue
-            reserved = None if self._starved is None or found is not None else "host_full"
-            begun = self._unfit(tokens) or found or reserved or self.directory.begin(digest, tokens, self._live())
+            begun = self._unfit(tokens) or found or self.directory.begin(digest, tokens, self._live())
             if isinstance(begun, str):
                 self.refused[begun] += one.offload_refusal is None
                 one.offload_refusal = begun

@@ -28,6 +28,7 @@ from prefix_index import (
     StoreFull,
     file,
 )
+from prefix_index.folder import Signature
 from prefix_index.removals import NAME
 from prefix_index.retention import Candidate, choose_victims, remove_orphans
 from tests.prefix_index.balance import balanced
@@ -160,6 +161,18 @@ def test_a_failed_put_leaves_the_retention(
             assert keep_file(folder, IDS[0]).read_bytes() == files[keep_file(folder, IDS[0])]  # the longer one
             return
         assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+
+
+def test_an_index_that_is_gone_keeps_the_sidecar_of_who_is_about_to_name_it(folder: Path) -> None:
+    kept = Retention(expires=4e9)
+    with opened(folder) as store:
+        store.put(sample_payload(IDS[0]))
+        store.retain(IDS[0], kept)
+        path = index_file(folder, IDS[0])
+        seen = Signature.of(os.lstat(path)), kept
+        path.unlink()
+        assert not store.delete(IDS[0].digest, seen=seen)
+        assert keep_file(folder, IDS[0]).exists()
 
 
 def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:
