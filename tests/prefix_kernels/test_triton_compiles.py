@@ -21,6 +21,7 @@ from prefix_kernels.anchor_selection.kernels import list_kernel
 from prefix_kernels.anchor_selection.runner import ScoredTokens
 from prefix_kernels.csa_selection import CsaSelection, CsaShape
 from prefix_kernels.csa_selection import default_config as default_csa
+from prefix_kernels.csa_selection.kernels import score_kernel as score_lists
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
 from prefix_kernels.grouped_attention import default_config as default_attention
 from prefix_kernels.launching import Launch, launch, recording
@@ -318,6 +319,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 #: On sm_90; a compilation takes seconds.
 BY_DAY = (
     "selection of tokens in one launch",
+    "selection by lists of centroids",
     "specialized attention of 64 rows",
     "specialized selection of tokens for 32 requests",
 )
@@ -392,6 +394,13 @@ def test_programs_of_wide_rows_share_a_multiprocessor(
         assert kernel.metadata.shared <= 227 << 10
         most = (228 << 10) // config.programs_per_sm
         assert one.kernel is list_kernel or kernel.metadata.shared + used + 1024 <= most, config
+
+
+def test_entries_of_lists_are_loaded_byte_by_byte() -> None:
+    """Hints of the layout are not taken for addresses: a list may begin anywhere. 8 entries of a thread, two phases."""
+    (score,) = (one for one in launches("selection by lists of centroids") if one.kernel is score_lists)
+    loads = re.findall(r"ld\.global\.(\S*b8) ", compiled(score, 90).asm["ptx"])
+    assert loads == 32 * ["b8"]  # of a place and of a code
 
 
 def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:

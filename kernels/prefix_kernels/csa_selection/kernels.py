@@ -209,8 +209,8 @@ def _score_rows(
         end0, end1, end2, end3 = _ends(counts, begin // BLOCK, tl.where(used, num_blocks, 0))
         for start in range(begin, end, TILE):
             # Rounds differ by what a load adds to an address, and in no code's place in its byte.
-            # Lanes are told to be next to each other, and so are lists: then every Triton gives lists to warps, and
-            # loads a code where it is added. Nothing is loaded by words: no address is known to be a multiple of any.
+            # The hints are for the layout alone (lists are not next to each other): by them every Triton gives lists to
+            # warps, and loads a code in the thread that adds it. Loads stay single bytes, as begins may be odd.
             places = places_ptr + tl.max_contiguous((first_place + entry)[None, :, None] + lanes, [1, 2, 32])
             own = entry[None, :, None] + lanes
             codes = codes_ptr + tl.max_contiguous(first_code + own // PACKED, [1, 2, 32])
@@ -225,8 +225,7 @@ def _score_rows(
                 code = tl.load(codes + first // PACKED + rounds * (32 // PACKED), mask=listed, other=0).to(tl.int32)
                 if BITS == 4:
                     code = (code >> place_of_code) & 15
-                # By signs: there are few predicates, and one that is asked for behind its load makes loads wait for
-                # each other.
+                # By signs: a GPU has few predicates. One that is used behind its load as well makes the next load wait.
                 in_first, in_second = e - end0[None, :, None] >> 31, e - end1[None, :, None] >> 31
                 block = 3 + in_first + in_second + (e - end2[None, :, None] >> 31)
                 in_list = e - end3[None, :, None] >> 31
