@@ -11,8 +11,9 @@
 Engines: `flashinfer` and `triton` are stock SGLang; the others are SGLang with `--sparse-attn` on flashinfer. In
 `plugin` no prompt has an index, and every cell is measured on two paths, in turns: `shared`, where the plugin may group
 requests, and `stock`, where the requests opt out, so that SGLang's own graph is replayed. In `sparse` every prefix has
-an index, built from its prefill, and every step selects; in `auto` the plugin chooses by the costs that it measured.
-Both take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select, the others reuse, with
+an index, built from its prefill, and every step selects; in `auto` the plugin chooses by the costs that it measured; in
+`lossless` (`"exactness": "verify"`) such steps draft, and exact steps say which drafts are kept: of dummy weights, as
+`--acceptance` says. They take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select, the others reuse, with
 heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select). With `--prefixes N` a batch's
 requests are behind N prefixes in turns.
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -46,6 +48,7 @@ from engines import (
     append,
     base_flags,
     markdown,
+    plugin_environment,
     plugin_flags,
     plugin_state,
     provenance,
@@ -57,27 +60,37 @@ from engines import (
     write_model,
 )
 
+from sglang_ext.config import config_from_dict
+
 ENGINES = (*STOCK, "plugin", *INDEXED)
 SUFFIX = 64
 """Tokens of each request behind the shared prefix."""
 SKIPPED = 20
 """First steps of a request that are not counted."""
 SPARE = 24
-"""Tokens that the other requests of a batch generate beyond the measured one's."""
+"""Tokens that the other requests of a batch generate beyond the measured one's, and half as many more."""
 KEY = ("engine", "path", "plan", "context", "prefixes", "batch", "start", "shape", "page", "tokens", "config", "flags")
+KEY += ("acceptance",)
 """What tells one cell from another: a row that has all of it is not measured again."""
 
 
 def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
     """Command line of one engine."""
-    longest = max(args.contexts) + SUFFIX + args.tokens + SPARE + 64
-    own = 2 * (SUFFIX + args.tokens + SPARE + 64)
-    pool = sum(args.contexts) * max(args.prefixes) + len(args.contexts) * max(args.batches) * own
+    longest = max(args.contexts) + SUFFIX + spare(args.tokens) + 64
+    own = 2 * (SUFFIX + spare(args.tokens) + 64)
+    rows = rows_of_steps(args, engine)
+    pool = sum(args.contexts) * max(args.prefixes) + len(args.contexts) * max(rows) * own
     flags = [*base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
-    flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(args.batches))]
+    flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(rows))]
     if not args.cpu:
-        flags += ["--cuda-graph-bs-decode", *map(str, args.batches)]
+        flags += ["--cuda-graph-bs-decode", *map(str, rows)]
     return [*flags, *plugin_flags(args, engine, store), *args.sglang_flags]
+
+
+def rows_of_steps(args: argparse.Namespace, engine: str) -> list[int]:
+    """Rows that decode steps may have, ascending: those of requests; in `lossless` those of their drafts, too."""
+    drafts = config_from_dict(json.loads(args.config)).draft_tokens if engine == "lossless" else 0
+    return sorted({batch * (1 + count) for batch in args.batches for count in range(drafts + 1)})
 
 
 class Cell:
@@ -112,9 +125,9 @@ class Cell:
         return found
 
     def counted(self) -> Row:
-        """Steps that the plugin attended so far, exactly and sparsely; 0 in a stock engine."""
+        """Steps that the plugin attended so far, exactly and sparsely, and drafts; 0 in a stock engine."""
         state = plugin_state(self._engine.get_server_info())
-        return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps")}
+        return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps", "drafted", "accepted")}
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(10, self._vocab) for _ in range(count)]
@@ -132,12 +145,17 @@ async def batch_steps(engine: Any, prompts: Sequence[list[int]], tokens: int, *,
         tokens: that the first one generates.
         dense: all opt out of the plugin.
     """
-    longer = sampling(tokens + SPARE + len(prompts), dense=dense)
+    longer = sampling(spare(tokens) + len(prompts), dense=dense)
     others = [asyncio.create_task(engine.async_generate(input_ids=one, sampling_params=longer)) for one in prompts[1:]]
     await asyncio.sleep(0)
     measured = await streamed(engine, prompts[0], sampling(tokens, dense=dense))
     await asyncio.gather(*others)
     return counted_steps(measured.arrivals)
+
+
+def spare(tokens: int) -> int:
+    """Tokens that others generate than the measured request: of several a step, these may be ahead."""
+    return tokens + tokens // 2 + SPARE
 
 
 def counted_steps(arrivals: Sequence[tuple[int, float]]) -> list[float]:
@@ -164,9 +182,18 @@ def missing(args: argparse.Namespace, origin: Row) -> list[Row]:
     return unmeasured(args.out, cells, KEY)
 
 
+def replayed(args: argparse.Namespace, engine: str, folder: Path) -> dict[str, str]:
+    """Environment of an engine whose drafts are kept as the command line says."""
+    if engine != "lossless" or args.acceptance is None:
+        return {}
+    return plugin_environment(folder, "lossless_replay", {"LOSSLESS_REPLAY": args.acceptance})
+
+
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
     origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
+    if engine == "lossless":
+        origin["acceptance"] = args.acceptance
     wanted = missing(args, origin)
     if not wanted:
         return
@@ -203,7 +230,7 @@ def table(rows: Sequence[Row]) -> str:
     cells: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for row in rows:
         group = (row["device"], row["shape"], row["page"], row.get("prefixes", 1), row["context"], row["batch"])
-        cells.setdefault(group, {}).setdefault(name_of(row), []).append(row["ms"])
+        cells.setdefault(group, {}).setdefault(name_of(row), []).append(ms_of(row))
     names = sorted({name for found in cells.values() for name in found}, key=place_of)
     lines = []
     for (device, shape, page, prefixes, context, batch), found in sorted(cells.items()):
@@ -249,7 +276,14 @@ def name_of(row: Row) -> str:
     if engine in STOCK:
         return str(engine)
     name = f"{engine}, {row['path' if engine == 'plugin' else 'plan']}"
+    if row.get("acceptance"):
+        name += f", {row['acceptance']}"
     return f"{name}, {json.dumps(config)}" if config else name
+
+
+def ms_of(row: Row) -> float:
+    """Of a step; of a token where steps give several: that is a mean."""
+    return float(row["ms_mean" if row["engine"] == "lossless" else "ms"])
 
 
 def place_of(name: str) -> tuple[bool, int, str]:
@@ -262,7 +296,7 @@ def plotted(rows: Sequence[Row]) -> dict[tuple[int, str], list[tuple[int, float]
     """Per batch and name the ascending (context, median over the starts in ms), where all share one prefix."""
     times: dict[tuple[int, str], dict[int, list[float]]] = {}
     for row in [row for row in rows if row.get("prefixes", 1) == 1]:
-        times.setdefault((row["batch"], name_of(row)), {}).setdefault(row["context"], []).append(row["ms"])
+        times.setdefault((row["batch"], name_of(row)), {}).setdefault(row["context"], []).append(ms_of(row))
     keys = sorted(times, key=lambda key: (key[0], place_of(key[1])))
     return {key: [(context, median(ms)) for context, ms in sorted(times[key].items())] for key in keys}
 
@@ -320,6 +354,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefixes", nargs="+", type=int, default=[1], metavar="COUNT", help="of each length")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="REQUESTS")
     parser.add_argument("--tokens", type=int, default=240, help="generated by the measured request")
+    parser.add_argument("--acceptance", metavar="SHARE|BITS", help="of `lossless`: share of drafts that are kept, or of "
+                        "each draft 1 or 0; without: what the weights say")
     add_arguments(parser)
     parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
@@ -352,12 +388,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for start in range(args.starts):
         for engine in args.engines:
             command = [sys.executable, __file__, "--one", engine, str(start), *argv]
-            if args.logs is None:
-                status |= subprocess.run(command, check=False).returncode
-                continue
-            args.logs.mkdir(parents=True, exist_ok=True)
-            with (args.logs / f"{engine}-{start}.log").open("w") as log:
-                status |= subprocess.run(command, check=False, stderr=log).returncode
+            with tempfile.TemporaryDirectory() as folder:
+                environment = os.environ | replayed(args, engine, Path(folder))
+                if args.logs is None:
+                    status |= subprocess.run(command, check=False, env=environment).returncode
+                    continue
+                args.logs.mkdir(parents=True, exist_ok=True)
+                with (args.logs / f"{engine}-{start}.log").open("w") as log:
+                    status |= subprocess.run(command, check=False, env=environment, stderr=log).returncode
     return status
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import lzma
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from scripts.servers import free_ports
 
 STOCK = ("flashinfer", "triton")
 """SGLang without the plugin, by attention backend."""
-INDEXED = ("sparse", "auto")
+INDEXED = ("sparse", "auto", "lossless")
 """With `--sparse-attn`; an index of each prompt is built from its prefill."""
 
 BUILDING = "building"
@@ -124,7 +125,8 @@ def plugin_flags(args: argparse.Namespace, engine: str, store: Path) -> list[str
     config: dict[str, Any] = {"share_prefixes": True, "profile": "none"}
     if engine in (*INDEXED, BUILDING):
         roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
-        config |= {"decode_path": engine, "build": "prefill"}
+        path = {"decode_path": "sparse", "exactness": "verify"} if engine == "lossless" else {"decode_path": engine}
+        config |= {**path, "build": "prefill"}
         config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
     if engine == BUILDING:
         config |= {"decode_path": "auto", "build": "shared", "prefetch_policy": "best_effort"}
@@ -175,6 +177,23 @@ def append(path: str, row: Row) -> None:
     """Write one more row."""
     with Path(path).open("a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def plugin_environment(folder: Path, name: str, settings: dict[str, str]) -> dict[str, str]:
+    """Environment in which SGLang finds a module beside this one as a plugin.
+
+    Args:
+        folder: where its distribution is written.
+        name: of the module, which has `register`.
+        settings: that it reads of the environment.
+    """
+    about = folder / f"{name}-0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:register\n")
+    shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, **settings}
 
 
 def start_engine(flags: Sequence[str]) -> Any:

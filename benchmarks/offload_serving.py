@@ -53,6 +53,7 @@ from engines import (
     end_group,
     layer_plan,
     markdown,
+    plugin_environment,
     plugin_state,
     provenance,
     read,
@@ -178,15 +179,9 @@ def stock_tokens(args: argparse.Namespace) -> int:
 def plugin(args: argparse.Namespace, start: str, folder: Path) -> dict[str, str]:
     """Environment in which SGLang finds the replay as a plugin."""
     sizes = args.sizes
-    about = folder / "offload_replay-0.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: offload-replay\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\noffload_replay = offload_serving_replay:register\n")
-    shutil.copy(Path(__file__).with_name("offload_serving_replay.py"), folder)
     budget, prefix = ("long_budget", "long") if start == "host" else ("budget", "prefix")
     settings = {"path": args.trace, "churn": args.churn, "budget": sizes[budget], "prefix_len": sizes[prefix]}
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "OFFLOAD_REPLAY": json.dumps(settings)}
+    return plugin_environment(folder, "offload_serving_replay", {"OFFLOAD_REPLAY": json.dumps(settings)})
 
 
 class Asked:

@@ -193,9 +193,8 @@ def _check_exactness(config: SparseAttnConfig) -> None:
     """What reads the steps of a request one by one knows nothing of drafts."""
     if config.exactness is not Exactness.VERIFY:
         return
-    if config.build not in (Build.OFF, Build.SHARED):
-        todo = "Remove one of them: a job that builds or captures has nothing to verify."
-        raise _fail("build off or shared with exactness verify", config.build.value, todo)
+    if config.build is Build.CAPTURE:
+        raise _fail("build off, shared or prefill with exactness verify", config.build.value, "Remove one of them.")
     for name in ("trace_folder", "quality_slo"):
         if getattr(config, name) is not None:
             todo = f"Remove {name!r}: every draft is compared with the exact step, and wrong ones are dropped."

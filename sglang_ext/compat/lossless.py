@@ -41,13 +41,12 @@ def given_twice(given: Any, config: SparseAttnConfig) -> str | None:
     return None
 
 
-def refusal(record: Any, config: SparseAttnConfig, *, decode_graphs: bool) -> str | None:
+def refusal(record: Any, config: SparseAttnConfig) -> str | None:
     """Why a server cannot verify, as a message; None where it can, or does not.
 
     Args:
         record: SGLang's ServerArgs.
         config: ours.
-        decode_graphs: whether decode steps replay CUDA graphs, as far as is known.
     """
     named = getattr(record, "speculative_algorithm", None) == NAME
     if config.exactness is not Exactness.VERIFY:
@@ -61,11 +60,6 @@ def refusal(record: Any, config: SparseAttnConfig, *, decode_graphs: bool) -> st
         return (
             "--sparse-attn: expected the server to be started with --sparse-attn-config, or by "
             "sglang_ext.plugin.server_args, for exactness verify; the configuration came later, by the environment."
-        )
-    if decode_graphs:
-        return (
-            "--sparse-attn: expected decode CUDA graphs to be off with exactness verify, which was not tried in them; "
-            "they are on. Add --disable-decode-cuda-graph, or remove exactness."
         )
     if getattr(record, "page_size", None) == 1 and config.draft_tokens > MOST_BY_TOKEN:
         return (

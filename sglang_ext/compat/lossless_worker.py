@@ -114,7 +114,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         verify = self._step(batch, [row for row, _ in places], [depth for _, depth in places], tokens)
         out = self.model_runner.forward(verify)
         logits = out.logits_output.next_token_logits
-        first = torch.tensor([n for n, (_, depth) in enumerate(places) if not depth], device=batch.device)
+        first = _placed([n for n, (_, depth) in enumerate(places) if not depth], batch.device)
         said = logits.argmax(dim=-1)
         sampled = replace(out.logits_output, next_token_logits=logits[first], customized_info=None)
         said[first] = self.model_runner.sample(sampled, step).to(said.dtype)
@@ -173,9 +173,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             tokens: [len(rows)] int64, what the step is given.
             whole: whether the rows are the requests, whose tokens are sampled.
         """
-        at, behind = (torch.tensor(given, dtype=torch.int64) for given in (rows, depths))
-        on_host = batch.seq_lens_cpu[at] + behind
-        at, behind = at.to(batch.device), behind.to(batch.device)
+        on_host = batch.seq_lens_cpu[torch.tensor(rows)] + torch.tensor(depths)
+        at, behind = _placed([rows, depths], batch.device)
         begins = batch.seq_lens[at] + behind
         step = copy.copy(batch)
         step.forward_mode, step.input_ids = ForwardMode.DECODE, tokens
@@ -192,6 +191,12 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             step.sampling_info = step.top_logprobs_nums = step.token_ids_logprobs = None
             step.return_logprob = step.has_grammar = False
         return ForwardBatch.init_new(step, self.model_runner, return_hidden_states_before_norm=False)
+
+
+def _placed(numbers: Sequence[Any], device: torch.device | str) -> Tensor:
+    """Integers of the host on a device, int64, without a wait for what runs there."""
+    on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def _ones(batch: Any) -> Tensor:
@@ -212,7 +217,7 @@ def _kept(said: Tensor, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
     """
     width = max(counts) + 1
     places = [row * width + depth for row, count in enumerate(counts) for depth in range(count + 1)]
-    at = torch.tensor(places, device=said.device)
+    at = _placed(places, said.device)
     exact, drafted = (said.new_full((len(counts) * width,), nothing) for nothing in (-1, -2))
     exact[at], drafted[at] = said, tokens
     alike = exact.view(-1, width)[:, :-1] == drafted.view(-1, width)[:, 1:]

@@ -85,7 +85,7 @@ class ServerPreview:
             or kv_dtype_refusal(self._kv_dtype)
             or latent_refusal(self._record, ours)
             or self._gpu_refusal()
-            or (settings and lossless.refusal(self._args, settings.config, decode_graphs=self.decode_graphs))
+            or (settings and lossless.refusal(self._args, settings.config))
             or (settings and scheduler_hooks.graph_refusal(self.device, settings.config.build, self._has_graphs))
             or None
         )

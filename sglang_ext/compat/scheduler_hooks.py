@@ -60,7 +60,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     view = RunnerView(runner)
     for message in (
         unsupported(runner.server_args),
-        lossless.refusal(runner.server_args, settings.config, decode_graphs=view.decode_graphs),
+        lossless.refusal(runner.server_args, settings.config),
         tensor_parallel.refusal(runner.server_args, settings.config),
         offload.refusal(runner.server_args, settings.config),
         offload.graph_refusal(runner.device, settings.config),

@@ -138,7 +138,7 @@ def after_check_server_args(_result: None, record: Any) -> None:
     from sglang_ext.compat import checkpoint
 
     message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
-    message = message or lossless.refusal(record, settings.config, decode_graphs=False)  # its process knows of these
+    message = message or lossless.refusal(record, settings.config)
     message = message or offload.refusal(record, settings.config)
     message = message or checkpoint.latent_refusal(record, settings.config)
     message = message or checkpoint.model_refusal(record, settings)
