@@ -125,7 +125,7 @@ def plugin_flags(args: argparse.Namespace, engine: str, store: Path) -> list[str
     config: dict[str, Any] = {"share_prefixes": True, "profile": "none"}
     if engine in (*INDEXED, BUILDING):
         roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
-        path = {"decode_path": "sparse", "exactness": "verify"} if engine == "lossless" else {"decode_path": engine}
+        path = {"decode_path": "auto", "exactness": "verify"} if engine == "lossless" else {"decode_path": engine}
         config |= {**path, "build": "prefill"}
         config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
     if engine == BUILDING:

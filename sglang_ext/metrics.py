@@ -170,6 +170,11 @@ class Counters:
         self.sparse_steps += sparse_rows > 0
         self.largest_group = max(self.largest_group, largest_group)
 
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Tokens of a request in a round of lossless decode."""
+        self.drafted += drafted
+        self.accepted += accepted
+
     def count_cascade(self, rows: int) -> None:
         """One decode step without an index: so many rows attended with the shared slots read once."""
         self.cascade_rows += rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.config import Settings
-from sglang_ext.decode.drafts import DraftLengths
+from sglang_ext.decode.drafts import Drafting, Rounds
 from sglang_ext.decode.planner import DecodePlanner, PlannedStep
 from sglang_ext.decode.quality import Standing
 from sglang_ext.decode.trace import StepTrace
@@ -70,6 +70,7 @@ class SparseRuntime:
         loaded_profile: in force; None without one.
         took: how the last decode step was attended here; None: it was not.
         index_hits: requests that found an index, by its digest.
+        rounds: of lossless decode.
         offload: prefixes in host memory; None: there are none.
         index_bytes: most device bytes of resident indexes, as `index_gpu_bytes` or the KV pool says.
         trial: whether an index serves only after the guard has compared it.
@@ -138,7 +139,7 @@ class SparseRuntime:
         folder = config.trace_folder
         self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
         self._step = Step()
-        self._drafts = DraftLengths(config.draft_tokens)
+        self.rounds = Rounds(config.draft_tokens, view.device, forced=self.planner.forced)
         self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
         self.index_hits: Counter[str] = Counter()
@@ -349,6 +350,7 @@ class SparseRuntime:
             self._step = Step(planned, chunks, staged, virtual=bool(hosts))
             self.took = self.path
         else:
+            self.rounds.times.interrupted()
             self.counters.begin_step(None)
             staged = None if self.offload is None else self.offload.begin(forward_batch)
             builds = self.builds if mode.is_extend() else None
@@ -392,15 +394,16 @@ class SparseRuntime:
             guarded.compare(expected, tokens)
         return output
 
-    def begin_round(self, forward_batch: Any) -> list[int]:
+    def begin_round(self, forward_batch: Any) -> list[Drafting | None]:
         """A round of lossless decode begins (see docs/lossless.md): what is done once for each decode step of others.
 
         Args:
             forward_batch: SGLang's, of a decode step whose rows are the round's requests.
 
         Returns:
-            Per row, tokens to draft; 0 where no index of its prefix is ready.
+            Per row, what it may draft; None where no index of its prefix is ready.
         """
+        self.rounds.times.begin()
         self._settle(forward_batch.rids)
         if self.builds is not None:
             self.builds.decode(forward_batch)
@@ -408,8 +411,8 @@ class SparseRuntime:
             digests = self.planner.drafters(forward_batch, self.ready.usable)
         except Exception as error:
             self._step_failed(forward_batch.rids, error)
-            return [0] * forward_batch.batch_size
-        return [0 if one is None else self._drafts.wanted(one) for one in digests]
+            return [None] * forward_batch.batch_size
+        return self.rounds.may(digests)
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -428,9 +431,8 @@ class SparseRuntime:
             attachment = self.requests.get(rid)
             if attachment is not None and attachment.index is not None:
                 attachment.drafts = tuple(map(sum, zip(attachment.drafts, tokens, strict=True)))
-                self._drafts.verified(attachment.index.entry.digest, *tokens)
-                self.counters.drafted += tokens[0]
-                self.counters.accepted += tokens[1]
+                self.rounds.lengths.verified(attachment.index.entry.digest, *tokens)
+                self.counters.count_drafts(*tokens)
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""

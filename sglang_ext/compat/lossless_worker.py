@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sglang_ext.compat import lossless, scheduler_hooks
 from sglang_ext.compat.server_args import settings_of
+from sglang_ext.decode.drafts import Drafting
 from sglang_ext.decode.planner import MAX_BATCH
 from sglang_ext.decode.types import StepPath
 
@@ -93,7 +94,9 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         stream = torch.get_device_module(batch.device).current_stream()
         record_stream_for_v2_verify(batch, None, stream)
         if batch.forward_mode.is_decode():
-            return self._round(batch, on_publish)
+            result = self._round(batch, on_publish)
+            scheduler_hooks.keep_waiting(self.model_runner)
+            return result
         result = self._target_worker.forward_batch_generation(batch, **more)
         return _told(result, result.next_token_ids, _ones(batch), batch.seq_lens.clone(), on_publish)
 
@@ -106,9 +109,12 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         counts = [len(one) for one in drafts]
         self._rounds.append(([req.rid for req in batch.reqs], counts))
         if not any(counts):
+            lens = batch.seq_lens + 1
+            if on_publish is not None:
+                on_publish(lens)  # before the step: the next one is prepared beside it
             result = self._target_worker.forward_batch_generation(None, forward_batch=step)
             _list_logprobs(result.logits_output)
-            return _told(result, result.next_token_ids, _ones(batch), batch.seq_lens + 1, on_publish)
+            return _told(result, result.next_token_ids, _ones(batch), lens)
         places = [(row, depth) for row, count in enumerate(counts) for depth in range(count + 1)]
         tokens = torch.stack([last[row] if not depth else drafts[row][depth - 1] for row, depth in places])
         verify = self._step(batch, [row for row, _ in places], [depth for _, depth in places], tokens)
@@ -132,7 +138,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         """Per request, its drafted tokens, each [] int64."""
         drafts: list[list[Tensor]] = [[] for _ in batch.reqs]
         runtime = scheduler_hooks.runtime()
-        wanted = self._wanted(batch, runtime.begin_round(step))
+        wanted = runtime.rounds.drafts(self._allowed(batch, runtime.begin_round(step)))
         for depth in range(max(wanted)):
             rows = [row for row, count in enumerate(wanted) if count > depth]
             tokens = torch.stack([drafts[row][-1] if depth else last[row] for row in rows])
@@ -144,22 +150,22 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
                 break  # it was an exact step, no faster than verifying
         return drafts
 
-    def _wanted(self, batch: Any, wanted: Sequence[int]) -> list[int]:
-        """Per request, tokens to draft: rows of the exact step are no more than requests that may run.
+    def _allowed(self, batch: Any, may: Sequence[Drafting | None]) -> list[Drafting | None]:
+        """Per request, what it may draft: rows of the exact step are no more than requests that may run.
 
         Args:
             batch: of the round.
-            wanted: per request, tokens that its index may draft.
+            may: per request, what its index may draft.
         """
-        drafting = [row for row, count in enumerate(wanted) if count and is_greedy(batch.reqs[row])]
-        room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(wanted)
         single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
-        most = room // len(drafting) if drafting and not single else 0
-        found = [0] * len(wanted)
-        for row in drafting:
-            req = batch.reqs[row]
+        greedy = [one if one is not None and is_greedy(req) else None for one, req in zip(may, batch.reqs, strict=True)]
+        drafting = 0 if single else sum(one is not None and one.most > 0 for one in greedy)
+        room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(may)
+        found: list[Drafting | None] = []
+        for req, one in zip(batch.reqs, greedy, strict=True):
             left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
-            found[row] = max(0, min(most, wanted[row], left))
+            most = max(0, min(room // drafting, one.most, left)) if one is not None and drafting else 0
+            found.append(None if one is None else one._replace(most=most))
         return found
 
     def _step(
@@ -232,7 +238,7 @@ def _list_logprobs(output: Any) -> None:
         output.next_token_logprobs = output.next_token_logprobs[:, None]
 
 
-def _told(result: Any, tokens: Tensor, lens: Tensor, seq_lens: Tensor, on_publish: Any) -> Any:
+def _told(result: Any, tokens: Tensor, lens: Tensor, seq_lens: Tensor, on_publish: Any = None) -> Any:
     """What the scheduler takes of a step.
 
     Args:
@@ -240,7 +246,7 @@ def _told(result: Any, tokens: Tensor, lens: Tensor, seq_lens: Tensor, on_publis
         tokens: [requests * width], per request its next tokens, and behind them whatever there is.
         lens: [requests] int32, how many they are.
         seq_lens: [requests], tokens that K and V are there of now.
-        on_publish: see `LosslessWorker.forward_batch_generation`.
+        on_publish: see `LosslessWorker.forward_batch_generation`; None: it was told before, or there is none.
     """
     width = len(tokens) // len(lens)
     last = tokens.to(torch.int64).view(-1, width).gather(1, lens[:, None].to(torch.int64) - 1)[:, 0]

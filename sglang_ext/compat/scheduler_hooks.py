@@ -373,15 +373,19 @@ def around_model_runner_forward(
 
 
 def next_tokens(runner: Any, output: Any) -> Any:
-    """[rows], the most probable next tokens by the output of a forward, which another one may follow; or None.
+    """[rows], the most probable next tokens by the output of a forward, which another one may follow; or None."""
+    keep_waiting(runner)
+    logits = getattr(output.logits_output, "next_token_logits", None)
+    return None if logits is None else logits.argmax(dim=-1)
 
-    A replay tells the scheduler, before it ends, that it may write to the batch again. The next forward still reads it.
+
+def keep_waiting(runner: Any) -> None:
+    """A replay told the scheduler, before its end, that it may go on with the batch. But what stands behind the replay
+    still reads it, or gives what the scheduler reads: so that it waits for all that was launched.
     """
     for name in READS_ENDED:
         if hasattr(runner, name):
-            setattr(runner, name, None)  # it waits for all forwards
-    logits = getattr(output.logits_output, "next_token_logits", None)
-    return None if logits is None else logits.argmax(dim=-1)
+            setattr(runner, name, None)
 
 
 def after_can_run_graph(can: Any, runner: Any, _forward_batch: Any) -> Any:

@@ -1,9 +1,15 @@
-"""How many tokens lossless decode drafts behind each prefix, by how many of them exact steps have kept there."""
+"""How many tokens lossless decode drafts: by how many of them exact steps have kept, and by what rounds have taken."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
 
 MEMORY = 0.98
 """What a round's drafts still count for a round later: some 50 rounds are remembered."""
@@ -12,7 +18,10 @@ TRUST = 16.0
 LEAST = 0.5
 """A token is drafted where it is likelier kept than dropped."""
 AGAIN = 64
-"""Of rounds without a draft, one in so many tries one."""
+"""Of rounds one in so many does not what seems best: behind an index without drafts it tries one, else another number
+of them, each in turn."""
+SLOWER = 0.125
+"""Part of a round's time in what is known of such rounds, where it took longer than that; else it is all of it."""
 KNOWN = 4096
 """Indexes that are remembered: those that drafted last."""
 
@@ -25,7 +34,7 @@ class _Behind:
 
 
 class DraftLengths:
-    """Counts drafts by the digest of the index that drafted them. Known by rounds alone, so alike on all ranks.
+    """Counts drafts by the digest of the index that drafted them.
 
     Args:
         most: tokens of a round.
@@ -64,3 +73,130 @@ class DraftLengths:
             del self._behind[next(iter(self._behind))]
         behind.kept = MEMORY * behind.kept + accepted
         behind.tried = MEMORY * behind.tried + min(drafted, accepted + 1)
+
+
+class Drafting(NamedTuple):
+    """A request that may draft in a round.
+
+    Attributes:
+        most: tokens.
+        kept: share of drafts that are kept, of those that all drafts before were kept of.
+    """
+
+    most: int
+    kept: float
+
+    def tokens(self, count: int) -> float:
+        """Drafts that are likely to be kept where it makes so many or `most`."""
+        return sum(self.kept**n for n in range(1, min(count, self.most) + 1))
+
+
+@dataclass
+class _Alike:
+    """Rounds of about as many requests, of which about as many draft: by tokens drafted, seconds."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    rounds: int = 0
+
+    def expected(self, count: int) -> float:
+        """Of a round of so many; of a number not tried yet, what lies between its neighbours."""
+        low, high = (edge(n for n in self.seconds if sign * n >= sign * count) for edge, sign in ((max, -1), (min, 1)))
+        part = (count - low) / max(1, high - low)
+        return (1 - part) * self.seconds[low] + part * self.seconds[high]
+
+
+class RoundTimes:
+    """Measures rounds as they follow each other, and says how many tokens the next one drafts.
+
+    Args:
+        device: that the model runs on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._known: dict[tuple[int, int], _Alike] = {}
+        self._last: tuple[Any, tuple[int, int], int] | None = None
+        self._now: Any = None
+        self._measured: deque[tuple[Any, Any, tuple[int, int], int]] = deque()
+
+    def begin(self) -> None:
+        """A round begins: the one before it, if it was the last thing that ran, ends. Never waits for the device."""
+        self._now = self._clock()
+        if self._last is not None:
+            begun, *what = self._last
+            self._measured.append((begun, self._now, *what))
+            self._last = None
+        while self._measured and (not self._on_gpu or self._measured[0][1].query()):
+            begun, ended, alike, count = self._measured.popleft()
+            took = begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun
+            known = self._known.setdefault(alike, _Alike()).seconds
+            before = known.get(count, took)
+            known[count] = took if took < before else before + SLOWER * (took - before)
+
+    def interrupted(self) -> None:
+        """Something else runs: the round before it is not measured."""
+        self._last = None
+
+    def choose(self, size: int, drafting: Sequence[Drafting]) -> int:
+        """Tokens that each request of the round drafts, at most: what gives most tokens a second, as far as is known.
+
+        Args:
+            size: requests of the round.
+            drafting: those that may draft.
+        """
+        alike = size.bit_length(), len(drafting).bit_length()
+        count = self._best(size, drafting, self._known.setdefault(alike, _Alike())) if drafting else 0
+        self._last = self._now, alike, count
+        return count
+
+    def _best(self, size: int, drafting: Sequence[Drafting], known: _Alike) -> int:
+        most = max(one.most for one in drafting)
+        for edge in (most, 0):
+            if edge not in known.seconds:
+                return edge
+        known.rounds += 1
+        turn, due = divmod(known.rounds, AGAIN)
+        if not due:
+            return turn % (most + 1)
+        gain = {
+            count: (size + sum(one.tokens(count) for one in drafting)) / known.expected(count)
+            for count in range(most + 1)
+        }
+        return max(gain, key=gain.__getitem__)
+
+    def _clock(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class Rounds:
+    """How many tokens the requests of a round draft.
+
+    Attributes:
+        lengths: by what was kept.
+        times: by what rounds take.
+
+    Args:
+        most: tokens of a request.
+        device: that the model runs on.
+        forced: whether all draft what is likely to be kept, whatever that costs.
+    """
+
+    def __init__(self, most: int, device: torch.device, *, forced: bool) -> None:
+        self.lengths, self.times, self._forced = DraftLengths(most), RoundTimes(device), forced
+
+    def may(self, digests: Sequence[str | None]) -> list[Drafting | None]:
+        """What requests may draft, by the indexes that they would draft with; None where one has none."""
+        lengths = self.lengths
+        return [None if one is None else Drafting(lengths.wanted(one), lengths.acceptance(one)) for one in digests]
+
+    def drafts(self, may: Sequence[Drafting | None]) -> list[int]:
+        """Tokens that each request of the round drafts, by what it may."""
+        most = [0 if one is None else one.most for one in may]
+        if self._forced:
+            return most
+        count = self.times.choose(len(may), [one for one in may if one is not None and one.most])
+        return [min(one, count) for one in most]

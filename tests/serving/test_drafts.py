@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.drafts import AGAIN, DraftLengths
+from sglang_ext.decode.drafts import AGAIN, Drafting, DraftLengths, RoundTimes
 from sglang_ext.decode.grouping import SharedPrefixes
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -119,3 +121,67 @@ def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
         assert path(*exact) is (StepPath.CASCADE if number >= 2 else None), "slots are known from the third round on"
     steps.paused = True
     assert steps.drafters(whole, usable) == [None, None]
+
+
+MS = 1e-3
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rounds(
+    times: RoundTimes, clock: Clock, count: int, costs: Callable[[int], float], *drafting: Drafting
+) -> list[int]:
+    """Run so many rounds of 4 requests, that take as long as `costs` says of the tokens that each drafts."""
+    found = []
+    for _ in range(count):
+        times.begin()
+        found.append(times.choose(4, drafting))
+        clock.now += costs(found[-1])
+    return found
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("sglang_ext.decode.drafts.time.perf_counter", clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("kept", "draft", "best"),
+    [(0.9, 6 * MS, 7), (0.9, 20 * MS, 2), (0.9, 40 * MS, 0), (0.5, 5 * MS, 2), (0.3, 14 * MS, 0)],
+)
+def test_rounds_draft_what_gives_most_tokens_a_second(clock: Clock, kept: float, draft: float, best: int) -> None:
+    """An exact step takes 30 ms. Few rounds do other than what is best, also when that changes."""
+    times, drafting = RoundTimes(torch.device("cpu")), [Drafting(8, kept)] * 4
+    found = rounds(times, clock, 400, lambda count: 30 * MS + count * draft, *drafting)
+    tokens = {count: sum(kept**n for n in range(count + 1)) / (30 * MS + count * draft) for count in range(9)}
+    assert max(tokens, key=tokens.__getitem__) == best
+    assert found.count(best) > 400 * (1 - 2 / AGAIN) - 8
+    assert set(rounds(times, clock, 9 * AGAIN, lambda count: 30 * MS + count * draft, *drafting)) == set(range(9))
+    rounds(times, clock, 40 * AGAIN, lambda count: 30 * MS + count * 90 * MS, *drafting)
+    found = rounds(times, clock, 400, lambda count: 30 * MS + count * 90 * MS, *drafting)
+    assert found.count(0) > 400 * (1 - 2 / AGAIN)
+
+
+def test_a_round_that_something_else_interrupts_is_not_measured(clock: Clock) -> None:
+    times, drafting = RoundTimes(torch.device("cpu")), [Drafting(2, 0.9)]
+    for _ in range(3):
+        times.begin()
+        assert times.choose(1, drafting) == 2, "nothing is known of any round yet"
+        clock.now += 1
+        times.interrupted()
+    assert rounds(times, clock, 3, lambda _: MS, *drafting) == [2, 0, 2]
+
+
+def test_requests_that_may_not_draft_are_counted_and_make_none(clock: Clock) -> None:
+    times = RoundTimes(torch.device("cpu"))
+    assert rounds(times, clock, 5, lambda _: MS) == [0] * 5
+    few = [Drafting(3, 0.95)]
+    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few)[2:]) == {0}, "3 of 4 draft nothing"
+    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few * 4)[2:]) == {3}
