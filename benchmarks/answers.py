@@ -99,15 +99,16 @@ class Served:
         sampling = {"temperature": 0.0, "max_new_tokens": 1}
         self.generate(document, self.chat.prefix(document.text), {"sampling_params": sampling})
 
-    def converse(self, document: Document, turns: Sequence[Question]) -> list[tuple[float, int]]:
-        """Score and generated tokens of each turn; each answer stays in the context of the next."""
+    def converse(self, document: Document, turns: Sequence[Question]) -> list[tuple[float, int, Row]]:
+        """Score, generated tokens, what the plugin says, of each turn; each answer stays in the context of the next."""
         ids, found = self.chat.prefix(document.text), []
         for number, question in enumerate(turns):
             ids += self.chat.question(question, first=number == 0)
             sampling = {"temperature": 0.0, "max_new_tokens": question.max_new_tokens}
             reply = self.generate(document, ids, {"sampling_params": sampling})
             answer = reply["output_ids"]
-            found.append((question.score(self.chat.text(answer)), len(answer)))
+            told = reply["meta_info"].get("sparse_attn", [{}])[0]
+            found.append((question.score(self.chat.text(answer)), len(answer), told))
             ended = reply["meta_info"]["finish_reason"]["type"] == "stop"
             ids += answer[:-1] if ended and answer else answer
         return found
@@ -129,12 +130,13 @@ def counted(before: Row, after: Row) -> Row:
 def ask(served: Served, docs: Sequence[Document], in_flight: int, done: Callable[[], None]) -> Iterator[Row]:
     """Ask all questions of these documents, so many at a time; a row for each task.
 
-    `scores` has one entry for each question, `documents` the number of its document.
+    `scores` has one entry for each question, `documents` the number of its document; `drafts` are tokens that lossless
+    decode drafted, and those that were kept.
     """
     before, begun = served.state(), time.perf_counter()
     asked = [(number, turns) for number, document in enumerate(docs) for turns in document.conversations]
 
-    def one(item: tuple[int, Sequence[Question]]) -> list[tuple[float, int]]:
+    def one(item: tuple[int, Sequence[Question]]) -> list[tuple[float, int, Row]]:
         found = served.converse(docs[item[0]], item[1])
         done()
         return found
@@ -142,13 +144,14 @@ def ask(served: Served, docs: Sequence[Document], in_flight: int, done: Callable
     with ThreadPoolExecutor(in_flight) as pool:
         replies = list(pool.map(one, asked))
     ours = {**counted(before, served.state()), "seconds": time.perf_counter() - begun}
-    ours["tokens"] = sum(size - 1 for found in replies for _, size in found)
+    ours["tokens"] = sum(size - 1 for found in replies for _, size, _ in found)
     tasks: dict[str, Row] = {}
     for (number, turns), found in zip(asked, replies, strict=True):
-        for question, (score, _) in zip(turns, found, strict=True):
-            row = tasks.setdefault(question.task, {"scores": [], "documents": []})
+        for question, (score, _, told) in zip(turns, found, strict=True):
+            row = tasks.setdefault(question.task, {"scores": [], "documents": [], "drafts": [0, 0]})
             row["scores"].append(round(score, 4))
             row["documents"].append(number)
+            row["drafts"] = [row["drafts"][n] + told.get(name, 0) for n, name in enumerate(("drafted", "accepted"))]
     return ({"task": task, **row, **ours} for task, row in tasks.items())
 
 
@@ -345,7 +348,7 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
 
 def check_selected(settings: Row, row: Row) -> None:
     """Raise RuntimeError where a row of a selecting configuration was decoded otherwise: its answers are another's."""
-    if settings.get("decode_path") != "sparse" or "sparse_rows" not in row:
+    if settings.get("decode_path") != "sparse" or "sparse_rows" not in row or "exactness" in settings:
         return
     sparse, dense = row["sparse_rows"], row["dense_rows"]
     if sparse < SPARSE_SHARE * (sparse + dense) or not sparse:

@@ -194,6 +194,17 @@ def forced_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def drafts_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each configuration of lossless decode and kind of question: drafts, and the part that was kept."""
+    lines = ["| configuration | tokens | in flight | task | drafted | kept |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        drafted, accepted = row.get("drafts", (0, 0))
+        if drafted:
+            cells = row["config"], row["length"], row["in_flight"], row["task"], drafted, f"{accepted / drafted:.1%}"
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
 def times(rows: Sequence[Row]) -> dict[tuple[str, int, int], float]:
     """(configuration, length, requests in flight) -> median ms of a step; of what was measured twice, the first."""
     found: dict[tuple[str, int, int], float] = {}
@@ -232,7 +243,7 @@ def table(rows: Sequence[Row], against: str = "dense") -> str:
                 f"expected rows of one model, device and settings by name, got several of {row['config']}; print "
                 "them apart"
             )
-    tables = [answers_table(rows, against), forced_table(rows), times_table(rows)]
+    tables = [answers_table(rows, against), forced_table(rows), drafts_table(rows), times_table(rows)]
     return "\n\n".join("\n".join(lines) for lines in tables if len(lines) > 2)
 
 

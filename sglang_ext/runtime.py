@@ -398,12 +398,12 @@ class SparseRuntime:
         """A round of lossless decode begins (see docs/lossless.md): what is done once for each decode step of others.
 
         Args:
-            forward_batch: SGLang's, of a decode step whose rows are the round's requests.
+            forward_batch: as of a decode step whose rows are the round's requests.
 
         Returns:
             Per row, what it may draft; None where no index of its prefix is ready.
         """
-        self.rounds.times.begin()
+        self.rounds.times.begin(int(forward_batch.seq_lens_cpu.sum()))
         self._settle(forward_batch.rids)
         if self.builds is not None:
             self.builds.decode(forward_batch)

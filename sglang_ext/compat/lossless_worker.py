@@ -12,7 +12,7 @@ import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -39,6 +39,22 @@ _NO_CHOICE = {
 """Parameters that do not change which token a greedy request says next. One that a release adds is not among them."""
 _OF_ALL_ROWS = ("return_hidden_states", "return_routed_experts", "return_indexer_topk")
 """What a request may ask of each token's step that a round does not give: the batch of such a one drafts nothing."""
+
+
+class _Rows(NamedTuple):
+    """What the runtime reads of a decode step, before there is one: the round's requests.
+
+    Attributes:
+        rids, batch_size: of the requests.
+        req_pool_indices: [batch_size].
+        seq_lens, seq_lens_cpu: [batch_size], as in a decode step without speculation.
+    """
+
+    rids: list[str]
+    batch_size: int
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor
 
 
 def is_greedy(req: Any) -> bool:
@@ -104,10 +120,10 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         rows = list(range(len(batch.reqs)))
         last = batch.spec_info.accept_tokens
-        step = self._step(batch, rows, [0] * len(rows), last, whole=True)
-        drafts = self._drafts(batch, step, last)
+        drafts = self._drafts(batch, last)
         counts = [len(one) for one in drafts]
         self._rounds.append(([req.rid for req in batch.reqs], counts))
+        step = self._step(batch, rows, [0] * len(rows), last, whole=True)
         if not any(counts):
             lens = batch.seq_lens + 1
             if on_publish is not None:
@@ -134,10 +150,12 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         rids, drafted = self._rounds.popleft()
         scheduler_hooks.runtime().verified(rids, drafted, accepted)
 
-    def _drafts(self, batch: Any, step: Any, last: Tensor) -> list[list[Tensor]]:
+    def _drafts(self, batch: Any, last: Tensor) -> list[list[Tensor]]:
         """Per request, its drafted tokens, each [] int64."""
         drafts: list[list[Tensor]] = [[] for _ in batch.reqs]
         runtime = scheduler_hooks.runtime()
+        lens = batch.seq_lens + 1, batch.seq_lens_cpu + 1
+        step = _Rows([req.rid for req in batch.reqs], len(batch.reqs), batch.req_pool_indices, *lens)
         wanted = runtime.rounds.drafts(self._allowed(batch, runtime.begin_round(step)))
         for depth in range(max(wanted)):
             rows = [row for row, count in enumerate(wanted) if count > depth]

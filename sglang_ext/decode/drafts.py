@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ AGAIN = 64
 of them, each in turn."""
 SLOWER = 0.125
 """Part of a round's time in what is known of such rounds, where it took longer than that; else it is all of it."""
+LEARNT = 4
+"""Rounds of a number that are measured before it is known: in the first ones kernels are compiled, slots compared."""
 KNOWN = 4096
 """Indexes that are remembered: those that drafted last."""
 
@@ -93,10 +95,16 @@ class Drafting(NamedTuple):
 
 @dataclass
 class _Alike:
-    """Rounds of about as many requests, of which about as many draft: by tokens drafted, seconds."""
+    """Rounds of about as many requests and tokens, of which about as many draft: by tokens drafted, seconds."""
 
     seconds: dict[int, float] = field(default_factory=dict)
+    measured: Counter[int] = field(default_factory=Counter)
     rounds: int = 0
+
+    def took(self, count: int, seconds: float) -> None:
+        before = self.seconds.get(count, seconds)
+        self.seconds[count] = seconds if seconds < before else before + SLOWER * (seconds - before)
+        self.measured[count] += 1
 
     def expected(self, count: int) -> float:
         """Of a round of so many; of a number not tried yet, what lies between its neighbours."""
@@ -114,24 +122,24 @@ class RoundTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._known: dict[tuple[int, int], _Alike] = {}
-        self._last: tuple[Any, tuple[int, int], int] | None = None
+        self._known: dict[tuple[int, int, int], _Alike] = {}
+        self._last: tuple[Any, _Alike, int] | None = None
         self._now: Any = None
-        self._measured: deque[tuple[Any, Any, tuple[int, int], int]] = deque()
+        self._tokens = 0
+        self._measured: deque[tuple[Any, Any, _Alike, int]] = deque()
 
-    def begin(self) -> None:
-        """A round begins: the one before it, if it was the last thing that ran, ends. Never waits for the device."""
-        self._now = self._clock()
+    def begin(self, tokens: int) -> None:
+        """A round of requests of so many tokens begins: the one before it, if it was the last thing that ran, ends.
+        Never waits for the device.
+        """
+        self._now, self._tokens = self._clock(), tokens
         if self._last is not None:
             begun, *what = self._last
             self._measured.append((begun, self._now, *what))
             self._last = None
         while self._measured and (not self._on_gpu or self._measured[0][1].query()):
             begun, ended, alike, count = self._measured.popleft()
-            took = begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun
-            known = self._known.setdefault(alike, _Alike()).seconds
-            before = known.get(count, took)
-            known[count] = took if took < before else before + SLOWER * (took - before)
+            alike.took(count, begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun)
 
     def interrupted(self) -> None:
         """Something else runs: the round before it is not measured."""
@@ -144,15 +152,16 @@ class RoundTimes:
             size: requests of the round.
             drafting: those that may draft.
         """
-        alike = size.bit_length(), len(drafting).bit_length()
-        count = self._best(size, drafting, self._known.setdefault(alike, _Alike())) if drafting else 0
+        about = size.bit_length(), len(drafting).bit_length(), self._tokens.bit_length()
+        alike = self._known.setdefault(about, _Alike())
+        count = self._best(size, drafting, alike) if drafting else 0
         self._last = self._now, alike, count
         return count
 
     def _best(self, size: int, drafting: Sequence[Drafting], known: _Alike) -> int:
         most = max(one.most for one in drafting)
         for edge in (most, 0):
-            if edge not in known.seconds:
+            if known.measured[edge] < LEARNT:
                 return edge
         known.rounds += 1
         turn, due = divmod(known.rounds, AGAIN)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.drafts import AGAIN, Drafting, DraftLengths, RoundTimes
+from sglang_ext.decode.drafts import AGAIN, LEARNT, Drafting, DraftLengths, RoundTimes
 from sglang_ext.decode.grouping import SharedPrefixes
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -139,7 +139,7 @@ def rounds(
     """Run so many rounds of 4 requests, that take as long as `costs` says of the tokens that each drafts."""
     found = []
     for _ in range(count):
-        times.begin()
+        times.begin(8192)
         found.append(times.choose(4, drafting))
         clock.now += costs(found[-1])
     return found
@@ -172,16 +172,19 @@ def test_rounds_draft_what_gives_most_tokens_a_second(clock: Clock, kept: float,
 def test_a_round_that_something_else_interrupts_is_not_measured(clock: Clock) -> None:
     times, drafting = RoundTimes(torch.device("cpu")), [Drafting(2, 0.9)]
     for _ in range(3):
-        times.begin()
+        times.begin(8192)
         assert times.choose(1, drafting) == 2, "nothing is known of any round yet"
         clock.now += 1
         times.interrupted()
-    assert rounds(times, clock, 3, lambda _: MS, *drafting) == [2, 0, 2]
+    assert rounds(times, clock, 2 * LEARNT, lambda _: MS, *drafting) == [2] * LEARNT + [0] * LEARNT
+    assert rounds(times, clock, 1, lambda _: MS, *drafting) == [2]
 
 
 def test_requests_that_may_not_draft_are_counted_and_make_none(clock: Clock) -> None:
     times = RoundTimes(torch.device("cpu"))
     assert rounds(times, clock, 5, lambda _: MS) == [0] * 5
     few = [Drafting(3, 0.95)]
-    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few)[2:]) == {0}, "3 of 4 draft nothing"
-    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few * 4)[2:]) == {3}
+    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few)[2 * LEARNT :]) == {0}, (
+        "3 of 4 draft nothing"
+    )
+    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few * 4)[2 * LEARNT :]) == {3}
