@@ -13,9 +13,9 @@ Engines: `flashinfer` and `triton` are stock SGLang; the others are SGLang with 
 requests, and `stock`, where the requests opt out, so that SGLang's own graph is replayed. In `sparse` every prefix has
 an index, built from its prefill, and every step selects; in `auto` the plugin chooses by the costs that it measured; in
 `lossless` (`"exactness": "verify"`) such steps draft, and exact steps say which drafts are kept: of dummy weights, as
-`--acceptance` says. They take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select, others
-reuse, with heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select). With `--prefixes N` a
-batch's requests are behind N prefixes in turns.
+`--acceptance` says. They take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select,
+the others reuse, with heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select). With
+`--prefixes N` a batch's requests are behind N prefixes in turns.
 
 A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
 left out. Tokens that come at once share the time since those before. Weights are dummies: they serve to time, never to

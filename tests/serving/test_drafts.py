@@ -183,8 +183,6 @@ def test_a_round_that_something_else_interrupts_is_not_measured(clock: Clock) ->
 def test_requests_that_may_not_draft_are_counted_and_make_none(clock: Clock) -> None:
     times = RoundTimes(torch.device("cpu"))
     assert rounds(times, clock, 5, lambda _: MS) == [0] * 5
-    few = [Drafting(3, 0.95)]
-    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few)[2 * LEARNT :]) == {0}, (
-        "3 of 4 draft nothing"
-    )
-    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few * 4)[2 * LEARNT :]) == {3}
+    few, many = ([Drafting(3, 0.95)] * number for number in (1, 4))
+    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few)[2 * LEARNT :]) == {0}
+    assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *many)[2 * LEARNT :]) == {3}
