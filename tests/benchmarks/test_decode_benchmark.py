@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.benchmarks.results import BENCHMARKS, RESULTS, ROOT, cells, documented_table, prose, rows_of
 from tests.server.jobs import run_job
@@ -21,6 +22,7 @@ GRID, BEFORE, AFTER, DEFAULT, FOUR = (
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
 ORIGIN |= {"start": 0, "plan": "kascade", "prefixes": 1}
 BATCHES = ("1", "8", "32")
+SMALL = '{"min_shared_tokens": 256, "min_sparse_prompt_len": 256}'
 SETTLING = 2
 """Steps in which requests that share slots are not known to do so."""
 
@@ -213,6 +215,27 @@ def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
         assert int(one["--context-length"]) > 1024 + bench.decode.SUFFIX + 40
         assert "--disable-cuda-graph" not in one
     assert "--disable-cuda-graph" in flags("plugin", cpu=True)
+    drafting = flags("lossless", "--config", '{"draft_tokens": 2}')
+    assert (drafting["config"]["exactness"], drafting["config"]["decode_path"]) == ("verify", "auto")
+    assert (drafting["--cuda-graph-bs-decode"], drafting["--max-running-requests"]) == ("1", "24"), (
+        "rows of drafts, too"
+    )
+
+
+def test_which_drafts_are_kept_is_replayed(load: Any) -> None:
+    """Each row of a batch goes on where it was: one dropped draft ends a round."""
+    replay = load("lossless_replay").lossless_replay.Replay("1101" * 977)
+    assert [replay.counts([3, 0]) for _ in range(3)] == [[2, 0], [3, 0], [0, 0]]
+    tokens, said = torch.tensor([5, 6, 7, 8, 20, 30, 31]), torch.full((7,), -9)
+    for row in (0, 1, 2):
+        replay._at[row] = 0
+    found = replay.said(tokens, [3, 0, 1], said).tolist()
+    assert found[:2] == [6, 7]
+    assert found[2] not in (8, -9), "the third draft is dropped, and another token said"
+    assert found[3:] == [-9, -9, 31, -9], "the tokens behind kept drafts are the model's own"
+    half = load("lossless_replay").lossless_replay.Replay("0.5")
+    kept = sum(count for _ in range(2000) for count in half.counts([1]))
+    assert 850 < kept < 1150
 
 
 def test_rows_of_other_settings_are_measured_beside_those_that_are_there(bench: Any, tmp_path: Path) -> None:
@@ -238,14 +261,18 @@ def test_tokens_that_come_at_once_share_the_time_since_those_before(bench: Any, 
 @pytest.mark.server
 @pytest.mark.timeout(1800)
 def test_with_sglang(tmp_path: Path) -> None:
-    """Both paths of a batch that shares its prefix; only one of them is grouped. No step of it means anything."""
+    """Both paths of a batch that shares its prefix; only one of them is grouped. Drafts are kept as asked.
+    No step of it means anything.
+    """
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCHMARKS / "decode.py"), "--out", str(out), "--shape", "tiny", "--page", "16"]
-    command += ["--engines", "plugin", "--contexts", "512", "--batches", "3", "--tokens", "60"]
-    command += ["--config", '{"min_shared_tokens": 256}', "--logs", str(tmp_path / "logs")]
+    command += ["--engines", "plugin", "lossless", "--contexts", "512", "--batches", "3", "--tokens", "60"]
+    command += ["--acceptance", "0.75", "--plan", "anchors", "--config", SMALL, "--logs", str(tmp_path / "logs")]
     status, output = run_job(command, tmp_path / "first.log")
     assert status == 0, (output + (tmp_path / "logs" / "plugin-0.log").read_text())[-4000:]
-    shared, stock = rows_of(out)
+    shared, stock, drafting = rows_of(out)
+    assert (drafting["acceptance"], shared.get("acceptance")) == ("0.75", None)
+    assert drafting["drafted"] > drafting["accepted"] > 0.4 * drafting["drafted"]
     assert (shared["path"], stock["path"]) == ("shared", "stock")
     assert shared["cascade_steps"] > 40
     assert (stock["cascade_steps"], stock["sparse_steps"]) == (0, 0)
