@@ -18,8 +18,8 @@ the others reuse, with heads mapped; for 32 layers) or `anchors` (layer 0 attend
 `--prefixes N` a batch's requests are behind N prefixes in turns.
 
 A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
-left out. Tokens that come at once share the time since those before. Weights are dummies: they serve to time, never to
-judge an answer.
+left out. Tokens that come at once share the time since those before. In `lossless` all requests count, while all run;
+the table has the mean. Weights are dummies: they serve to time, never to judge an answer.
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ class Cell:
         """Seconds of the counted steps of one batch."""
         prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), row["batch"])
         prompts = [[*prefix, *self._tokens(SUFFIX)] for prefix in prefixes]
-        found: list[float] = self._wait(batch_steps(self._engine, prompts, row["tokens"], dense=stock))
+        if row["engine"] == "lossless":
+            asked = batch_tokens(self._engine, prompts, row["tokens"])
+        else:
+            asked = batch_steps(self._engine, prompts, row["tokens"], dense=stock)
+        found: list[float] = self._wait(asked)
         return found
 
     def counted(self) -> Row:
@@ -134,6 +138,29 @@ class Cell:
 
     def _wait(self, awaitable: Any) -> Any:
         return self._engine.loop.run_until_complete(awaitable)
+
+
+async def batch_tokens(engine: Any, prompts: Sequence[list[int]], tokens: int) -> list[float]:
+    """Seconds of each token of some requests while all of them run: those of one request took as long on average.
+
+    Args:
+        engine: SGLang's.
+        prompts: of all.
+        tokens: that each generates.
+    """
+    found = await asyncio.gather(*(streamed(engine, prompt, sampling(tokens)) for prompt in prompts))
+    return tokens_together([one.arrivals for one in found])
+
+
+def tokens_together(arrivals: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
+    """See `batch_tokens`; of each request (its tokens so far, seconds) of all chunks."""
+    begin = max(next(when for count, when in one if count > SKIPPED) for one in arrivals)
+    end = min(one[-1][1] for one in arrivals)
+    if begin >= end:
+        raise RuntimeError("expected requests that run together; some ended before others had begun: raise --tokens")
+    of_each = [[count for count, when in one if begin <= when <= end] for one in arrivals]
+    made = [counts[-1] - counts[0] for counts in of_each]
+    return [(end - begin) / count for count in made for _ in range(count)]
 
 
 async def batch_steps(engine: Any, prompts: Sequence[list[int]], tokens: int, *, dense: bool = False) -> list[float]:

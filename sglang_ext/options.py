@@ -168,7 +168,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     min_shared_tokens: int = 8192
     decode_path: DecodePath = DecodePath.AUTO
     exactness: Exactness = Exactness.SELECTED
-    draft_tokens: int = 4
+    draft_tokens: int = 7
     search_period: int = 1
     select_ahead: bool = False
     offload: Offload | None = None

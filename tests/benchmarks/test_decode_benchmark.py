@@ -257,6 +257,17 @@ def test_tokens_that_come_at_once_share_the_time_since_those_before(bench: Any, 
         assert bench.decode.counted_steps(arrivals) == wanted
 
 
+def test_tokens_of_requests_count_while_all_of_them_run(bench: Any, monkeypatch: Any) -> None:
+    """From 2.0, when both have more than one token, to 6.0, when the first one ends: 4 and 8 tokens."""
+    monkeypatch.setattr(bench.decode, "SKIPPED", 1)
+    arrivals = [[(1, 0.0), (2, 1.0), (4, 2.5), (6, 6.0)], [(2, 2.0), (9, 5.0), (10, 6.0), (30, 9.0)]]
+    found = bench.decode.tokens_together(arrivals)
+    assert found == [2.0] * 2 + [0.5] * 8
+    assert sum(found) / len(found) == pytest.approx(2 * 4.0 / 10)
+    with pytest.raises(RuntimeError, match="raise --tokens"):
+        bench.decode.tokens_together([[(2, 0.0), (6, 1.0)], [(2, 2.0), (9, 5.0)]])
+
+
 @pytest.mark.full
 @pytest.mark.server
 @pytest.mark.timeout(1800)
