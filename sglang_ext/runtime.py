@@ -136,8 +136,7 @@ class SparseRuntime:
             check_alike(self.ranks, self._facts())
         self._looks_up = self.planner.uses_indexes  # nothing that no step could use
         self.builds = self._recording(profile)
-        folder = config.trace_folder
-        self._trace = StepTrace(folder, plan, view.dtype) if folder is not None else None
+        self._trace = None if config.trace_folder is None else StepTrace(config.trace_folder, plan, view.dtype)
         self._step = Step()
         self.rounds = Rounds(config.draft_tokens, view.device, forced=self.planner.forced)
         self.took: StepPath | None = None

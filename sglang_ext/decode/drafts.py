@@ -18,8 +18,9 @@ TRUST = 16.0
 LEAST = 0.5
 """A token is drafted where it is likelier kept than dropped."""
 AGAIN = 64
-"""Of rounds one in so many does not what seems best: behind an index without drafts it tries one, else another number
-of them, each in turn."""
+"""Of rounds without a draft, one in so many tries one."""
+OTHERWISE = 256
+"""Of rounds one in so many drafts another number than seems best, each in turn: what it takes may have changed."""
 SLOWER = 0.125
 """Part of a round's time in what is known of such rounds, where it took longer than that; else it is all of it."""
 LEARNT = 4
@@ -164,7 +165,7 @@ class RoundTimes:
             if known.measured[edge] < LEARNT:
                 return edge
         known.rounds += 1
-        turn, due = divmod(known.rounds, AGAIN)
+        turn, due = divmod(known.rounds, OTHERWISE)
         if not due:
             return turn % (most + 1)
         gain = {

@@ -296,3 +296,23 @@ def test_with_sglang(tmp_path: Path) -> None:
     status, output = run_job(command, tmp_path / "again.log")
     assert (status, out.read_text()) == (0, before), "rows that are there are not measured again"
     assert "batch" not in output
+
+
+def test_the_documented_times_of_lossless_decode_are_the_rows() -> None:
+    rows = rows_of(RESULTS / "decode-h100-lossless.jsonl")
+    ms = {
+        (row["engine"], row["path"], row.get("acceptance"), row["batch"]): row[
+            "ms_mean" if row["engine"] == "lossless" else "ms"
+        ]
+        for row in rows
+        if row["context"] == 131072
+    }
+
+    def of(engine: str, path: str, kept: str | None = None) -> list[str]:
+        return [f"{ms[engine, path, kept, batch]:.2f}" for batch in (1, 8)]
+
+    text = prose("lossless")
+    assert "a token takes {} and {} ms at batch 1 and 8 with flashinfer".format(*of("flashinfer", "stock")) in text
+    assert "exactly {} and {}".format(*of("plugin", "shared")) in text
+    kept = of("lossless", "lossless", "0.92"), of("lossless", "lossless", "0.85")
+    assert "keep 92% of drafts {} and {}, and 85% {} and {}:".format(*kept[0], *kept[1]) in text
