@@ -41,6 +41,7 @@ from typing import Any
 
 from engines import (
     INDEXED,
+    LOSSLESS,
     SHAPES,
     STOCK,
     Row,
@@ -62,7 +63,7 @@ from engines import (
 
 from sglang_ext.config import config_from_dict
 
-ENGINES = (*STOCK, "plugin", *INDEXED)
+ENGINES = (*STOCK, "plugin", *INDEXED, LOSSLESS)
 SUFFIX = 64
 """Tokens of each request behind the shared prefix."""
 SKIPPED = 20
@@ -89,7 +90,7 @@ def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path
 
 def rows_of_steps(args: argparse.Namespace, engine: str) -> list[int]:
     """Rows that decode steps may have, ascending: those of requests; in `lossless` those of their drafts, too."""
-    drafts = config_from_dict(json.loads(args.config)).draft_tokens if engine == "lossless" else 0
+    drafts = config_from_dict(json.loads(args.config)).draft_tokens if engine == LOSSLESS else 0
     return sorted({batch * (1 + count) for batch in args.batches for count in range(drafts + 1)})
 
 
@@ -121,7 +122,7 @@ class Cell:
         """Seconds of the counted steps of one batch."""
         prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), row["batch"])
         prompts = [[*prefix, *self._tokens(SUFFIX)] for prefix in prefixes]
-        if row["engine"] == "lossless":
+        if row["engine"] == LOSSLESS:
             asked = batch_tokens(self._engine, prompts, row["tokens"])
         else:
             asked = batch_steps(self._engine, prompts, row["tokens"], dense=stock)
@@ -211,7 +212,7 @@ def missing(args: argparse.Namespace, origin: Row) -> list[Row]:
 
 def replayed(args: argparse.Namespace, engine: str, folder: Path) -> dict[str, str]:
     """Environment of an engine whose drafts are kept as the command line says."""
-    if engine != "lossless" or args.acceptance is None:
+    if engine != LOSSLESS or args.acceptance is None:
         return {}
     return plugin_environment(folder, "lossless_replay", {"LOSSLESS_REPLAY": args.acceptance})
 
@@ -219,7 +220,7 @@ def replayed(args: argparse.Namespace, engine: str, folder: Path) -> dict[str, s
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
     origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
-    if engine == "lossless":
+    if engine == LOSSLESS:
         origin["acceptance"] = args.acceptance
     wanted = missing(args, origin)
     if not wanted:
@@ -310,7 +311,7 @@ def name_of(row: Row) -> str:
 
 def ms_of(row: Row) -> float:
     """Of a step; of a token where steps give several: that is a mean."""
-    return float(row["ms_mean" if row["engine"] == "lossless" else "ms"])
+    return float(row["ms_mean" if row["engine"] == LOSSLESS else "ms"])
 
 
 def place_of(name: str) -> tuple[bool, int, str]:

@@ -27,8 +27,10 @@ from scripts.servers import free_ports
 
 STOCK = ("flashinfer", "triton")
 """SGLang without the plugin, by attention backend."""
-INDEXED = ("sparse", "auto", "lossless")
+INDEXED = ("sparse", "auto")
 """With `--sparse-attn`; an index of each prompt is built from its prefill."""
+LOSSLESS = "lossless"
+"""Likewise; steps with an index draft, exact ones verify."""
 
 BUILDING = "building"
 """With `--sparse-attn`; indexes are built beside serving, of what requests turn out to share."""
@@ -123,9 +125,9 @@ def plugin_flags(args: argparse.Namespace, engine: str, store: Path) -> list[str
     if engine in STOCK:
         return []
     config: dict[str, Any] = {"share_prefixes": True, "profile": "none"}
-    if engine in (*INDEXED, BUILDING):
+    if engine in (*INDEXED, LOSSLESS, BUILDING):
         roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
-        path = {"decode_path": "auto", "exactness": "verify"} if engine == "lossless" else {"decode_path": engine}
+        path = {"decode_path": "auto", "exactness": "verify"} if engine == LOSSLESS else {"decode_path": engine}
         config |= {**path, "build": "prefill"}
         config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
     if engine == BUILDING:

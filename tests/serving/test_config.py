@@ -72,7 +72,10 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
         ('{"offload": {"host_bytes": 99}, "decode_path": "cascade"}', ["decode_path auto or sparse with offload"]),
         ('{"offload": {"host_bytes": 99}, "trace_folder": "x"}', ["trace_folder null with offload"]),
         ('{"exactness": "dense"}', ["exactness", "selected, verify"]),
-        ('{"exactness": "verify", "build": "capture"}', ["build off, shared or prefill", "capture"]),
+        (
+            '{"exactness": "verify", "build": "capture", "capture_folder": "x"}',
+            ["build off, shared or prefill with exactness"],
+        ),
         ('{"exactness": "verify", "quality_slo": 0.2}', ["quality_slo null", "every draft is compared"]),
         ('{"profile": ""}', ["profile", '"none" or null']),
         ('{"num_sink_tokens": -1}', ["num_sink_tokens", "0 or more"]),
