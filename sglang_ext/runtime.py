@@ -349,7 +349,6 @@ class SparseRuntime:
             self._step = Step(planned, chunks, staged, virtual=bool(hosts))
             self.took = self.path
         else:
-            self.rounds.times.interrupted()
             self.counters.begin_step(None)
             staged = None if self.offload is None else self.offload.begin(forward_batch)
             builds = self.builds if mode.is_extend() else None
@@ -402,7 +401,7 @@ class SparseRuntime:
         Returns:
             Per row, what it may draft; None where no index of its prefix is ready.
         """
-        self.rounds.times.begin(int(forward_batch.seq_lens_cpu.sum()))
+        self.rounds.begin(int(forward_batch.seq_lens_cpu.sum()))
         self._settle(forward_batch.rids)
         if self.builds is not None:
             self.builds.decode(forward_batch)

@@ -111,10 +111,12 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         record_stream_for_v2_verify(batch, None, stream)
         if batch.forward_mode.is_decode():
             result = self._round(batch, on_publish)
-            scheduler_hooks.keep_waiting(self.model_runner)
-            return result
-        result = self._target_worker.forward_batch_generation(batch, **more)
-        return _told(result, result.next_token_ids, _ones(batch), batch.seq_lens.clone(), on_publish)
+            scheduler_hooks.runtime().rounds.ended(max(self._rounds[-1][1]))
+        else:
+            result = self._target_worker.forward_batch_generation(batch, **more)
+            result = _told(result, result.next_token_ids, _ones(batch), batch.seq_lens.clone(), on_publish)
+        scheduler_hooks.keep_waiting(self.model_runner)
+        return result
 
     def _round(self, batch: Any, on_publish: Any) -> Any:
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)

@@ -18,13 +18,15 @@ TRUST = 16.0
 LEAST = 0.5
 """A token is drafted where it is likelier kept than dropped."""
 AGAIN = 64
-"""Of rounds without a draft, one in so many tries one."""
+"""Of rounds without a draft, one in so many may try one."""
 OTHERWISE = 256
-"""Of rounds one in so many drafts another number than seems best, each in turn: what it takes may have changed."""
+"""Of rounds one in so many drafts another number than seems best, the most or each in turn: times may have changed."""
 SLOWER = 0.125
 """Part of a round's time in what is known of such rounds, where it took longer than that; else it is all of it."""
+STALL = 2.0
+"""Times of what is known that a round counts for, at most: now and then everything waits for something else."""
 LEARNT = 4
-"""Rounds of a number that are measured before it is known: in the first ones kernels are compiled, slots compared."""
+"""Rounds of a number that are tried before it is known: in the first ones kernels are compiled, slots compared."""
 KNOWN = 4096
 """Indexes that are remembered: those that drafted last."""
 
@@ -96,26 +98,30 @@ class Drafting(NamedTuple):
 
 @dataclass
 class _Alike:
-    """Rounds of about as many requests and tokens, of which about as many draft: by tokens drafted, seconds."""
+    """Rounds of about as many requests and tokens, of which about as many may draft: by tokens drafted, seconds."""
 
     seconds: dict[int, float] = field(default_factory=dict)
-    measured: Counter[int] = field(default_factory=Counter)
+    tried: Counter[int] = field(default_factory=Counter)
     rounds: int = 0
 
     def took(self, count: int, seconds: float) -> None:
         before = self.seconds.get(count, seconds)
-        self.seconds[count] = seconds if seconds < before else before + SLOWER * (seconds - before)
-        self.measured[count] += 1
+        self.seconds[count] = min(seconds, before + SLOWER * (min(seconds, STALL * before) - before))
 
     def expected(self, count: int) -> float:
-        """Of a round of so many; of a number not tried yet, what lies between its neighbours."""
+        """Of a round of so many; of a number not measured yet, what lies between its neighbours."""
         low, high = (edge(n for n in self.seconds if sign * n >= sign * count) for edge, sign in ((max, -1), (min, 1)))
         part = (count - low) / max(1, high - low)
         return (1 - part) * self.seconds[low] + part * self.seconds[high]
 
+    def unknown(self, most: int) -> int | None:
+        """A number to be tried because too little is known of it: the most that a round may draft, and none."""
+        known = [count for count, tries in self.tried.items() if tries >= LEARNT]
+        return most if max(known, default=0) < most else 0 if 0 not in known else None
+
 
 class RoundTimes:
-    """Measures rounds as they follow each other, and says how many tokens the next one drafts.
+    """Measures rounds, and says how many tokens the next one drafts.
 
     Args:
         device: that the model runs on.
@@ -124,27 +130,21 @@ class RoundTimes:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._known: dict[tuple[int, int, int], _Alike] = {}
-        self._last: tuple[Any, _Alike, int] | None = None
-        self._now: Any = None
+        self._begun: Any = None
         self._tokens = 0
+        self._running = _Alike()
         self._measured: deque[tuple[Any, Any, _Alike, int]] = deque()
 
     def begin(self, tokens: int) -> None:
-        """A round of requests of so many tokens begins: the one before it, if it was the last thing that ran, ends.
-        Never waits for the device.
-        """
-        self._now, self._tokens = self._clock(), tokens
-        if self._last is not None:
-            begun, *what = self._last
-            self._measured.append((begun, self._now, *what))
-            self._last = None
+        """A round of requests of so many tokens begins. Never waits for the device."""
         while self._measured and (not self._on_gpu or self._measured[0][1].query()):
             begun, ended, alike, count = self._measured.popleft()
             alike.took(count, begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun)
+        self._begun, self._tokens = self._clock(), tokens
 
-    def interrupted(self) -> None:
-        """Something else runs: the round before it is not measured."""
-        self._last = None
+    def ended(self, drafted: int) -> None:
+        """All of the round is launched, in which a request drafted so many tokens, at most."""
+        self._measured.append((self._begun, self._clock(), self._running, drafted))
 
     def choose(self, size: int, drafting: Sequence[Drafting]) -> int:
         """Tokens that each request of the round drafts, at most: what gives most tokens a second, as far as is known.
@@ -154,25 +154,26 @@ class RoundTimes:
             drafting: those that may draft.
         """
         about = size.bit_length(), len(drafting).bit_length(), self._tokens.bit_length()
-        alike = self._known.setdefault(about, _Alike())
-        count = self._best(size, drafting, alike) if drafting else 0
-        self._last = self._now, alike, count
+        self._running = self._known.setdefault(about, _Alike())
+        count = self._best(size, drafting, self._running) if drafting else 0
+        self._running.tried[count] += 1
         return count
 
     def _best(self, size: int, drafting: Sequence[Drafting], known: _Alike) -> int:
         most = max(one.most for one in drafting)
-        for edge in (most, 0):
-            if known.measured[edge] < LEARNT:
-                return edge
+        unknown = known.unknown(most)
+        if unknown is not None:
+            return unknown
         known.rounds += 1
         turn, due = divmod(known.rounds, OTHERWISE)
         if not due:
-            return turn % (most + 1)
+            return most if turn % 2 else turn // 2 % (most + 1)
         gain = {
             count: (size + sum(one.tokens(count) for one in drafting)) / known.expected(count)
-            for count in range(most + 1)
+            for count in range(min(most, max(known.seconds, default=0)) + 1)
+            if 0 in known.seconds
         }
-        return max(gain, key=gain.__getitem__)
+        return max(gain, key=gain.__getitem__, default=0)
 
     def _clock(self) -> Any:
         if not self._on_gpu:
@@ -197,6 +198,16 @@ class Rounds:
 
     def __init__(self, most: int, device: torch.device, *, forced: bool) -> None:
         self.lengths, self.times, self._forced = DraftLengths(most), RoundTimes(device), forced
+
+    def begin(self, tokens: int) -> None:
+        """A round of requests of so many tokens begins."""
+        if not self._forced:
+            self.times.begin(tokens)
+
+    def ended(self, drafted: int) -> None:
+        """All of the round is launched; tokens that a request drafted, at most."""
+        if not self._forced:
+            self.times.ended(drafted)
 
     def may(self, digests: Sequence[str | None]) -> list[Drafting | None]:
         """What requests may draft, by the indexes that they would draft with; None where one has none."""

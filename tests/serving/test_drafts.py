@@ -142,6 +142,8 @@ def rounds(
         times.begin(8192)
         found.append(times.choose(4, drafting))
         clock.now += costs(found[-1])
+        times.ended(found[-1])
+        clock.now += 1000 * MS  # whatever runs between
     return found
 
 
@@ -163,21 +165,40 @@ def test_rounds_draft_what_gives_most_tokens_a_second(clock: Clock, kept: float,
     tokens = {count: sum(kept**n for n in range(count + 1)) / (30 * MS + count * draft) for count in range(9)}
     assert max(tokens, key=tokens.__getitem__) == best
     assert found.count(best) > 400 * (1 - 2 / OTHERWISE) - 2 * LEARNT
-    assert set(rounds(times, clock, 9 * OTHERWISE, lambda count: 30 * MS + count * draft, *drafting)) == set(range(9))
+    assert set(rounds(times, clock, 20 * OTHERWISE, lambda count: 30 * MS + count * draft, *drafting)) == set(range(9))
     rounds(times, clock, 40 * OTHERWISE, lambda count: 30 * MS + count * 90 * MS, *drafting)
     found = rounds(times, clock, 400, lambda count: 30 * MS + count * 90 * MS, *drafting)
     assert found.count(0) > 400 * (1 - 2 / OTHERWISE)
 
 
-def test_a_round_that_something_else_interrupts_is_not_measured(clock: Clock) -> None:
-    times, drafting = RoundTimes(torch.device("cpu")), [Drafting(2, 0.9)]
-    for _ in range(3):
+def test_what_is_known_of_more_drafts_serves_for_fewer(clock: Clock) -> None:
+    """Near its end a request may draft less and less: nothing is tried for that."""
+    times = RoundTimes(torch.device("cpu"))
+    assert (
+        rounds(times, clock, 3 * LEARNT, lambda count: (30 + 60 * count) * MS, Drafting(7, 0.9))[2 * LEARNT :]
+        == [0] * 4
+    )
+    for most in range(6, 0, -1):
+        assert rounds(times, clock, 5, lambda count: (30 + 60 * count) * MS, Drafting(most, 0.9)) == [0] * 5
+
+
+def test_one_round_that_stalls_changes_little(clock: Clock) -> None:
+    times = RoundTimes(torch.device("cpu"))
+    rounds(times, clock, 20, lambda count: (12 + 20 * count) * MS, Drafting(7, 0.9))
+    rounds(times, clock, 1, lambda _: 60.0, Drafting(7, 0.9))
+    assert rounds(times, clock, 20, lambda count: (12 + 20 * count) * MS, Drafting(7, 0.9)) == [0] * 20
+
+
+def test_a_round_counts_for_what_it_drafted(clock: Clock) -> None:
+    """There is never room to draft more than one: those rounds end, and no more than that is chosen behind them."""
+    times, found = RoundTimes(torch.device("cpu")), []
+    for _ in range(40):
         times.begin(8192)
-        assert times.choose(1, drafting) == 2, "nothing is known of any round yet"
-        clock.now += 1
-        times.interrupted()
-    assert rounds(times, clock, 2 * LEARNT, lambda _: MS, *drafting) == [2] * LEARNT + [0] * LEARNT
-    assert rounds(times, clock, 1, lambda _: MS, *drafting) == [2]
+        found.append(times.choose(1, [Drafting(7, 1.0)]))
+        clock.now += (12 + 12 * min(found[-1], 1)) * MS
+        times.ended(min(found[-1], 1))
+    assert found[: 2 * LEARNT] == [7] * LEARNT + [0] * LEARNT
+    assert max(found[2 * LEARNT :]) <= 1
 
 
 def test_requests_that_may_not_draft_are_counted_and_make_none(clock: Clock) -> None:
