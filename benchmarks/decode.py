@@ -69,7 +69,7 @@ SUFFIX = 64
 SKIPPED = 20
 """First steps of a request that are not counted."""
 SPARE = 24
-"""Tokens that the other requests of a batch generate beyond the measured one's, and half as many more."""
+"""Tokens that the other requests of a batch generate beyond the measured one's."""
 KEY = ("engine", "path", "plan", "context", "prefixes", "batch", "start", "shape", "page", "tokens", "config", "flags")
 KEY += ("acceptance",)
 """What tells one cell from another: a row that has all of it is not measured again."""
@@ -77,8 +77,8 @@ KEY += ("acceptance",)
 
 def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
     """Command line of one engine."""
-    longest = max(args.contexts) + SUFFIX + spare(args.tokens) + 64
-    own = 2 * (SUFFIX + spare(args.tokens) + 64)
+    longest = max(args.contexts) + SUFFIX + args.tokens + SPARE + 64
+    own = 2 * (SUFFIX + args.tokens + SPARE + 64)
     rows = rows_of_steps(args, engine)
     pool = sum(args.contexts) * max(args.prefixes) + len(args.contexts) * max(rows) * own
     flags = [*base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
@@ -173,17 +173,12 @@ async def batch_steps(engine: Any, prompts: Sequence[list[int]], tokens: int, *,
         tokens: that the first one generates.
         dense: all opt out of the plugin.
     """
-    longer = sampling(spare(tokens) + len(prompts), dense=dense)
+    longer = sampling(tokens + SPARE + len(prompts), dense=dense)
     others = [asyncio.create_task(engine.async_generate(input_ids=one, sampling_params=longer)) for one in prompts[1:]]
     await asyncio.sleep(0)
     measured = await streamed(engine, prompts[0], sampling(tokens, dense=dense))
     await asyncio.gather(*others)
     return counted_steps(measured.arrivals)
-
-
-def spare(tokens: int) -> int:
-    """Tokens that others generate than the measured request: of several a step, these may be ahead."""
-    return tokens + tokens // 2 + SPARE
 
 
 def counted_steps(arrivals: Sequence[tuple[int, float]]) -> list[float]:

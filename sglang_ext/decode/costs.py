@@ -7,10 +7,11 @@ of a whole batch, and many lists more than one to begin with: each number of gro
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,3 +128,38 @@ def measure_us(run: Callable[[], None], device: torch.device) -> float:
         end.synchronize()
         times.append(1e3 * float(begin.elapsed_time(end)))
     return median(times)
+
+
+class Watch:
+    """Times what runs from its making on, on the current stream where the device has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._begin = self._now()
+        self._end: Any = None
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        """All of it is launched."""
+        self._end = self._now()
+
+    def wait(self) -> None:
+        """Until the device has come to its end."""
+        if self._on_gpu and self._end is not None:
+            self._end.synchronize()
+
+    def is_over(self) -> bool:
+        """Whether the device has come to its end. Never waits."""
+        return self._end is not None and (not self._on_gpu or bool(self._end.query()))
+
+    def seconds(self) -> float:
+        """What it took; 0 where that is not known yet."""
+        if not self.is_over():
+            return 0.0
+        return 1e-3 * float(self._begin.elapsed_time(self._end)) if self._on_gpu else float(self._end - self._begin)

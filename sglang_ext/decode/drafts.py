@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from sglang_ext.decode.costs import Watch
 
 MEMORY = 0.98
 """What a round's drafts still count for a round later: some 50 rounds are remembered."""
@@ -110,7 +111,7 @@ class _Alike:
 
     def expected(self, count: int) -> float:
         """Of a round of so many; of a number not measured yet, what lies between its neighbours."""
-        low, high = (edge(n for n in self.seconds if sign * n >= sign * count) for edge, sign in ((max, -1), (min, 1)))
+        low, high = max(n for n in self.seconds if n <= count), min(n for n in self.seconds if n >= count)
         part = (count - low) / max(1, high - low)
         return (1 - part) * self.seconds[low] + part * self.seconds[high]
 
@@ -128,23 +129,25 @@ class RoundTimes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._known: dict[tuple[int, int, int], _Alike] = {}
-        self._begun: Any = None
+        self._watch: Watch | None = None
         self._tokens = 0
         self._running = _Alike()
-        self._measured: deque[tuple[Any, Any, _Alike, int]] = deque()
+        self._measured: deque[tuple[Watch, _Alike, int]] = deque()
 
     def begin(self, tokens: int) -> None:
         """A round of requests of so many tokens begins. Never waits for the device."""
-        while self._measured and (not self._on_gpu or self._measured[0][1].query()):
-            begun, ended, alike, count = self._measured.popleft()
-            alike.took(count, begun.elapsed_time(ended) / 1e3 if self._on_gpu else ended - begun)
-        self._begun, self._tokens = self._clock(), tokens
+        while self._measured and self._measured[0][0].is_over():
+            watch, alike, count = self._measured.popleft()
+            alike.took(count, watch.seconds())
+        self._watch, self._tokens = Watch(self._device), tokens
 
     def ended(self, drafted: int) -> None:
         """All of the round is launched, in which a request drafted so many tokens, at most."""
-        self._measured.append((self._begun, self._clock(), self._running, drafted))
+        assert self._watch is not None
+        self._watch.stop()
+        self._measured.append((self._watch, self._running, drafted))
 
     def choose(self, size: int, drafting: Sequence[Drafting]) -> int:
         """Tokens that each request of the round drafts, at most: what gives most tokens a second, as far as is known.
@@ -168,19 +171,11 @@ class RoundTimes:
         turn, due = divmod(known.rounds, OTHERWISE)
         if not due:
             return most if turn % 2 else turn // 2 % (most + 1)
-        gain = {
-            count: (size + sum(one.tokens(count) for one in drafting)) / known.expected(count)
-            for count in range(min(most, max(known.seconds, default=0)) + 1)
-            if 0 in known.seconds
-        }
-        return max(gain, key=gain.__getitem__, default=0)
-
-    def _clock(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        if 0 not in known.seconds:
+            return 0  # the device has not come to its end yet
+        counts = range(min(most, max(known.seconds)) + 1)
+        gain = {count: (size + sum(one.tokens(count) for one in drafting)) / known.expected(count) for count in counts}
+        return max(gain, key=gain.__getitem__)
 
 
 class Rounds:

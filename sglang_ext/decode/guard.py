@@ -11,7 +11,6 @@ the layer's attention output, Euclidean over all heads. And the next token, by o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.nn.functional import pad
 
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.cascade import CascadeDecode
+from sglang_ext.decode.costs import Watch
 from sglang_ext.decode.quality import PREDICT_EVERY, QualityRecords, Sample, Schedule, Standing
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.types import DecodeBatch
@@ -58,37 +58,6 @@ class Figures:
             return self._all.clone()
         copy = torch.empty(self._all.shape, dtype=torch.float32, pin_memory=True)
         return copy.copy_(self._all, non_blocking=True)
-
-
-class Watch:
-    """Times one step, on its stream where there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._begin = self._now()
-        self._end: Any = None
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def stop(self) -> None:
-        """The step is over."""
-        self._end = self._now()
-
-    def wait(self) -> None:
-        """Until the device has come to its end."""
-        if self._on_gpu and self._end is not None:
-            self._end.synchronize()
-
-    def seconds(self) -> float:
-        """What the step took; 0 where that is not known yet."""
-        if self._end is None or (self._on_gpu and not self._end.query()):
-            return 0.0
-        return 1e-3 * float(self._begin.elapsed_time(self._end)) if self._on_gpu else float(self._end - self._begin)
 
 
 @dataclass(frozen=True, eq=False)

@@ -313,6 +313,7 @@ def test_the_documented_times_of_lossless_decode_are_the_rows() -> None:
 
     text = prose("lossless")
     assert "a token takes {} and {} ms at batch 1 and 8 with flashinfer".format(*of("flashinfer", "stock")) in text
-    assert "exactly {} and {}".format(*of("plugin", "shared")) in text
+    assert "Exact steps take {} and {}.".format(*of("plugin", "shared")) in text
     kept = of("lossless", "lossless", "0.92"), of("lossless", "lossless", "0.85")
-    assert "keep 92% of drafts {} and {}, and 85% {} and {}:".format(*kept[0], *kept[1]) in text
+    said = "keep 92% of drafts take {} and {}, and 85%, **slower than exact steps**, {} and {}."
+    assert said.format(*kept[0], *kept[1]) in text

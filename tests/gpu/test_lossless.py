@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
+from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Server, equal_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -68,16 +68,6 @@ def server(store: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
         server.stop()
 
 
-def same(answer: Answer, dense: Answer) -> int:
-    """Tokens up to the first that differs, where the dense model must have been undecided."""
-    for place, (ours, theirs) in enumerate(zip(answer.ids, dense.ids, strict=True)):
-        if ours != theirs:
-            first, second = (entry[0] for entry in dense.meta["output_top_logprobs"][place])
-            assert first - second < TIE, (place, answer.ids, dense.ids)
-            return place
-    return len(dense.ids)
-
-
 def test_tokens_are_those_of_dense_decoding(server: Server) -> None:
     """Requests alone, then all together and of different lengths: some end while others are in a round."""
     dense = [server.generate(one, SAID, sparse=False, return_logprob=True, top_logprobs_num=2) for one in PROMPTS]
@@ -93,10 +83,10 @@ def test_tokens_are_those_of_dense_decoding(server: Server) -> None:
         assert delta.drafted > 0
         assert delta.cascade_steps > SAID / 8
         together += found
-    agreed = [same(answer, of) for answer, of in zip(alone, dense, strict=True)]
+    agreed = [equal_tokens(answer, of, TIE) for answer, of in zip(alone, dense, strict=True)]
     print(f"tokens that agree of {SAID}: {agreed}")
     shorter = [replace(of, ids=of.ids[: len(one.ids)]) for one, of in zip(together, 4 * dense, strict=True)]
-    shared = [same(answer, of) / len(of.ids) for answer, of in zip(together, shorter, strict=True)]
+    shared = [equal_tokens(answer, of, TIE) / len(of.ids) for answer, of in zip(together, shorter, strict=True)]
     print(f"together: {[round(share, 2) for share in shared]}")
     assert sum(agreed) > len(agreed) * SAID * 0.8
     assert sum(shared) > len(shared) * 0.8

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.mla_model import LAYERS, mla_model
-from tests.server.harness import DISK, Answer, Server
+from tests.server.harness import DISK, Answer, Server, equal_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -83,16 +83,6 @@ def said(server: Server, prompt: list[int], *, sparse: bool = True) -> Answer:
     return server.generate(prompt, SAID, sparse=sparse, return_logprob=True, top_logprobs_num=2)
 
 
-def same(answer: Answer, dense: Answer) -> int:
-    """Tokens up to the first that differs, where the dense model must have been undecided."""
-    for place, (ours, theirs) in enumerate(zip(answer.ids, dense.ids, strict=True)):
-        if ours != theirs:
-            first, second = (entry[0] for entry in dense.meta["output_top_logprobs"][place])
-            assert first - second < TIE, (place, answer.ids, dense.ids)
-            return place
-    return len(dense.ids)
-
-
 def test_answers_in_decode_graphs(server: Server, method: str) -> None:
     prompts = [asked(document, number) for document in range(3) for number in range(2)]
     dense = [said(server, prompt, sparse=False) for prompt in prompts]
@@ -100,9 +90,9 @@ def test_answers_in_decode_graphs(server: Server, method: str) -> None:
     assert delta.sparse_steps > SAID // 2
     assert set(delta.fallbacks) <= {"no_index"}
     if method == "token_index":  # all positions
-        agreed = [same(ours, theirs) for ours, theirs in zip(found, dense, strict=True)]
+        agreed = [equal_tokens(ours, theirs, TIE) for ours, theirs in zip(found, dense, strict=True)]
         print(f"tokens that agree of {SAID}: {agreed}")
         assert sum(agreed) > len(agreed) * SAID // 2
     shared, delta = server.during(lambda: server.together([lambda n=n: said(server, asked(2, n)) for n in range(4)]))  # type: ignore[misc]
     assert delta.cascade_steps > SAID // 2
-    assert sum(same(shared[number], dense[4 + number]) for number in range(2)) > SAID
+    assert sum(equal_tokens(shared[number], dense[4 + number], TIE) for number in range(2)) > SAID

@@ -116,6 +116,22 @@ class Answer:
         return len(self.ids) - 1
 
 
+def equal_tokens(answer: Answer, dense: Answer, tie: float) -> int:
+    """Tokens up to the first that differs; there the dense model must have been undecided.
+
+    Args:
+        answer: as long as `dense`.
+        dense: with `top_logprobs_num` 2.
+        tie: log-probability that its first choice is ahead of the second one, at most.
+    """
+    for place, (ours, theirs) in enumerate(zip(answer.ids, dense.ids, strict=True)):
+        if ours != theirs:
+            first, second = (entry[0] for entry in dense.meta["output_top_logprobs"][place])
+            assert first - second < tie, (place, answer.ids, dense.ids)
+            return place
+    return len(dense.ids)
+
+
 @dataclass(frozen=True)
 class Paired:
     """The same questions answered twice: the shares that were answered right. `difference` is sparse - dense."""

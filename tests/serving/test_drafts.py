@@ -150,7 +150,7 @@ def rounds(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("sglang_ext.decode.drafts.time.perf_counter", clock)
+    monkeypatch.setattr("sglang_ext.decode.costs.time.perf_counter", clock)
     return clock
 
 
