@@ -1,4 +1,4 @@
-"""On a GPU: lossless decode in decode graphs says what dense decoding says, but for near-ties of bf16.
+"""On a GPU: lossless decode in decode graphs says what dense decoding says, but for near-ties of float16.
 
     python -m pytest -s tests/gpu/test_lossless.py
 
@@ -13,22 +13,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Server, equal_tokens
+from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
 
 pytestmark = pytest.mark.gpu
 
-TOKENS, QUESTIONS, SAID, TIE = 8192, 4, 96, 0.05
-"""TIE: log-probability by which bf16 may turn one token into another."""
+TOKENS, QUESTIONS, SAID, TIE = 8192, 4, 96, 0.13
+"""TIE: nats that float16 may turn; bfloat16 turns up to 0.6 of this model's."""
 FLAGS = ["--attention-backend", os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton"), "--sampling-backend", "pytorch"]
 FLAGS += ["--grammar-backend", "none"]
-FLAGS += ["--dtype", "bfloat16", "--context-length", "16384", "--page-size", "16", "--max-total-tokens", "65536"]
+FLAGS += ["--dtype", "float16", "--context-length", "16384", "--page-size", "16", "--max-total-tokens", "65536"]
 FLAGS += ["--max-running-requests", "32", "--disable-prefill-cuda-graph"]
 CONFIG: dict[str, Any] = {
     **DISK, **SPARSE_CONFIG, "layer_plan": ["dense", *["anchor"] * 5], "share_prefixes": True, "keep_ratio": 0.05,
@@ -40,7 +40,7 @@ DOCUMENTS = [
     for task in ("many_keys", "multi_query", "many_keys")
 ]
 """The last one has no index."""
-PROMPTS = [f"{one.text} {one.questions[number].text}" for one in DOCUMENTS for number in range(QUESTIONS)]
+ASKED = [f"{one.text} {one.questions[number].text}" for one in DOCUMENTS for number in range(QUESTIONS)]
 
 
 @pytest.fixture(scope="module")
@@ -70,27 +70,25 @@ def server(store: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
 
 def test_tokens_are_those_of_dense_decoding(server: Server) -> None:
     """Requests alone, then all together and of different lengths: some end while others are in a round."""
-    dense = [server.generate(one, SAID, sparse=False, return_logprob=True, top_logprobs_num=2) for one in PROMPTS]
-    alone, delta = server.during(lambda: [server.generate(one, SAID) for one in PROMPTS])
+    prompts = AutoTokenizer.from_pretrained(str(MODEL))(ASKED, add_special_tokens=False)["input_ids"]
+    dense = [server.generate(one, SAID, sparse=False) for one in prompts]
+    alone, delta = server.during(lambda: [server.generate(one, SAID) for one in prompts])
     assert delta.drafted > delta.accepted > delta.drafted / 2
-    together = []
+    together: list[Answer] = []
     for turn in range(4):
-        sizes = [SAID - (turn + number) % 4 * 16 for number in range(len(PROMPTS))]
+        sizes = [SAID - (turn + number) % 4 * 16 for number in range(len(prompts))]
         calls = [
-            lambda one=one, size=size: server.generate(one, size) for one, size in zip(PROMPTS, sizes, strict=True)
+            lambda one=one, size=size: server.generate(one, size) for one, size in zip(prompts, sizes, strict=True)
         ]
         found, delta = server.during(lambda calls=calls: server.together(calls))  # type: ignore[misc]
         assert delta.drafted > 0
         assert delta.cascade_steps > SAID / 8
         together += found
-    agreed = [equal_tokens(answer, of, TIE) for answer, of in zip(alone, dense, strict=True)]
-    print(f"tokens that agree of {SAID}: {agreed}")
-    shorter = [replace(of, ids=of.ids[: len(one.ids)]) for one, of in zip(together, 4 * dense, strict=True)]
-    shared = [equal_tokens(answer, of, TIE) / len(of.ids) for answer, of in zip(together, shorter, strict=True)]
-    print(f"together: {[round(share, 2) for share in shared]}")
-    assert sum(agreed) > len(agreed) * SAID * 0.8
-    assert sum(shared) > len(shared) * 0.8
-    log = server.tail(1 << 20)
-    steps = re.findall(r"Decode batch.*cuda graph: (\w+)", log)
+    for name, answers in {"dense": dense, "alone": alone, "together": together}.items():
+        behind = [server.behind(prompts[number % len(prompts)], one) for number, one in enumerate(answers)]
+        same = sum(one.ids == of.ids[: len(one.ids)] for one, of in zip(answers, dense * 4, strict=False))
+        print(f"{name}: {same} of {len(answers)} answers are dense's, {max(map(max, behind)):.3f} nats behind at most")
+        assert max(map(max, behind)) < TIE
+    steps = re.findall(r"Decode batch.*cuda graph: (\w+)", server.tail(1 << 20))
     assert steps
     assert set(steps) == {"True"}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.mla_model import LAYERS, mla_model
-from tests.server.harness import DISK, Answer, Server, equal_tokens
+from tests.server.harness import DISK, Server
 
 pytestmark = pytest.mark.gpu
 
@@ -27,8 +27,8 @@ SIZES = {
     "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64,
 }  # fmt: skip
 """As DeepSeek-V2-Lite has them."""
-TOKENS, SAID, TIE = 4096, 32, 0.05
-"""TIE: log-probability by which bf16 may turn one token into another."""
+TOKENS, SAID, TIE = 4096, 32, 0.13
+"""TIE: nats that bfloat16 may turn."""
 FLAGS = ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
 FLAGS += ["--dtype", "bfloat16", "--context-length", "8192", "--page-size", "16", "--chunked-prefill-size", "2048"]
 FLAGS += ["--max-total-tokens", "32768", "--max-running-requests", "8", "--disable-prefill-cuda-graph"]
@@ -79,20 +79,22 @@ def server(store: Path, model: Path, method: str, tmp_path: Path) -> Iterator[Se
         server.stop()
 
 
-def said(server: Server, prompt: list[int], *, sparse: bool = True) -> Answer:
-    return server.generate(prompt, SAID, sparse=sparse, return_logprob=True, top_logprobs_num=2)
-
-
 def test_answers_in_decode_graphs(server: Server, method: str) -> None:
+    """All together, the last document without an index; then some behind that one, which they share exactly."""
     prompts = [asked(document, number) for document in range(3) for number in range(2)]
-    dense = [said(server, prompt, sparse=False) for prompt in prompts]
-    found, delta = server.during(lambda: server.together([lambda p=prompt: said(server, p) for prompt in prompts]))  # type: ignore[misc]
+    for prompt in prompts:
+        server.generate(prompt, 1, sparse=False)  # the prefix cache knows the document
+    calls = [lambda p=prompt: server.generate(p, SAID) for prompt in prompts]
+    found, delta = server.during(lambda: server.together(calls))  # type: ignore[misc]
     assert delta.sparse_steps > SAID // 2
     assert set(delta.fallbacks) <= {"no_index"}
-    if method == "token_index":  # all positions
-        agreed = [equal_tokens(ours, theirs, TIE) for ours, theirs in zip(found, dense, strict=True)]
-        print(f"tokens that agree of {SAID}: {agreed}")
-        assert sum(agreed) > len(agreed) * SAID // 2
-    shared, delta = server.during(lambda: server.together([lambda n=n: said(server, asked(2, n)) for n in range(4)]))  # type: ignore[misc]
+    ours = list(zip(prompts, found, strict=True))
+    if method == "two_level":  # a quarter of the positions
+        ours = ours[4:]
+    calls = [lambda n=n: server.generate(asked(2, n), SAID) for n in range(4)]
+    shared, delta = server.during(lambda: server.together(calls))  # type: ignore[misc]
     assert delta.cascade_steps > SAID // 2
-    assert sum(equal_tokens(shared[number], dense[4 + number], TIE) for number in range(2)) > SAID
+    ours += [(asked(2, number), answer) for number, answer in enumerate(shared)]
+    behind = [max(server.behind(prompt, answer)) for prompt, answer in ours]
+    print(f"tokens at most {max(behind):.3f} nats behind dense's")
+    assert max(behind) < TIE

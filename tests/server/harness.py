@@ -116,22 +116,6 @@ class Answer:
         return len(self.ids) - 1
 
 
-def equal_tokens(answer: Answer, dense: Answer, tie: float) -> int:
-    """Tokens up to the first that differs; there the dense model must have been undecided.
-
-    Args:
-        answer: as long as `dense`.
-        dense: with `top_logprobs_num` 2.
-        tie: log-probability that its first choice is ahead of the second one, at most.
-    """
-    for place, (ours, theirs) in enumerate(zip(answer.ids, dense.ids, strict=True)):
-        if ours != theirs:
-            first, second = (entry[0] for entry in dense.meta["output_top_logprobs"][place])
-            assert first - second < tie, (place, answer.ids, dense.ids)
-            return place
-    return len(dense.ids)
-
-
 @dataclass(frozen=True)
 class Paired:
     """The same questions answered twice: the shares that were answered right. `difference` is sparse - dense."""
@@ -229,6 +213,15 @@ class Server:
         body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": sampling, **fields}
         reply = self.post("/generate", body, timeout)
         return Answer(reply["text"], tuple(reply["output_ids"]), reply["meta_info"])
+
+    def behind(self, prompt: Sequence[int], answer: Answer) -> list[float]:
+        """Per token of an answer, nats that it is behind the likeliest one, by a dense prefill of those before it."""
+        fields = {"return_logprob": True, "logprob_start_len": len(prompt) - 1, "top_logprobs_num": 1}
+        meta = self.generate([*prompt, *answer.ids], 1, sparse=False, **fields).meta
+        entries = zip(meta["input_top_logprobs"][1:], meta["input_token_logprobs"][1:], strict=True)
+        found = [best[0][0] - own[0] for best, own in entries]
+        assert len(found) == len(answer.ids)
+        return found
 
     def openai(self, path: str, num_tokens: int = 12, **fields: Any) -> tuple[list[dict[str, Any]], Any]:
         """A greedy answer of a route: its body, or a stream's chunks; the list in its header, None without one."""
