@@ -43,14 +43,15 @@ ITEM_FIELDS = 11
 recent_begin, slot_start, list_begin, head_stride, number of all items (in every row of the table)."""
 _MOST_ROWS = 2**31
 """Of codes, that it can number; it looks a few steps ahead."""
-_STEPS_AHEAD = 6
+_STEPS_AHEAD, _MOST_BLOCK_N = 6, 256
 _ROUNDS = 2
 """Of items, that groups of a batch are cut into at most."""
 _ITEM_TOKENS = 1500
 """What an item costs beside its tokens, in tokens (H100, 64 channels: about 6 us of sums, a meeting and counts)."""
 _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32. Groups of so few rows in a batch of
-more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90."""
+more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90; those of 8 rows have the tiles of a request
+alone (`_block_n`)."""
 _FEW_ROWS_BLOCK_N = 128
 TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
@@ -158,9 +159,7 @@ def default_config(
     """
     if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
-        block_n = 256 if block_m <= 16 else 128 if block_m <= 32 else 64
-        # Codes that are on their way lie in registers.
-        block_n = block_n // 2 if shape.channels > 96 and block_m <= _FEW_ROWS else block_n
+        block_n = _block_n(shape, block_m)
         # A list of one request or two is too short for more: each program reads what all of them counted.
         programs = 1 if block_m == 8 and shape.form is CandidateForm.LISTED else 2
         return AnchorConfig(block_m, block_n, 4, 3, programs, specialized=True)
@@ -174,6 +173,12 @@ def default_config(
         # One tile of all rows: codes are read and unpacked once a phase.
         return AnchorConfig(block_m, 128, 8, 3, 1, halves)
     return AnchorConfig(block_m, 128 if hopper else 64, 4, 3, 2, halves)
+
+
+def _block_n(shape: ScoreShape, block_m: int) -> int:
+    """Candidates of a step of sm_90's own kernel. Codes that are on their way lie in registers."""
+    block_n = 256 if block_m <= 16 else 128 if block_m <= _FEW_ROWS else 64
+    return block_n // 2 if shape.channels > 96 and block_m <= _FEW_ROWS else block_n
 
 
 def _config_of_blocks(shape: ScoreShape, block_m: int, hopper: bool) -> AnchorConfig:
@@ -495,14 +500,17 @@ class AnchorSelection:
         config = self.config
         if config.specialized:
             from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
-            from prefix_kernels.anchor_selection.sm90_product_kernels import words_layout
+            from prefix_kernels.anchor_selection.sm90_product_kernels import LEAST_ROWS, words_layout
 
+            least = _block_n(self.shape, LEAST_ROWS.value)
             return score_items_sm90_kernel, {
                 "BLOCK_M": config.block_m,
                 "BLOCK_CHUNKS": 64 if config.block_m <= _FEW_ROWS else 32,
                 "NUM_WARPS": config.num_warps,
                 "LAYOUT": words_layout(config.block_n, config.num_warps),
                 "FEW_LAYOUT": words_layout(config.stretch, config.num_warps),
+                "LEAST_BLOCK_N": least,
+                "LEAST_LAYOUT": words_layout(least, config.num_warps),
             }
         # Raw scores of few rows fill a tile that is not as wide, and higher.
         raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[1]))
@@ -531,7 +539,7 @@ class AnchorSelection:
     def _check_rows(self, scored: Sequence[ScoredGroup]) -> None:
         """Sm_90's own kernel numbers rows of codes by 32 bits; which tokens are listed is not known here."""
         end = max((max(of.first_rows) for of in scored), default=0) + self.max_prefix_len
-        if end + _STEPS_AHEAD * self.config.stretch >= _MOST_ROWS:
+        if end + _STEPS_AHEAD * _MOST_BLOCK_N >= _MOST_ROWS:
             raise ValueError(
                 f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that "
                 "is not specialized"

@@ -21,6 +21,7 @@ from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
 )
 from prefix_kernels.anchor_selection.sm90_product_kernels import (
     FEW_ROWS,
+    LEAST_ROWS,
     load_again,
     product_again,
     put_queries,
@@ -210,6 +211,7 @@ def score_items_sm90_kernel(
     ITEM_FIELDS: gl.constexpr, GQA: gl.constexpr, CHANNELS: gl.constexpr, LISTED_CHANNELS: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_CHUNKS: gl.constexpr,
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
+    LEAST_LAYOUT: gl.constexpr, LEAST_BLOCK_N: gl.constexpr,
     FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, FORM: gl.constexpr, ENTRY: gl.constexpr,
     RAW_ROWS: gl.constexpr, SHARED_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -222,14 +224,21 @@ def score_items_sm90_kernel(
     few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, LIST_ENTRY, 0)
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = few_mma
+        kept: gl.constexpr = RAW_ROWS
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
+        kept: gl.constexpr = 0
+    least: gl.constexpr = (
+        GQA, LEAST_ROWS, LEAST_BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LEAST_LAYOUT, few_mma, LIST_ENTRY, kept,
+    )  # fmt: skip
     sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, LIST_ENTRY, RAW_ROWS)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
     q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
-    few_smem = q_smem
+    few_smem, least_smem = q_smem, q_smem
     if BLOCK_M > FEW_ROWS:
         few_smem = gl.allocate_shared_memory(gl.int8, [PIECES, FEW_ROWS, 32], shared)
+    if BLOCK_M > LEAST_ROWS:
+        least_smem = gl.allocate_shared_memory(gl.int8, [PIECES, LEAST_ROWS, 32], shared)
     counts_at = counts_address()
     factor = sm_scale * LOG2E
     # There is a row of the table for every program, be there an item or not.
@@ -268,8 +277,13 @@ def score_items_sm90_kernel(
             counts = (at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS), counts_at)
             put = (peak_ptr, total_ptr, max_rows, stats, scores, counts)
             meeting = (arrived_ptr + row, chunk, num_chunks, count)
-            if BLOCK_M > FEW_ROWS and num_rows * GQA <= FEW_ROWS:
-                # One of few rows in a batch of many.
+            # Groups of few rows in a batch of more have tiles of their own.
+            if BLOCK_M > LEAST_ROWS and num_rows * GQA <= LEAST_ROWS:
+                _score_item(
+                    codes, least_smem, query, put, meeting, factor, SUM_EVERY, FIRST_PHASE, LAST_PHASE, BLOCK_CHUNKS,
+                    least,
+                )  # fmt: skip
+            elif BLOCK_M > FEW_ROWS and num_rows * GQA <= FEW_ROWS:
                 _score_item(
                     codes, few_smem, query, put, meeting, factor, SUM_EVERY, FIRST_PHASE, LAST_PHASE, BLOCK_CHUNKS, few
                 )

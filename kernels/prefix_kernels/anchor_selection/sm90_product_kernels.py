@@ -17,6 +17,8 @@ from prefix_kernels.pooled_scores.kernels import listed_token, summed_candidate,
 FEW_ROWS = gl.constexpr(32)
 """Up to so many query rows a warp multiplies on its own, with the queries in its registers: a warp group's
 instructions take nearly as long for 8 columns as for 64."""
+LEAST_ROWS = gl.constexpr(8)
+"""Columns of the least product: query rows of a request alone, as a rule."""
 WHOLE = gl.constexpr(12582912.0)
 """1.5 * 2^23: an fp32 number of this size counts whole ones in its last bits. WHOLE plus a whole number, and the sum of
 WHOLE's bits and of the number as integers, are the same bits: neither way a conversion."""
