@@ -214,8 +214,9 @@ def test_programs_that_wait_for_each_other(
 ) -> None:
     """Also where the last ones have nothing to score. Few rows in a batch of many have tiles of their own, and the same
     scores as in a batch of few."""
-    made = Problem(requests, count, sum_every, programs=programs, joined=True, beside=beside)
-    few = Problem(requests, count, sum_every, programs=programs)
+    channels = 64 if beside and requests == 1 else 96
+    made = Problem(requests, count, sum_every, programs=programs, joined=True, beside=beside, channels=channels)
+    few = Problem(requests, count, sum_every, programs=programs, channels=channels)
     assert made.config.block_m > few.config.block_m or not beside or requests > 8
     scores = made.run()
     assert made.error(scores) < LIMIT

@@ -50,8 +50,8 @@ _ITEM_TOKENS = 1500
 """What an item costs beside its tokens, in tokens (H100, 64 channels: about 6 us of sums, a meeting and counts)."""
 _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32. Groups of so few rows in a batch of
-more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90; those of 8 rows have the tiles of a request
-alone (`_block_n`)."""
+more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90; of 8 rows and 64 channels those of a
+request alone (`_block_n`)."""
 _FEW_ROWS_BLOCK_N = 128
 TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}

@@ -237,7 +237,9 @@ def score_items_sm90_kernel(
     few_smem, least_smem = q_smem, q_smem
     if BLOCK_M > FEW_ROWS:
         few_smem = gl.allocate_shared_memory(gl.int8, [PIECES, FEW_ROWS, 32], shared)
-    if BLOCK_M > LEAST_ROWS:
+    # Of more channels, codes on their way would leave too few registers beside the other tiles.
+    HAS_LEAST: gl.constexpr = BLOCK_M > LEAST_ROWS and PIECES <= 2
+    if HAS_LEAST:
         least_smem = gl.allocate_shared_memory(gl.int8, [PIECES, LEAST_ROWS, 32], shared)
     counts_at = counts_address()
     factor = sm_scale * LOG2E
@@ -278,7 +280,7 @@ def score_items_sm90_kernel(
             put = (peak_ptr, total_ptr, max_rows, stats, scores, counts)
             meeting = (arrived_ptr + row, chunk, num_chunks, count)
             # Groups of few rows in a batch of more have tiles of their own.
-            if BLOCK_M > LEAST_ROWS and num_rows * GQA <= LEAST_ROWS:
+            if HAS_LEAST and num_rows * GQA <= LEAST_ROWS:
                 _score_item(
                     codes, least_smem, query, put, meeting, factor, SUM_EVERY, FIRST_PHASE, LAST_PHASE, BLOCK_CHUNKS,
                     least,
