@@ -231,6 +231,7 @@ def test_programs_that_wait_for_each_other(
         *({"count": count, "programs": programs} for count in (41, 333, 900) for programs in (0, 3)),
         *({"count": 900, "programs": 2, "joined": True, "rising": rising} for rising in (0.0, 60.0)),
         {"count": 333, "by_list": True, "entry_tokens": 16},
+        {"count": 900, "programs": 3, "channels": 64, "beside": 6},
     ],
     ids=str,
 )
