@@ -20,11 +20,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
+from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server, tokens_alike
 
 pytestmark = pytest.mark.gpu
 
-TOKENS, QUESTIONS, SAID, TIE = 8192, 4, 96, 0.13
+TOKENS, QUESTIONS, SAID, TIE = 8192, 4, 96, 0.05
 """TIE: nats that float16 may turn; bfloat16 turns up to 0.6 of this model's."""
 FLAGS = ["--attention-backend", os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton"), "--sampling-backend", "pytorch"]
 FLAGS += ["--grammar-backend", "none"]
@@ -86,9 +86,11 @@ def test_tokens_are_those_of_dense_decoding(server: Server) -> None:
         together += found
     for name, answers in {"dense": dense, "alone": alone, "together": together}.items():
         behind = [server.behind(prompts[number % len(prompts)], one) for number, one in enumerate(answers)]
-        same = sum(one.ids == of.ids[: len(one.ids)] for one, of in zip(answers, dense * 4, strict=False))
+        shares = [tokens_alike(one, of) / len(one.ids) for one, of in zip(answers, dense * 4, strict=False)]
+        same = shares.count(1.0)
         print(f"{name}: {same} of {len(answers)} answers are dense's, {max(map(max, behind)):.3f} nats behind at most")
         assert max(map(max, behind)) < TIE
+        assert sum(shares) > 0.8 * len(answers)
     steps = re.findall(r"Decode batch.*cuda graph: (\w+)", server.tail(1 << 20))
     assert steps
     assert set(steps) == {"True"}

@@ -204,24 +204,25 @@ def test_scores_are_those_of_fp64(sizes: dict[str, Any], requests: int) -> None:
     assert made.error(made.run()) < LIMIT
 
 
-@pytest.mark.parametrize("requests", [1, 8, 33])
+@pytest.mark.parametrize(("requests", "channels"), [(1, 64), (1, 96), (8, 96), (33, 96)])
 @pytest.mark.parametrize(
     ("count", "sum_every", "programs"), [(41, 1, 2), (333, 1, 0), (333, 1, 3), (4203, 16, 3), (900, 1, 5)]
 )
 @pytest.mark.parametrize("beside", [0, 7, 24])
 def test_programs_that_wait_for_each_other(
-    beside: int, count: int, sum_every: int, programs: int, requests: int
+    beside: int, count: int, sum_every: int, programs: int, requests: int, channels: int
 ) -> None:
     """Also where the last ones have nothing to score. Few rows in a batch of many have tiles of their own, and the same
     scores as in a batch of few."""
-    channels = 64 if beside and requests == 1 else 96
     made = Problem(requests, count, sum_every, programs=programs, joined=True, beside=beside, channels=channels)
     few = Problem(requests, count, sum_every, programs=programs, channels=channels)
+    assert made.config.block_m == 128 or beside < 24
     assert made.config.block_m > few.config.block_m or not beside or requests > 8
     scores = made.run()
     assert made.error(scores) < LIMIT
     assert torch.equal(scores, few.run())
-    assert made.products <= 2 * few.products  # where a stretch ends within a step
+    if channels == 64:
+        assert made.products <= 2 * few.products, "expected the tile of one request; a step may end behind a stretch"
 
 
 @pytest.mark.parametrize("requests", [1, 2])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,11 @@ class Answer:
     def decode_steps(self) -> int:
         """Steps that ran as decode: the first token comes out of the prefill."""
         return len(self.ids) - 1
+
+
+def tokens_alike(answer: Answer, other: Answer) -> int:
+    """Tokens of both up to the first that differs."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(answer.ids, other.ids, strict=False)))
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests import index_faults
-from tests.server.harness import SPARSE_CONFIG, Answer, Pool, Server
+from tests.server.harness import MODEL, SPARSE_CONFIG, Answer, Pool, Server
 from tests.server.jobs import Prebuilt
 from tests.server.test_schedules import SMALL_POOL, retracted
 
@@ -63,8 +65,19 @@ def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Ser
     assert delta.cascade_steps > 5, "expected rows of requests and their drafts to share reads"
     for count in range(1, 6):
         server.compared(whole[:1], count)
+    _judges_each_token(server, whole[0])
     _ends_alike(server, whole[0])
     _drafts_nothing(server, whole[1])
+
+
+def _judges_each_token(server: Server, prompt: str) -> None:
+    """`Server.behind`: nothing of an answer of dense decoding; of another token, that token alone and what follows."""
+    ids = AutoTokenizer.from_pretrained(str(MODEL)).encode(prompt, add_special_tokens=False)
+    dense = server.generate(ids, 8, sparse=False)
+    other = replace(dense, ids=(*dense.ids[:5], 3 if dense.ids[5] != 3 else 4, *dense.ids[6:]))
+    assert max(server.behind(ids, dense)) < 1e-3
+    behind = server.behind(ids, other)
+    assert max(behind[:5]) < 1e-3 < behind[5]
 
 
 def _ends_alike(server: Server, prompt: str) -> None:

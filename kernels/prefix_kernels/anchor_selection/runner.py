@@ -43,16 +43,18 @@ ITEM_FIELDS = 11
 recent_begin, slot_start, list_begin, head_stride, number of all items (in every row of the table)."""
 _MOST_ROWS = 2**31
 """Of codes, that it can number; it looks a few steps ahead."""
-_STEPS_AHEAD, _MOST_BLOCK_N = 6, 256
+_STEPS_AHEAD = 6
 _ROUNDS = 2
 """Of items, that groups of a batch are cut into at most."""
 _ITEM_TOKENS = 1500
 """What an item costs beside its tokens, in tokens (H100, 64 channels: about 6 us of sums, a meeting and counts)."""
 _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32. Groups of so few rows in a batch of
-more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90; of 8 rows and 64 channels those of a
-request alone (`_block_n`)."""
+more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90."""
 _FEW_ROWS_BLOCK_N = 128
+_LEAST_ROWS = 8
+"""Groups of so few rows have the tiles of a batch of as few, on sm_90: of tokens, not of lists, and 64 channels at
+most."""
 TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
@@ -500,9 +502,9 @@ class AnchorSelection:
         config = self.config
         if config.specialized:
             from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
-            from prefix_kernels.anchor_selection.sm90_product_kernels import LEAST_ROWS, words_layout
+            from prefix_kernels.anchor_selection.sm90_product_kernels import words_layout
 
-            least = _block_n(self.shape, LEAST_ROWS.value)
+            least = _block_n(self.shape, _LEAST_ROWS)
             return score_items_sm90_kernel, {
                 "BLOCK_M": config.block_m,
                 "BLOCK_CHUNKS": 64 if config.block_m <= _FEW_ROWS else 32,
@@ -539,7 +541,7 @@ class AnchorSelection:
     def _check_rows(self, scored: Sequence[ScoredGroup]) -> None:
         """Sm_90's own kernel numbers rows of codes by 32 bits; which tokens are listed is not known here."""
         end = max((max(of.first_rows) for of in scored), default=0) + self.max_prefix_len
-        if end + _STEPS_AHEAD * _MOST_BLOCK_N >= _MOST_ROWS:
+        if end + _STEPS_AHEAD * max(self.config.stretch, _block_n(self.shape, _LEAST_ROWS)) >= _MOST_ROWS:
             raise ValueError(
                 f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that "
                 "is not specialized"

@@ -224,12 +224,10 @@ def score_items_sm90_kernel(
     few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, LIST_ENTRY, 0)
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = few_mma
-        kept: gl.constexpr = RAW_ROWS
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
-        kept: gl.constexpr = 0
     least: gl.constexpr = (
-        GQA, LEAST_ROWS, LEAST_BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LEAST_LAYOUT, few_mma, LIST_ENTRY, kept,
+        GQA, LEAST_ROWS, LEAST_BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LEAST_LAYOUT, few_mma, LIST_ENTRY, RAW_ROWS,
     )  # fmt: skip
     sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, LIST_ENTRY, RAW_ROWS)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
@@ -237,8 +235,8 @@ def score_items_sm90_kernel(
     few_smem, least_smem = q_smem, q_smem
     if BLOCK_M > FEW_ROWS:
         few_smem = gl.allocate_shared_memory(gl.int8, [PIECES, FEW_ROWS, 32], shared)
-    # Of more channels, codes on their way would leave too few registers beside the other tiles.
-    HAS_LEAST: gl.constexpr = BLOCK_M > LEAST_ROWS and PIECES <= 2
+    # Of more channels, codes on their way would leave too few registers beside the other tiles. Lists were not timed.
+    HAS_LEAST: gl.constexpr = BLOCK_M > LEAST_ROWS and PIECES <= 2 and LIST_ENTRY == 0
     if HAS_LEAST:
         least_smem = gl.allocate_shared_memory(gl.int8, [PIECES, LEAST_ROWS, 32], shared)
     counts_at = counts_address()
