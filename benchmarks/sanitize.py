@@ -79,7 +79,7 @@ CASES = (
         ("score_items_sm90_kernel", "list_kernel"),
         "test_specialized_selection.py",
         "(test_every_tile_and_length and (129- or 4999-)) or (test_sums_of_a_sample and 16-) or other_lengths "
-        "or (scores_that_are_kept and 300-) or share_a_row",
+        "or number_of_channels or share_a_row",
     ),
     Case(
         ("attend_items_sm90_kernel",),

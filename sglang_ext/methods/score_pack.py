@@ -19,7 +19,7 @@ from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_st
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.scored_op import RAW_ROWS, LayerRows, RawScores, ScoredOp
+from sglang_ext.methods.scored_op import RAW_ROWS, LayerRows, ScoredOp
 from sglang_ext.prefix.residency import LayerArrays
 
 SCORE_BYTES = 160 << 20
@@ -60,7 +60,7 @@ class ScorePack:
         self._found: dict[int, AnchorSelection] = {}
         self._probed: list[list[LayerArrays]] = []
         entries = [count * self._stride_of(size) for size in range(1, RAW_ROWS + 1)]
-        self._raw = RawScores(op.shape, entries, RAW_BYTES, device)
+        self._raw = op.raw_scores(entries, RAW_BYTES)
 
     def _groups_of(self, requests: int) -> int:
         """Groups of a batch, that a kernel for so many requests has room for; one at least."""

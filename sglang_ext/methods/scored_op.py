@@ -156,7 +156,7 @@ class ScoredOp(ScoringOp):
         self._found: dict[int, AnchorSelection] = {}
         self._known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
         entries = [min(len(self._scores), self.score_entries(size)) for size in range(1, RAW_ROWS + 1)]
-        self._raw = RawScores(shape, entries, _RAW_BYTES, device)
+        self._raw = self.raw_scores(entries, _RAW_BYTES)
 
     @abstractmethod
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
@@ -217,6 +217,10 @@ class ScoredOp(ScoringOp):
         config, highest = serves(size), serves(most)
         # A lower tile than the highest holds all rows of its batches.
         return config, most if config.block_m == highest.block_m else config.block_m // self.shape.gqa
+
+    def raw_scores(self, entries: Sequence[int], most: int) -> RawScores:
+        """Room for them, see `RawScores`: none where sm_90's own kernel scores, which takes codes again."""
+        return RawScores(self.shape, () if self.tile_of(1)[0].specialized else entries, most, self._device)
 
     def tables_of(self, index: Index) -> KnownIndex:
         """Of an index that `number_of` was asked for."""

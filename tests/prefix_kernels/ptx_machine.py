@@ -9,6 +9,7 @@ What is modelled:
 - the threads' places in `mma.sync` and `wgmma` of INT8, in `ldmatrix`, `stmatrix` and `shfl`;
 - descriptors of shared memory and its swizzle, for a right side whose rows lie along the summed dimension;
 - atomic adds, to shared memory and to the launch's tensors;
+- `cp.async` to shared memory: it comes when its group is waited for, and until then nothing may be read there;
 - bounds: an address must lie in a tensor of the launch or in one array of the program's shared memory, and be aligned.
   Of shared memory only what was written may be read; what is added to anything else stays unknown. A register that
   nothing was written to has all bits set, which is no number as fp32.
@@ -138,6 +139,11 @@ class Memory:
         content, _, where = self._at(addresses, values.dtype, text)
         np.add.at(content, where, values)
 
+    def forget(self, addresses: Array, dtype: np.dtype[Any], text: str) -> None:
+        """What is there may not be read until it is written again."""
+        _, known, where = self._at(addresses, dtype, text)
+        known[where] = False
+
     def _at(self, addresses: Array, dtype: np.dtype[Any], text: str) -> tuple[Array, Array, Array]:
         """A range as numbers of a type, which of their bytes are known, and which of them the addresses are."""
         number = max(1, bisect_right(self._bases, int(addresses[0]))) - 1
@@ -169,6 +175,7 @@ class Machine:
         self.first = np.arange(self.threads) - self.lanes  # thread of the first lane of each thread's warp
         self.active: Array | None = None  # threads that the instruction is done for; None: all
         self.text = ""
+        self.copies: list[list[tuple[Array, Array]]] = [[]]  # on their way, by groups: into, from, words of 32 bits
         arguments = [launched.arguments[name] for name, kind in kernel.src.signature.items() if kind != "constexpr"]
         numbers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         reached = [one.untyped_storage() for one in (*tensors, *arguments) if isinstance(one, torch.Tensor)]
@@ -449,6 +456,26 @@ def _reduce(machine: Machine, one: Instruction) -> None:
     machine.write(one.operands[0], how.reduce(value.reshape(-1, LANES), axis=1, dtype=one.dtype).repeat(LANES))
 
 
+def _copy_later(machine: Machine, one: Instruction) -> None:
+    """`cp.async`, by words, of all threads; groups are waited for up to the latest few."""
+    if one.parts[2] == "commit_group":
+        machine.copies.append([])
+    elif one.parts[2] == "wait_group":
+        kept = len(machine.copies) - 1 - int(one.operands[0])
+        waited, machine.copies = machine.copies[: max(kept, 0)], machine.copies[max(kept, 0) :]
+        for into, source in (copy for group in waited for copy in group):
+            machine.store("shared", into, machine.load("global", source, U32))
+    else:
+        machine.expect(one.parts[2:] == ("ca", "shared", "global") and machine.active is None)
+        into, source = map(machine.addresses, one.operands[:2])
+        nbytes = int(one.operands[2])
+        machine.expect(nbytes in (4, 8, 16) and not (into % np.uint64(nbytes)).any())
+        machine.expect(not (source % np.uint64(nbytes)).any())
+        for word in np.arange(0, nbytes, 4).astype(np.uint64):
+            machine.memory["shared"].forget(into + word, U32, machine.text)
+            machine.copies[-1].append((into + word, source + word))
+
+
 def _matrices(machine: Machine, one: Instruction) -> None:
     """`ldmatrix` and `stmatrix`: 8 rows of 16 bytes a matrix, at the addresses of 8 lanes; 4 bytes of a row a lane."""
     name = one.parts[0]
@@ -542,6 +569,7 @@ FAMILIES: dict[str, Callable[[Machine, Instruction], None]] = {
     "shf": _funnel,
     "red": _add_to_memory,
     "atom": _add_to_memory,
+    "cp": _copy_later,
     "ldmatrix": _matrices,
     "stmatrix": _matrices,
     "mma": _warp_product,

@@ -6,8 +6,9 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-from prefix_kernels.anchor_selection import AnchorConfig, default_config
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, default_config
 from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, make_items, share_programs
 from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.top_k_selection import SelectionGroup
@@ -73,6 +74,12 @@ def test_many_layers_of_many_groups_are_cut_at_once() -> None:
     assert least(31) < 12 * least(1)
 
 
+def test_steps_that_the_ring_has_no_room_for_are_refused() -> None:
+    config = AnchorConfig(8, 256, 4, 3, 2, specialized=True)
+    with pytest.raises(ValueError, match="at most 16384 codes .* got 256 candidates of 96 channels; take a lower"):
+        AnchorSelection(ScoreShape(32, 8, 96), 1, 1, 4096, 600, config, torch.device("cpu"))
+
+
 def test_configs() -> None:
     tokens, bytes_ = ScoreShape(32, 8, 96), ScoreShape(32, 8, 96, bits=8)
     assert default_config(tokens, 1) == AnchorConfig(8, 128, 4, 3, 2)
@@ -80,7 +87,9 @@ def test_configs() -> None:
     assert default_config(tokens, 9) == AnchorConfig(64, 128, 4, 3, 2, True)
     assert default_config(tokens, 64) == default_config(tokens, 32)
     assert default_config(tokens, 32, (8, 0)) == AnchorConfig(32, 64, 4, 3, 2)
-    assert default_config(tokens, 1, specialized=True) == AnchorConfig(8, 256, 4, 3, 2, specialized=True)
+    served = replace(tokens, channels=64)
+    assert default_config(served, 1, specialized=True) == AnchorConfig(8, 256, 4, 3, 2, specialized=True)
+    assert default_config(tokens, 1, specialized=True) == AnchorConfig(8, 128, 4, 3, 2, specialized=True)
     assert default_config(tokens, 32, specialized=True) == AnchorConfig(128, 64, 4, 3, 2, specialized=True)
     assert default_config(bytes_, 9, specialized=True) == default_config(bytes_, 9)
     assert default_config(tokens, 32, (8, 0), specialized=True) == default_config(tokens, 32, (8, 0))

@@ -53,7 +53,6 @@ class Problem:
         programs: of a KV head, in two launches; 0: one, in one.
         joined: all programs in one launch.
         size: of the queries.
-        raw: whether scores are kept for the second phase, of few rows.
         windows: the first and the last candidates that are taken whatever their scores.
         options: of the index.
     """
@@ -69,7 +68,6 @@ class Problem:
         joined: bool = False,
         windows: tuple[int, int] = (5, 20),
         size: float = 1.0,
-        raw: bool = False,
         **options: Any,
     ) -> None:
         rows, budget = tuple(range(1, 1 + requests)), min(sum(windows) + 15, count - 1)
@@ -77,7 +75,7 @@ class Problem:
         self.made = hopper_problem(torch.device("cpu"), sizes, sum_every=sum_every, windows=windows, **options)
         self.config = default_config(self.made.shape, requests + beside, specialized=True)
         self.requests, self.count, self.programs, self.windows = requests, count, programs, windows
-        self.joined, self.raw, self.row_tokens = joined or not programs, raw, options.get("row_tokens", 1)
+        self.joined, self.row_tokens = joined or not programs, options.get("row_tokens", 1)
         self.products, self.counted = 0, torch.empty(0)
         self.channels, self.codes, self.scale = (array[HEAD] for array in self.made.scored[0].arrays)
         self.q = self.made.q.mul_(size)
@@ -93,8 +91,7 @@ class Problem:
         select.plan(made.scored, made.selected)
         arena = torch.full((made.room,), UNTOUCHED)
         with recording() as kept:
-            room = torch.full((made.room, GQA * self.requests), UNTOUCHED) if self.raw else None
-            select.run(ScoreInputs(made.q, made.sm_scale, room, candidates=made.candidates), arena, select.new_lists())
+            select.run(ScoreInputs(made.q, made.sm_scale, candidates=made.candidates), arena, select.new_lists())
         scores = [one for one in kept.launches if one.kernel is score_items_sm90_kernel]
         assert [one.grid for one in scores] == [(programs, KV_HEADS)] * (1 if self.joined else 2)
         return scores, list(made.scored[0].arrays), arena[made.scored[0].score_begins[HEAD] :][: self.count]
@@ -110,7 +107,6 @@ class Problem:
         told = [tensors.pop(f"{name}_ptr") for name in ("peak", "total", "at_least")]
         arrived = tensors.pop("arrived_ptr")
         arrived[:] = MEETINGS * ARRIVALS.value
-        raw = tensors.pop("raw_ptr")
         for tensor in told:
             tensor.fill_(UNTOUCHED)
         kept = [*tensors.values(), *index]
@@ -123,11 +119,8 @@ class Problem:
                 changed = {"ptx": kernel.asm["ptx"].replace(before, after)}
                 kernel = SimpleNamespace(asm=changed, src=kernel.src, metadata=kernel.metadata)
             done = run_together([Machine(one, kernel, (place, HEAD), index) for place in range(one.grid[0])])
-            assert done[product] > 0 or self.raw
+            assert done[product] > 0
             self.products += done[product]
-        of_head = raw[self.made.scored[0].score_begins[HEAD] :][: self.count].clone()
-        raw[self.made.scored[0].score_begins[HEAD] :][: self.count] = UNTOUCHED
-        assert not self.raw or (bool((raw == UNTOUCHED).all()) and not (of_head == UNTOUCHED).any())
         written = own.clone()
         own.fill_(UNTOUCHED)
         # As bytes: some may be no numbers.
@@ -223,23 +216,6 @@ def test_programs_that_wait_for_each_other(
     assert torch.equal(scores, few.run())
     if channels == 64:
         assert made.products <= 2 * few.products, "expected the tile of one request; a step may end behind a stretch"
-
-
-@pytest.mark.parametrize("requests", [1, 2])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        *({"count": count, "programs": programs} for count in (41, 333, 900) for programs in (0, 3)),
-        *({"count": 900, "programs": 2, "joined": True, "rising": rising} for rising in (0.0, 60.0)),
-        {"count": 333, "by_list": True, "entry_tokens": 16},
-        {"count": 900, "programs": 3, "channels": 64, "beside": 6},
-    ],
-    ids=str,
-)
-def test_scores_that_are_kept_are_not_made_again(sizes: dict[str, Any], requests: int) -> None:
-    kept, made = Problem(requests, raw=True, **sizes), Problem(requests, **sizes)
-    assert torch.equal(kept.run(), made.run())
-    assert kept.products < made.products
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32])

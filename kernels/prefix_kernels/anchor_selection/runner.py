@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -55,6 +54,8 @@ _FEW_ROWS_BLOCK_N = 128
 _LEAST_ROWS = 8
 """Groups of so few rows have the tiles of a batch of as few, on sm_90: of tokens, not of lists, and 64 channels at
 most."""
+_MOST_CODES = 256 * 64
+"""Of a step of sm_90's own kernel: three steps have 24 KiB of shared memory."""
 TOKENS_OF_A_THREAD = 16
 _POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
@@ -178,9 +179,9 @@ def default_config(
 
 
 def _block_n(shape: ScoreShape, block_m: int) -> int:
-    """Candidates of a step of sm_90's own kernel. Codes that are on their way lie in registers."""
+    """Candidates of a step of sm_90's own kernel. Codes that are on their way take at most 24 KiB of shared memory."""
     block_n = 256 if block_m <= 16 else 128 if block_m <= _FEW_ROWS else 64
-    return block_n // 2 if shape.channels > 96 and block_m <= _FEW_ROWS else block_n
+    return min(block_n, 128) if shape.channels > 64 else block_n
 
 
 def _config_of_blocks(shape: ScoreShape, block_m: int, hopper: bool) -> AnchorConfig:
@@ -356,7 +357,7 @@ class AnchorSelection:
                 f"2^30, got {sizes}"
             )
         if config.specialized:
-            _check_fits(shape, device)
+            _check_fits(shape, config, device)
         self.shape, self.config, self.form, self.device = shape, config, form, device
         self._list_warps = list_warps
         self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
@@ -489,7 +490,7 @@ class AnchorSelection:
             )
         joined = self.form is Form.FUSED
         if self.config.specialized:
-            _check_inputs(inputs, self.config.block_m)
+            _check_inputs(inputs)
         kernel, own = self._scoring(inputs)
         for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
             phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
@@ -501,8 +502,8 @@ class AnchorSelection:
         """The kernel of scores, and what it is told beside tables and buffers."""
         config = self.config
         if config.specialized:
+            from prefix_kernels.anchor_selection.sm90_codes_kernels import words_layout
             from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
-            from prefix_kernels.anchor_selection.sm90_product_kernels import words_layout
 
             least = _block_n(self.shape, _LEAST_ROWS)
             return score_items_sm90_kernel, {
@@ -569,23 +570,27 @@ def _in_rounds(programs: int) -> int:
     return programs - rest if programs > _CHUNKS_AT_ONCE and 8 * rest <= programs else programs
 
 
-def _check_fits(shape: ScoreShape, device: torch.device) -> None:
+def _check_fits(shape: ScoreShape, config: AnchorConfig, device: torch.device) -> None:
     """What sm_90's own kernel scores; on a CPU, where it can be compiled only, the device is not asked."""
     if not fits_specialized(shape):
         raise ValueError(
             "expected 4-bit codes on 32, 64, 96 or 128 channels, pooled by the maximum, for sm_90's own kernel, got "
             f"{shape}; use a configuration that is not specialized"
         )
+    if config.stretch * shape.channels > _MOST_CODES:
+        raise ValueError(
+            f"expected steps of at most {_MOST_CODES} codes for sm_90's own kernel, got {config.stretch} candidates of "
+            f"{shape.channels} channels; take a lower block_n"
+        )
     if device.type == "cuda" and not has_specialized(device):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"expected sm_90 for sm_90's own kernel, got {name}; use a configuration not specialized")
 
 
-def _check_inputs(inputs: ScoreInputs, most: int) -> None:
-    """It takes the largest score before it scales, multiplies in INT8, and keeps raw scores of one tile."""
-    room = (0, 0) if inputs.raw is None else tuple(inputs.raw.shape)
-    if not inputs.sm_scale > 0 or inputs.q.dtype is torch.float32 or room[1] > most or math.prod(room) >= _MOST_ROWS:
+def _check_inputs(inputs: ScoreInputs) -> None:
+    """It takes the largest score before it scales, and multiplies in INT8."""
+    if not inputs.sm_scale > 0 or inputs.q.dtype is torch.float32:
         raise ValueError(
-            f"expected a positive scale, q in fp16 or bf16 and raw scores of at most {most} rows for sm_90's own "
-            f"kernel, got {inputs.sm_scale}, {inputs.q.dtype} and {room}; use a configuration that is not specialized"
+            f"expected a positive scale and q in fp16 or bf16 for sm_90's own kernel, got {inputs.sm_scale} and "
+            f"{inputs.q.dtype}; use a configuration that is not specialized"
         )

@@ -1,7 +1,6 @@
 """Scores of an anchor layer's selection on Hopper, from codes of 4 bits: both passes in one launch.
 
-The scores of `pooled_scores.kernels` for INT4 tokens, for sm_90. Codes are loaded some steps ahead, and no
-warp waits for another in a loop: warps drift apart, so that one loads while another multiplies.
+The scores of `pooled_scores.kernels` for INT4 tokens, for sm_90. No warp waits for another in a loop.
 """
 
 from __future__ import annotations
@@ -9,6 +8,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from prefix_kernels.anchor_selection.sm90_codes_kernels import (
+    STEPS_AHEAD,
+    ask,
+    ask_first,
+    next_slot,
+    ring_address,
+    step_of,
+    take,
+)
 from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
     add_counts,
     barrier,
@@ -22,11 +30,9 @@ from prefix_kernels.anchor_selection.sm90_exchange_kernels import (
 from prefix_kernels.anchor_selection.sm90_product_kernels import (
     FEW_ROWS,
     LEAST_ROWS,
-    load_again,
-    product_again,
+    product,
     put_queries,
     right_sides,
-    step_again,
     sum_item,
     sum_sample_item,
 )
@@ -76,23 +82,27 @@ def _put_scores(pooled, n, end, tile, put):
 
 
 @gluon.jit
-def _first_words(codes, sizes: gl.constexpr):
-    """Codes or scores of a stretch's first four steps, and what those of the next two are loaded by."""
+def _ask_first_pooled(codes, sizes: gl.constexpr):
+    """`ask_first` for pooled scores, and its limit: behind an even number of steps."""
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, _, begin, _, _, _ = codes
-    s0, s1 = step_again(codes, begin, sizes), step_again(codes, begin + BLOCK_N, sizes)
-    s2, s3 = step_again(codes, begin + 2 * BLOCK_N, sizes), step_again(codes, begin + 3 * BLOCK_N, sizes)
-    s4, s5 = step_again(codes, begin + 4 * BLOCK_N, sizes), step_again(codes, begin + 5 * BLOCK_N, sizes)
-    w0 = load_again(codes, s0, begin, sizes)
-    w1 = load_again(codes, s1, begin + BLOCK_N, sizes)
-    w2 = load_again(codes, s2, begin + 2 * BLOCK_N, sizes)
-    w3 = load_again(codes, s3, begin + 3 * BLOCK_N, sizes)
-    return w0, w1, w2, w3, s4, s5
+    _, _, _, begin, end, _, _ = codes
+    limit = begin + gl.cdiv(end - begin, 2 * BLOCK_N) * (2 * BLOCK_N)
+    return ask_first(codes, limit, sizes), limit
 
 
 @gluon.jit
-def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.constexpr):
-    """Pooled scores of all candidates of a stretch, of which `_first_words` are there: the natural log of the largest
+def _highest_of_step(codes, entries, start, limit, slot, queries, base, sizes: gl.constexpr):
+    """(`highest_of_columns` of a step; of the step after the one that is asked for next, its `step_of`; next slot)."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    _, _, _, _, _, at, _ = codes
+    highest = highest_of_columns(product(take(at, slot, sizes), queries, base, sizes), sizes)
+    ask(codes, entries, start + STEPS_AHEAD * BLOCK_N, limit, slot, sizes)
+    return highest, step_of(codes, start + (STEPS_AHEAD + 2) * BLOCK_N, sizes), next_slot(slot, sizes)
+
+
+@gluon.jit
+def _pool_stretch(asked, codes, q_smem, unit, below, tile, scores, sizes: gl.constexpr):
+    """Pooled scores of all candidates of a stretch, whose first steps were asked for: the natural log of the largest
     share of attention."""
     BLOCK_M: gl.constexpr = sizes[1]
     BLOCK_N: gl.constexpr = sizes[2]
@@ -100,23 +110,19 @@ def _pool_stretch(words, codes, q_smem, unit, below, tile, scores, sizes: gl.con
     _, _, _, begin, end, _, _ = codes
     queries = right_sides(q_smem, sizes)
     base = below[None, :] + gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)
-    w0, w1, w2, w3, s4, s5 = words
-    for start in range(begin, end, 2 * BLOCK_N):
-        highest = highest_of_columns(product_again(w0, queries, base, sizes), sizes)
-        w0 = w2
-        w2 = load_again(codes, s4, start + 4 * BLOCK_N, sizes)
-        s4 = step_again(codes, start + 6 * BLOCK_N, sizes)
-        more = highest_of_columns(product_again(w1, queries, base, sizes), sizes)
-        w1 = w3
-        w3 = load_again(codes, s5, start + 5 * BLOCK_N, sizes)
-        s5 = step_again(codes, start + 7 * BLOCK_N, sizes)
+    entries, limit = asked
+    this, other = entries
+    slot = gl.to_tensor(0)
+    for start in range(begin, limit, 2 * BLOCK_N):
+        highest, this, slot = _highest_of_step(codes, this, start, limit, slot, queries, base, sizes)
+        more, other, slot = _highest_of_step(codes, other, start + BLOCK_N, limit, slot, queries, base, sizes)
         highest, place = highest_of_two_steps(highest, more, sizes)
         _put_scores(highest.to(gl.float32) * (unit * LN2), start + place, end, tile, scores)
 
 
 @gluon.jit
 def _pool_item(
-    words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, AGAIN: gl.constexpr,
+    asked, codes, query, put, stats, num_chunks, factor, unit, scores, counts, AGAIN: gl.constexpr,
     SUM_EVERY: gl.constexpr, BLOCK_CHUNKS: gl.constexpr, sizes: gl.constexpr,
 ):  # fmt: skip
     """The second phase of an item: write the pooled scores of its stretch, and how many have which key. AGAIN: no
@@ -148,9 +154,9 @@ def _pool_item(
         below = gl.floor(0.5 - gl.minimum(gl.maximum(lse / unit, -NEVER), NEVER)).to(gl.int32)
         below = gl.convert_layout(below, gl.SliceLayout(0, MMA))
         where = (scores_ptr, num_sink, recent_begin, tiles - 1, counts_at)
-        _pool_stretch(words, codes, q_smem, unit, below, tile, where, sizes)
+        _pool_stretch(asked, codes, q_smem, unit, below, tile, where, sizes)
         if tile + 1 < tiles:
-            words = _first_words(codes, sizes)
+            asked = _ask_first_pooled(codes, sizes)
         barrier()
     at_least, place = end_counts(counts_at, NUM_WARPS), bins(1, NUM_WARPS)
     gl.store(counts_ptr + COARSE + place, at_least)
@@ -178,8 +184,9 @@ def _score_item(
         unit = sum_sample_item(summed, query, put, own, factor, sizes)
     if FIRST_PHASE == 1 and SUM_EVERY == 1:
         unit = sum_item(codes, query, put, own, factor, sizes)
-    # What comes first is asked for before the others are waited for.
-    words = _first_words(codes, sizes)
+    if LAST_PHASE >= 2:
+        # What comes first is asked for before the others are waited for.
+        asked = _ask_first_pooled(codes, sizes)
     if FIRST_PHASE == 1 and LAST_PHASE > 1:
         _meet(arrived_ptr, chunk, num_chunks)
     if LAST_PHASE > FIRST_PHASE:
@@ -187,7 +194,7 @@ def _score_item(
         _let_the_next_kernel_come()
     if LAST_PHASE >= 2:
         _pool_item(
-            words, codes, query, put, stats, num_chunks, factor, unit, scores, counts, FIRST_PHASE == 2, SUM_EVERY,
+            asked, codes, query, put, stats, num_chunks, factor, unit, scores, counts, FIRST_PHASE == 2, SUM_EVERY,
             BLOCK_CHUNKS, sizes,
         )  # fmt: skip
 
@@ -200,7 +207,6 @@ def score_items_sm90_kernel(
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     arrays_ptr,  # int64 [num_groups, 5], addresses: channels, packed, scale, 0, 0
     candidates_ptr,  # int32, lists of LISTED candidates, ENTRY tokens an entry
-    raw_ptr,  # fp32 [arena, RAW_ROWS], as int32: scores kept for the second phase; RAW_ROWS of 0: none
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
@@ -213,7 +219,7 @@ def score_items_sm90_kernel(
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
     LEAST_LAYOUT: gl.constexpr, LEAST_BLOCK_N: gl.constexpr,
     FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, FORM: gl.constexpr, ENTRY: gl.constexpr,
-    RAW_ROWS: gl.constexpr, SHARED_ROWS: gl.constexpr,
+    SHARED_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): the phases of scores of its items."""
     head = gl.program_id(1).to(gl.int64)
@@ -221,25 +227,29 @@ def score_items_sm90_kernel(
     PIECES: gl.constexpr = CHANNELS // 32
     LIST_ENTRY: gl.constexpr = ENTRY if FORM == LISTED else 0
     few_mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NUM_WARPS, 1], [16, 8])
-    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, LIST_ENTRY, 0)
+    few: gl.constexpr = (GQA, FEW_ROWS, STRETCH, PIECES, NUM_WARPS, LISTED_CHANNELS, FEW_LAYOUT, few_mma, LIST_ENTRY)
     if BLOCK_M <= FEW_ROWS:
         mma: gl.constexpr = few_mma
     else:
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 32])
     least: gl.constexpr = (
-        GQA, LEAST_ROWS, LEAST_BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LEAST_LAYOUT, few_mma, LIST_ENTRY, RAW_ROWS,
+        GQA, LEAST_ROWS, LEAST_BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LEAST_LAYOUT, few_mma, LIST_ENTRY,
     )  # fmt: skip
-    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, LIST_ENTRY, RAW_ROWS)
+    sizes: gl.constexpr = (GQA, BLOCK_M, BLOCK_N, PIECES, NUM_WARPS, LISTED_CHANNELS, LAYOUT, mma, LIST_ENTRY)
     shared: gl.constexpr = gl.NVMMASharedLayout(32, 8, 2)
-    q_smem = gl.allocate_shared_memory(gl.int8, [PIECES, BLOCK_M, 32], shared)
+    # Beside counts and ring, CUDA grants more than 48 KiB in all only where Triton asks for as much by itself.
+    WIDE: gl.constexpr = BLOCK_M > FEW_ROWS and (PIECES > 3 or SUM_EVERY == 1)
+    ROOM: gl.constexpr = (48 << 10) // (32 * BLOCK_M) + 1 if WIDE else PIECES
+    q_smem = gl.allocate_shared_memory(gl.int8, [ROOM, BLOCK_M, 32], shared)
     few_smem, least_smem = q_smem, q_smem
     if BLOCK_M > FEW_ROWS:
         few_smem = gl.allocate_shared_memory(gl.int8, [PIECES, FEW_ROWS, 32], shared)
-    # Of more channels, codes on their way would leave too few registers beside the other tiles. Lists were not timed.
+    # More channels and lists were not timed.
     HAS_LEAST: gl.constexpr = BLOCK_M > LEAST_ROWS and PIECES <= 2 and LIST_ENTRY == 0
     if HAS_LEAST:
         least_smem = gl.allocate_shared_memory(gl.int8, [PIECES, LEAST_ROWS, 32], shared)
     counts_at = counts_address()
+    ring_at = ring_address(max(BLOCK_N, STRETCH, LEAST_BLOCK_N if HAS_LEAST else 0), PIECES)
     factor = sm_scale * LOG2E
     # There is a row of the table for every program, be there an item or not.
     num_items = gl.load(items_ptr + gl.program_id(0) * ITEM_FIELDS + ITEM_FIELDS - 1).to(gl.int32)
@@ -270,8 +280,7 @@ def score_items_sm90_kernel(
         begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows
         if selected < prefix_len:
-            raw = raw_ptr.to(gl.pointer_type(gl.int32)) + score_begin * RAW_ROWS
-            codes = (packed_ptr, first_row, listed_ptr, begin, end, raw, shift)
+            codes = (packed_ptr, first_row, listed_ptr, begin, end, ring_at, shift)
             of_group = (row_begin, num_rows, head)
             query = (q_ptr, rows_ptr, channels_ptr, scale_ptr, of_group, (q_stride_row, q_stride_head))
             counts = (at_least_ptr + (item * num_heads + head) * (COARSE + NUM_BINS), counts_at)

@@ -1,8 +1,6 @@
 """Products of codes of 4 bits with queries on Hopper, and the sums of their exponentials: a selection's first phase.
 
-What Triton makes of products moves every code through shared memory, between two barriers. Here a thread loads the very
-codes that it feeds to the matrix instructions and takes part in no exchange. In Gluon, since Triton chooses the layout
-of a load itself.
+In Gluon, since what Triton makes of products moves every code through shared memory, between two barriers.
 """
 
 from __future__ import annotations
@@ -11,8 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
+from prefix_kernels.anchor_selection.sm90_codes_kernels import (
+    STEPS_AHEAD,
+    ask,
+    ask_first,
+    ask_rows,
+    asked,
+    next_slot,
+    rows_at,
+    step_of,
+    take,
+)
 from prefix_kernels.anchor_selection.sm90_exchange_kernels import barrier, sums_of_threads
-from prefix_kernels.pooled_scores.kernels import listed_token, summed_candidate, summed_weight
+from prefix_kernels.pooled_scores.kernels import summed_candidate, summed_weight
 
 FEW_ROWS = gl.constexpr(32)
 """Up to so many query rows a warp multiplies on its own, with the queries in its registers: a warp group's
@@ -32,20 +41,6 @@ LARGEST = gl.constexpr(2.0**100)
 # What is summed is the same as in the kernel for all GPUs.
 _summed_candidate = gluon.jit(summed_candidate.fn)
 _summed_weight = gluon.jit(summed_weight.fn)
-_listed_token = gluon.jit(listed_token.fn)
-
-
-def words_layout(block_n: int, num_warps: int) -> gl.DistributedLinearLayout:
-    """Of [block_n, 4] words of a piece: as the matrix instructions want their left side, a word to a thread."""
-    rows = [[row, 0] for row in _powers(16 * num_warps, block_n)]
-    warps = [[row, 0] for row in _powers(16, 16 * num_warps)]
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0], *rows], lanes, warps, [], [block_n, 4])
-
-
-def _powers(first: int, limit: int) -> list[int]:
-    """`first` and its doubles below the limit."""
-    return [first << shift for shift in range((max(limit // first, 1)).bit_length() - 1)]
 
 
 @gluon.jit
@@ -55,7 +50,8 @@ def _piece_of_queries(base, live, of_piece, channels_ptr, scale_ptr, PIECE: gl.c
     What fp16 could not hold, or is no number, is 0, lest one broken query take away all others' precision.
     """
     LISTED: gl.constexpr = sizes[5]
-    column = PIECE * 32 + of_piece
+    PIECES: gl.constexpr = sizes[3]
+    column = (of_piece // 8 * PIECES + PIECE) * 8 + of_piece % 8
     channel = gl.load(channels_ptr + column).to(gl.int32) if LISTED else column
     step = gl.load(scale_ptr + column)
     q = gl.load(base[:, None] + channel[None, :], mask=live[:, None], other=0.0).to(gl.float32)
@@ -119,98 +115,6 @@ def put_queries(query, tile, factor, sizes: gl.constexpr):
     hopper.fence_async_shared()
     barrier()
     return unit * factor
-
-
-@gluon.jit
-def _rows(codes, n, sizes: gl.constexpr):
-    """Of the codes: of the candidates at places n."""
-    ENTRY: gl.constexpr = sizes[8]
-    _, first_row, listed_ptr, _, _, _, shift = codes
-    if ENTRY > 0:
-        n = _listed_token(listed_ptr, n, None, ENTRY)
-    return first_row + (n >> shift)
-
-
-@gluon.jit
-def step_of(codes, start, sizes: gl.constexpr):
-    """Of a list, the entries of the step from `start` on: asked for a turn before their codes."""
-    ENTRY: gl.constexpr = sizes[8]
-    _, _, listed_ptr, _, end, _, _ = codes
-    entries = 0
-    if ENTRY > 0:
-        entries = gl.load(listed_ptr + gl.minimum(_entries_of(start, sizes), (end - 1) // ENTRY))
-    return entries
-
-
-@gluon.jit
-def _by_entries(sizes: gl.constexpr):
-    """int32 [BLOCK_N / ENTRY, ENTRY]: the numbers of a step's candidates."""
-    BLOCK_N: gl.constexpr = sizes[2]
-    LAYOUT: gl.constexpr = sizes[6]
-    ENTRY: gl.constexpr = sizes[8]
-    return gl.reshape(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), [BLOCK_N // ENTRY, ENTRY])
-
-
-@gluon.jit
-def _entries_of(start, sizes: gl.constexpr):
-    """The numbers of the entries of the step from `start` on, a multiple of ENTRY."""
-    BLOCK_N: gl.constexpr = sizes[2]
-    ENTRY: gl.constexpr = sizes[8]
-    like: gl.constexpr = _by_entries(sizes).type.layout
-    return start // ENTRY + gl.arange(0, BLOCK_N // ENTRY, gl.SliceLayout(1, like))
-
-
-@gluon.jit
-def _rows_of(entries, codes, start, sizes: gl.constexpr):
-    """[BLOCK_N]: of the codes, those of a step's entries; past the end the last candidate's again."""
-    BLOCK_N: gl.constexpr = sizes[2]
-    LAYOUT: gl.constexpr = sizes[6]
-    ENTRY: gl.constexpr = sizes[8]
-    _, first_row, _, _, end, _, _ = codes
-    like: gl.constexpr = _by_entries(sizes).type.layout
-    last = end - 1
-    limit = gl.where(_entries_of(start, sizes) < last // ENTRY, ENTRY - 1, last % ENTRY)
-    place = gl.minimum(gl.arange(0, ENTRY, gl.SliceLayout(0, like))[None, :], limit[:, None])
-    tokens = gl.reshape(entries[:, None] * ENTRY + place, [BLOCK_N])
-    return first_row + gl.convert_layout(tokens, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-
-
-@gluon.jit
-def load_step(codes, entries, start, sizes: gl.constexpr):
-    """Codes of the step from `start` on, whose `step_of` is there. Past the end the last candidate's are read again."""
-    BLOCK_N: gl.constexpr = sizes[2]
-    LAYOUT: gl.constexpr = sizes[6]
-    ENTRY: gl.constexpr = sizes[8]
-    packed_ptr, first_row, _, _, end, _, shift = codes
-    if ENTRY > 0:
-        rows = _rows_of(entries, codes, start, sizes)
-    else:
-        n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-        rows = gl.minimum(first_row + (n >> shift), first_row + (end - 1 >> shift))
-    return load_rows(packed_ptr, rows, sizes)
-
-
-@gluon.jit
-def load_words(codes, start, sizes: gl.constexpr):
-    """Codes of the step from `start` on, asked for at once."""
-    return load_step(codes, step_of(codes, start, sizes), start, sizes)
-
-
-@gluon.jit
-def load_rows(packed_ptr, n, sizes: gl.constexpr):
-    """Codes of rows [BLOCK_N]: of every piece 4 words of 32 bits a row."""
-    PIECES: gl.constexpr = sizes[3]
-    LAYOUT: gl.constexpr = sizes[6]
-    ptrs = packed_ptr + n.to(gl.int64)[:, None] * (PIECES * 4) + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
-    w0 = gl.load(ptrs)
-    w1, w2, w3 = w0, w0, w0
-    if PIECES > 1:
-        w1 = gl.load(ptrs + 4)
-    if PIECES > 2:
-        w2 = gl.load(ptrs + 8)
-    if PIECES > 3:
-        w3 = gl.load(ptrs + 12)
-    return w0, w1, w2, w3
 
 
 @gluon.jit
@@ -339,57 +243,6 @@ def _sums(scores, unit, reference, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _kept(codes, start, sizes: gl.constexpr):
-    """([BLOCK_N, BLOCK_M] addresses of the scores of a step that are kept, which of them there are)."""
-    BLOCK_M: gl.constexpr = sizes[1]
-    BLOCK_N: gl.constexpr = sizes[2]
-    MMA: gl.constexpr = sizes[7]
-    RAW_ROWS: gl.constexpr = sizes[9]
-    _, _, _, _, end, raw_ptr, _ = codes
-    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
-    return raw_ptr + n[:, None] * RAW_ROWS + m[None, :], (n < end)[:, None] & (m < RAW_ROWS)[None, :]
-
-
-@gluon.jit
-def _keep(scores, codes, start, sizes: gl.constexpr):
-    """Of few rows, keep what `product` would be without its base; of more there is no room."""
-    if sizes[9] > 0:
-        at, there = _kept(codes, start, sizes)
-        gl.store(at, scores.to(gl.int32, bitcast=True) - WHOLE_BITS, mask=there)
-
-
-@gluon.jit
-def step_again(codes, start, sizes: gl.constexpr):
-    """`step_of`, where `load_again` asks for codes."""
-    entries = 0
-    if sizes[9] == 0:
-        entries = step_of(codes, start, sizes)
-    return entries
-
-
-@gluon.jit
-def load_again(codes, entries, start, sizes: gl.constexpr):
-    """Of a step whose sums were taken: its scores if they are kept, which this very thread wrote, else its codes."""
-    if sizes[9] > 0:
-        at, there = _kept(codes, start, sizes)
-        found = gl.load(at, mask=there, other=0)
-    else:
-        found = load_step(codes, entries, start, sizes)
-    return found
-
-
-@gluon.jit
-def product_again(found, queries, base, sizes: gl.constexpr):
-    """`product` of what `load_again` found."""
-    if sizes[9] > 0:
-        scores = found + base
-    else:
-        scores = product(found, queries, base, sizes)
-    return scores
-
-
-@gluon.jit
 def _highest(words, queries, start, end, sizes: gl.constexpr):
     """[warps, 8, BLOCK_M]: WHOLE plus the highest of a thread's scores of a step; LOWEST where there is none."""
     scores = _before(_whole(words, queries, sizes), start, end, sizes)
@@ -397,63 +250,67 @@ def _highest(words, queries, start, end, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _sum_steps(words, ahead, codes, queries, unit, reference, sizes: gl.constexpr):
-    """[warps, 8, BLOCK_M]: sums of all steps of a stretch, of which the first two are there."""
-    BLOCK_N: gl.constexpr = sizes[2]
+def _ask_first_summed(codes, sizes: gl.constexpr):
+    """`ask_first` for sums, which read a stretch's first step even if there is none."""
     _, _, _, begin, end, _, _ = codes
+    return ask_first(codes, gl.maximum(end, begin + 1), sizes)
+
+
+@gluon.jit
+def _sum_steps(entries, codes, queries, unit, reference, sizes: gl.constexpr):
+    """[warps, 8, BLOCK_M]: sums of all steps of a stretch, whose first ones were asked for."""
+    BLOCK_N: gl.constexpr = sizes[2]
+    _, _, _, begin, end, at, _ = codes
     total = reference * 0.0
-    whole = begin + (end - begin) // (2 * BLOCK_N) * (2 * BLOCK_N)
-    # Two steps a turn, each into the registers that it came from: nothing is moved.
-    for start in range(begin, whole, 2 * BLOCK_N):
-        scores = _whole(words, queries, sizes)
-        words = load_words(codes, start + 2 * BLOCK_N, sizes)
-        _keep(scores, codes, start, sizes)
+    this, other = entries
+    slot = gl.to_tensor(0)
+    for start in range(begin, end, BLOCK_N):
+        scores = _before(_whole(take(at, slot, sizes), queries, sizes), start, end, sizes)
         total += _sums(scores, unit, reference, sizes)
-        scores = _whole(ahead, queries, sizes)
-        ahead = load_words(codes, start + 3 * BLOCK_N, sizes)
-        _keep(scores, codes, start + BLOCK_N, sizes)
-        total += _sums(scores, unit, reference, sizes)
-    for start in range(whole, end, BLOCK_N):
-        scores = _whole(words, queries, sizes)
-        _keep(scores, codes, start, sizes)
-        total += _sums(_before(scores, start, end, sizes), unit, reference, sizes)
-        words = ahead
+        ask(codes, this, start + STEPS_AHEAD * BLOCK_N, end, slot, sizes)
+        this, other = other, step_of(codes, start + (STEPS_AHEAD + 2) * BLOCK_N, sizes)
+        slot = next_slot(slot, sizes)
     return total
 
 
 @gluon.jit
-def _sum_stretch(words, ahead, codes, q_smem, unit, sizes: gl.constexpr):
-    """([warps, 8, BLOCK_M] exponents to base 2 that sums are relative to, the sums) of a stretch.
+def _sum_stretch(entries, codes, q_smem, unit, sizes: gl.constexpr):
+    """([warps, 8, BLOCK_M] exponents to base 2 that sums are relative to, the sums) of a stretch, whose first steps
+    were asked for.
 
     A thread's exponent is the highest score of its first step, not of all steps: then nothing is compared in the loop.
     Where another score is so much higher that a sum might leave fp32, the stretch is read for its highest scores, and
     summed again.
     """
     BLOCK_N: gl.constexpr = sizes[2]
-    _, _, _, begin, end, _, _ = codes
+    _, _, _, begin, end, at, _ = codes
     queries = right_sides(q_smem, sizes)
-    peak = _highest(words, queries, begin, end, sizes)
-    total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
+    slot = gl.to_tensor(0)
+    peak = _highest(take(at, slot, sizes), queries, begin, end, sizes)
+    total = _sum_steps(entries, codes, queries, unit, peak * unit, sizes)
     if gl.max(gl.max(gl.max(total, axis=0), axis=0), axis=0) > LARGEST:
+        this, other = _ask_first_summed(codes, sizes)
         for start in range(begin, end, BLOCK_N):
-            words = load_words(codes, start, sizes)
-            peak = gl.maximum(peak, _highest(words, queries, start, end, sizes))
-        words = load_words(codes, begin, sizes)
-        ahead = load_words(codes, begin + BLOCK_N, sizes)
-        total = _sum_steps(words, ahead, codes, queries, unit, peak * unit, sizes)
+            peak = gl.maximum(peak, _highest(take(at, slot, sizes), queries, start, end, sizes))
+            ask(codes, this, start + STEPS_AHEAD * BLOCK_N, end, slot, sizes)
+            this, other = other, step_of(codes, start + (STEPS_AHEAD + 2) * BLOCK_N, sizes)
+            slot = next_slot(slot, sizes)
+        total = _sum_steps(_ask_first_summed(codes, sizes), codes, queries, unit, peak * unit, sizes)
     # Rounded, the reference is not the peak itself: what it is of WHOLE is taken off exactly.
     return gl.fma(gl.full(peak.shape, -WHOLE, gl.float32, peak.type.layout), unit, peak * unit), total
 
 
 @gluon.jit
-def _summed_words(summed, start, sizes: gl.constexpr):
-    """A step's codes of the candidates that are summed. Past the end the last one's are read again."""
+def _ask_summed(summed, start, slot, sizes: gl.constexpr):
+    """`ask` for a step of the candidates that are summed."""
     BLOCK_N: gl.constexpr = sizes[2]
     LAYOUT: gl.constexpr = sizes[6]
     codes, _, end, step = summed
-    packed_ptr, _, _, _, _, _, _ = codes
-    place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
-    return load_rows(packed_ptr, _rows(codes, _summed_candidate(place, step), sizes), sizes)
+    packed_ptr, _, _, _, _, at, _ = codes
+    if start < end:
+        place = gl.minimum(start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), end - 1)
+        ask_rows(packed_ptr, rows_at(codes, _summed_candidate(place, step), sizes), at + slot, False, sizes)
+    asked()
 
 
 @gluon.jit
@@ -466,21 +323,23 @@ def _summed_exponents(words, queries, start, end, step, unit, sizes: gl.constexp
 
 
 @gluon.jit
-def _sum_sample(words, summed, q_smem, unit, sizes: gl.constexpr):
-    """As `_sum_stretch`, of the candidates that are summed, whose first step is there. So few steps may compare."""
+def _sum_sample(summed, q_smem, unit, sizes: gl.constexpr):
+    """As `_sum_stretch`, of the candidates that are summed, whose first steps were asked for. These few may compare."""
     BLOCK_N: gl.constexpr = sizes[2]
     BLOCK_M: gl.constexpr = sizes[1]
     MMA: gl.constexpr = sizes[7]
-    _, begin, end, step = summed
+    codes, begin, end, step = summed
+    _, _, _, _, _, at, _ = codes
     queries = right_sides(q_smem, sizes)
+    slot = gl.to_tensor(0)
     # Nothing yet, as a thread's sums are laid out.
     blank = _per_thread(gl.full([BLOCK_N, BLOCK_M], -1e30, gl.float32, MMA), sizes)
     peak = gl.max(gl.max(blank, axis=2), axis=0)
     total = peak * 0.0
     for start in range(begin, end, BLOCK_N):
-        ahead = _summed_words(summed, start + BLOCK_N, sizes)
-        scores = _summed_exponents(words, queries, start, end, step, unit, sizes)
-        words = ahead
+        scores = _summed_exponents(take(at, slot, sizes), queries, start, end, step, unit, sizes)
+        _ask_summed(summed, start + STEPS_AHEAD * BLOCK_N, slot, sizes)
+        slot = next_slot(slot, sizes)
         higher = gl.maximum(peak, gl.max(gl.max(scores, axis=2), axis=0))
         sums = gl.sum(gl.sum(gl.exp2(scores - higher[None, :, None, :, :]), axis=2), axis=0)
         total = total * gl.exp2(peak - higher) + sums
@@ -516,14 +375,19 @@ def sum_sample_item(summed, query, put, own, factor, sizes: gl.constexpr):
     """The first phase of an item where not all candidates are summed. Returns the unit of the last tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
+    BLOCK_N: gl.constexpr = sizes[2]
     q_smem, _, _, _, _, of_group, _ = query
     _, begin, _, _ = summed
     _, num_rows, _ = of_group
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
-        words = _summed_words(summed, begin, sizes)
+        # The first codes are asked for before the queries.
+        slot = gl.to_tensor(0)
+        for start in range(begin, begin + STEPS_AHEAD * BLOCK_N, BLOCK_N):
+            _ask_summed(summed, start, slot, sizes)
+            slot = next_slot(slot, sizes)
         unit = put_queries(query, tile, factor, sizes)
-        peak, total = _sum_sample(words, summed, q_smem, unit, sizes)
+        peak, total = _sum_sample(summed, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return unit
 
@@ -534,16 +398,12 @@ def sum_item(codes, query, put, own, factor, sizes: gl.constexpr):
     tile's scores."""
     GQA: gl.constexpr = sizes[0]
     BLOCK_M: gl.constexpr = sizes[1]
-    BLOCK_N: gl.constexpr = sizes[2]
-    _, _, _, begin, _, _, _ = codes
     q_smem, _, _, _, _, of_group, _ = query
     _, num_rows, _ = of_group
     unit = factor
     for tile in range(gl.cdiv(num_rows * GQA, BLOCK_M)):
-        # The first codes are asked for before the queries.
-        words = load_words(codes, begin, sizes)
-        ahead = load_words(codes, begin + BLOCK_N, sizes)
+        entries = _ask_first_summed(codes, sizes)
         unit = put_queries(query, tile, factor, sizes)
-        peak, total = _sum_stretch(words, ahead, codes, q_smem, unit, sizes)
+        peak, total = _sum_stretch(entries, codes, q_smem, unit, sizes)
         _put_sums(peak, total, put, own, tile, num_rows * GQA, sizes)
     return unit

@@ -122,7 +122,7 @@ class ScoreInputs:
         q: [batch, num_qo_heads, head_dim] post-RoPE queries.
         sm_scale: multiplies q.k before the softmax.
         raw: room for raw scores, fp32 [arena, rows], at the places of scores, worth it for few rows: the second pass
-            then reads them back instead of scoring again.
+            then reads them back instead of scoring again. Sm_90's own kernel scores again.
         arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
         heads: int64 [max_groups, num_kv_heads, HEAD_FIELDS], another layer's `ScoredGroup.heads`; None for the plan's.
         candidates: int32, lists of candidates, ascending, `entry_tokens` an entry; with that form only.
