@@ -76,7 +76,7 @@ def test_many_layers_of_many_groups_are_cut_at_once() -> None:
 
 def test_steps_that_the_ring_has_no_room_for_are_refused() -> None:
     config = AnchorConfig(8, 256, 4, 3, 2, specialized=True)
-    with pytest.raises(ValueError, match="at most 16384 codes .* got 256 candidates of 96 channels; take a lower"):
+    with pytest.raises(ValueError, match=r"at most 16384 codes .* got 256 candidates of 96 channels; take a lower"):
         AnchorSelection(ScoreShape(32, 8, 96), 1, 1, 4096, 600, config, torch.device("cpu"))
 
 
