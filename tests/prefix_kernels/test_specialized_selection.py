@@ -26,7 +26,7 @@ CONFIGS = {
     "8x128": AnchorConfig(8, 128, 4, 3, 4, specialized=True),
     "16x64": AnchorConfig(16, 64, 4, 3, 4, specialized=True),
     "32x128": AnchorConfig(32, 128, 4, 3, 3, specialized=True),
-    "64x64": AnchorConfig(64, 64, 4, 3, 3, specialized=True),
+    "64x64": AnchorConfig(64, 64, 4, 3, 2, specialized=True),
     "128x64": AnchorConfig(128, 64, 4, 3, 2, specialized=True),
 }
 problem = partial(selecting.hopper_problem, DEVICE)
