@@ -277,9 +277,16 @@ SPILLED = {
     "attention on latent keys with 64 heads": 240,
     "specialized attention of 128 rows": 16,
     # Numbers of the tables, outside of the loops.
-    "specialized selection of tokens for 32 requests": 152,
+    "specialized selection of tokens for 32 requests": 160,
     "specialized selection by a sample's sums for 32 requests": 80,
-    "specialized selection of latent keys' blocks for 8 requests": 280,
+    "specialized selection of latent keys' blocks for 8 requests": 384,
+    "selection of tokens by codes of 8 bits": 40,
+    "selection of blocks by halves": 24,
+    "selection of blocks by minima and maxima": 8,
+    "selection of blocks by minima and maxima for 32 requests": 24,
+    "selection by lists of many centroids": 208,
+    "residents with heads of 96 in fp32": 8,
+    "prefill_attention of 16 tokens": 64,  # on sm_80
 }
 
 

@@ -182,6 +182,52 @@ def score_kernel(
 
 
 @triton.jit
+def _list_stretch(
+    scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
+):  # fmt: skip
+    """List what was selected of a stretch, tile by tile."""
+    counts, stride, chunk, num_chunks = among
+    prefix_len, selected, num_sink, recent_begin = wanted
+    positions, slots, slot_table, candidates_ptr = into
+    BLOCKS: tl.constexpr = FORM >= MEAN
+    # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
+    threshold = 0
+    above_before = begin
+    ties_before = 0
+    # On their way while it is found out which of them count.
+    tile = load_scores(scores, begin, end, shift, TILE, BLOCKS)
+    if selected < prefix_len:
+        coarse, above, above_before, _, _ = _counted(
+            counts, stride, chunk, num_chunks, selected, 0, 0, COARSE, BLOCK_CHUNKS
+        )
+        counts += COARSE + coarse * FINE
+        fine, above, above_before, upto, upto_before = _counted(
+            counts, stride, chunk, num_chunks, selected, above, above_before, FINE, BLOCK_CHUNKS
+        )
+        # The last ties are taken. Those that are skipped count below zero.
+        ties_before = upto_before - above_before - (upto - selected)
+        threshold = (coarse * FINE + fine) ^ (NUM_BINS - 1)
+    for start in range(begin, end, TILE):
+        token = start + tl.arange(0, TILE)
+        keys = window_keys(tile, start, num_sink, recent_begin, TILE)
+        tile = load_scores(scores, start + TILE, end, shift, TILE, BLOCKS)
+        # Of a whole prefix no score was written, and any key will do.
+        keys = tl.where(selected < prefix_len, keys, 1)
+        listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)
+        if FORM == LISTED:
+            token = listed_token(candidates_ptr + shift, token, chosen, ENTRY)
+        tl.store(positions + listed, token, mask=chosen)
+        if HAS_SLOTS:
+            slot = tl.load(slot_table + token, mask=chosen, other=0)
+            tl.store(slots + listed, slot.to(tl.int32), mask=chosen)
+        if start + TILE < end:
+            tile_total = tl.sum(both, axis=0)
+            above_before += tile_total & 65535
+            ties_before += tile_total >> 16
+
+
+@triton.jit
 def list_kernel(
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     scores_ptr,  # fp32 arena, natural log
@@ -194,6 +240,7 @@ def list_kernel(
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
     ITEM_FIELDS: tl.constexpr, STRETCH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr, OVERLAPPED: tl.constexpr,
+    LONG_TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): lists what was selected of the stretches of its items.
 
@@ -220,44 +267,18 @@ def list_kernel(
         begin, end = tokens_of(begin, end, shift, prefix_len, BLOCKS)
         wait_for_the_kernel_before(OVERLAPPED)
 
-        # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
-        threshold = 0
-        above_before = begin
-        ties_before = 0
-        # On their way while it is found out which of them count.
-        tile = load_scores(scores, begin, end, shift, TILE, BLOCKS)
-        if selected < prefix_len:
-            stride = num_heads * (COARSE + NUM_BINS)
-            counts = at_least_ptr + ((item - chunk) * num_heads + head) * (COARSE + NUM_BINS)
-            coarse, above, above_before, _, _ = _counted(
-                counts, stride, chunk, num_chunks, selected, 0, 0, COARSE, BLOCK_CHUNKS
+        stride = num_heads * (COARSE + NUM_BINS)
+        counts = at_least_ptr + ((item - chunk) * num_heads + head) * (COARSE + NUM_BINS)
+        among = (counts, stride, chunk, num_chunks)
+        wanted = (prefix_len, selected, num_sink, recent_begin)
+        into = (positions_ptr + list_begin, slots_ptr + list_begin, slot_table, candidates_ptr)
+        # Of a long stretch larger tiles, where there are such: each waits for its slots.
+        if LONG_TILE > TILE and end - begin > TILE:
+            _list_stretch(
+                scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS, LONG_TILE, HAS_SLOTS, FORM, ENTRY
             )
-            counts += COARSE + coarse * FINE
-            fine, above, above_before, upto, upto_before = _counted(
-                counts, stride, chunk, num_chunks, selected, above, above_before, FINE, BLOCK_CHUNKS
-            )
-            # The last ties are taken. Those that are skipped count below zero.
-            ties_before = upto_before - above_before - (upto - selected)
-            threshold = (coarse * FINE + fine) ^ (NUM_BINS - 1)
-        positions = positions_ptr + list_begin
-        slots = slots_ptr + list_begin
-        for start in range(begin, end, TILE):
-            token = start + tl.arange(0, TILE)
-            keys = window_keys(tile, start, num_sink, recent_begin, TILE)
-            tile = load_scores(scores, start + TILE, end, shift, TILE, BLOCKS)
-            # Of a whole prefix no score was written, and any key will do.
-            keys = tl.where(selected < prefix_len, keys, 1)
-            listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)
-            if FORM == LISTED:
-                token = listed_token(candidates_ptr + shift, token, chosen, ENTRY)
-            tl.store(positions + listed, token, mask=chosen)
-            if HAS_SLOTS:
-                slot = tl.load(slot_table + token, mask=chosen, other=0)
-                tl.store(slots + listed, slot.to(tl.int32), mask=chosen)
-            if start + TILE < end:
-                tile_total = tl.sum(both, axis=0)
-                above_before += tile_total & 65535
-                ties_before += tile_total >> 16
+        else:
+            _list_stretch(scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS, TILE, HAS_SLOTS, FORM, ENTRY)
         if chunk == 0:
             tl.store(counts_ptr + row, selected)
     # Whoever has no item, too: this kernel's end says that the one before has ended.

@@ -142,6 +142,7 @@ class UnionSelection:
             "SECOND_BLOCKS": second.form.is_block,
             "STRETCH": _STRETCH,
             "TILE": 32 * LIST_WARPS * TOKENS_OF_A_THREAD,
+            "LONG_TILE": 0,
             "slot_table_ptr": self._items if slot_table is None else slot_table,
             "positions_ptr": lists.positions,
             "slots_ptr": lists.positions if lists.slots is None else lists.slots,
