@@ -28,7 +28,7 @@ class Pooling(str, Enum):
 
 FIRST_SUMMED = 64
 """So many leading candidates are always in the sums: among them are the sinks, which may have most of the attention."""
-LEAST_SUMMED = 2048
+LEAST_SUMMED = 512
 """So many are summed at least, or all."""
 MOST_APART = 64
 """Candidates of a stretch of which one is summed, at most."""
