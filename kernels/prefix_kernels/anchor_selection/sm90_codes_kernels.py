@@ -156,7 +156,7 @@ def ask_rows(first_ptr, rows, into, FOLLOW: gl.constexpr, sizes: gl.constexpr):
 
 @gluon.jit
 def asked():
-    """What was asked for so far is a step, even if it is nothing."""
+    """Close a step: the copies since the last call, or none, are one group for `take` to wait for."""
     gl.inline_asm_elementwise("cp.async.commit_group; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -188,7 +188,7 @@ def ask(codes, entries, start, limit, slot, sizes: gl.constexpr):
 
 @gluon.jit
 def ask_first(codes, limit, sizes: gl.constexpr):
-    """Ask for a stretch's first steps, as many as the ring has. What the two steps after them will be asked for by."""
+    """Ask for a stretch's first steps, as many as the ring has slots. Returns `step_of` of the two steps after them."""
     BLOCK_N: gl.constexpr = sizes[2]
     _, _, _, begin, _, _, _ = codes
     slot = gl.to_tensor(0)
