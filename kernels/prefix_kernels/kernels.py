@@ -39,11 +39,12 @@ ARRIVALS = tl.constexpr(2**20)
 
 
 @triton.jit
-def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr):
-    """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come."""
+def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr, LET: tl.constexpr = True):
+    """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come (LET)."""
     if OVERLAPPED:
         gdc_wait()
-        gdc_launch_dependents()
+        if LET:
+            gdc_launch_dependents()
 
 
 @triton.jit
