@@ -39,12 +39,11 @@ ARRIVALS = tl.constexpr(2**20)
 
 
 @triton.jit
-def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr, LET: tl.constexpr = True):
-    """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come (LET)."""
+def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr):
+    """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come."""
     if OVERLAPPED:
         gdc_wait()
-        if LET:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -498,8 +498,7 @@ class AnchorSelection:
         for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
             phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
             options = self.config.launch_options(joined=joined)
-            told = arguments_of(kernel, arguments | own | phases)
-            (launch_behind if self.config.specialized else launch)(kernel, self._grid, told, **options)
+            launch(kernel, self._grid, arguments_of(kernel, arguments | own | phases), **options)
         return arguments
 
     def _scoring(self, inputs: ScoreInputs) -> tuple[Any, dict[str, Any]]:

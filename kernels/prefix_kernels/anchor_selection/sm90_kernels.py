@@ -36,21 +36,13 @@ from prefix_kernels.anchor_selection.sm90_product_kernels import (
     sum_item,
     sum_sample_item,
 )
-from prefix_kernels.kernels import (
-    COARSE,
-    FINE,
-    NUM_BINS,
-    let_the_next_kernel_come,
-    meet,
-    wait_for_the_kernel_before,
-)
+from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, let_the_next_kernel_come, meet
 from prefix_kernels.pooled_scores.kernels import HEADROOM, LISTED, LN2, LOG2E, num_summed, stretch_of, sum_step
 from prefix_kernels.top_k_selection.kernels import ordered_keys
 
 NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""
 _let_the_next_kernel_come = gluon.jit(let_the_next_kernel_come.fn)
-_wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 # What is summed is the same as in the kernel for all GPUs.
 _sum_step = gluon.jit(sum_step.fn)
 _num_summed = gluon.jit(num_summed.fn)
@@ -227,12 +219,9 @@ def score_items_sm90_kernel(
     NUM_WARPS: gl.constexpr, LAYOUT: gl.constexpr, FEW_LAYOUT: gl.constexpr, STRETCH: gl.constexpr,
     LEAST_LAYOUT: gl.constexpr, LEAST_BLOCK_N: gl.constexpr,
     FIRST_PHASE: gl.constexpr, LAST_PHASE: gl.constexpr, FORM: gl.constexpr, ENTRY: gl.constexpr,
-    SHARED_ROWS: gl.constexpr, OVERLAPPED: gl.constexpr,
+    SHARED_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Program (place, KV head): the phases of scores of its items.
-
-    Tables of the plan are read before the kernel before has ended, which writes none of them; all else after it.
-    """
+    """Program (place, KV head): the phases of scores of its items."""
     head = gl.program_id(1).to(gl.int64)
     num_heads = gl.num_programs(1)
     PIECES: gl.constexpr = CHANNELS // 32
@@ -290,7 +279,6 @@ def score_items_sm90_kernel(
             shift = gl.load(heads_ptr + row * 4 + 2).to(gl.int32)
         begin, end = _stretch_of(chunk, num_chunks, count, STRETCH)
         stats = (head * max_items + item - chunk) * max_rows
-        _wait_for_the_kernel_before(OVERLAPPED, False)
         if selected < prefix_len:
             codes = (packed_ptr, first_row, listed_ptr, begin, end, ring_at, shift)
             of_group = (row_begin, num_rows, head)
@@ -312,5 +300,3 @@ def score_items_sm90_kernel(
                 _score_item(
                     codes, q_smem, query, put, meeting, factor, SUM_EVERY, FIRST_PHASE, LAST_PHASE, BLOCK_CHUNKS, sizes
                 )
-    # Whoever has no item, too: this kernel's end says that the one before has ended.
-    _wait_for_the_kernel_before(OVERLAPPED, False)
