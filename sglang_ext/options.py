@@ -44,7 +44,7 @@ class Exactness(str, Enum):
     VERIFY = "verify"
 
 
-SUM_EVERY = 16
+SUM_EVERY = 64
 """Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,6 +211,16 @@ class SelectedLists:
     positions: Tensor
     counts: Tensor
     slots: Tensor | None
+
+    def arguments(self, slot_table: Tensor | None) -> dict[str, Any]:
+        """What the kernel that writes them is told, by parameter name."""
+        return {
+            "slot_table_ptr": self.positions if slot_table is None else slot_table,
+            "positions_ptr": self.positions,
+            "slots_ptr": self.positions if self.slots is None else self.slots,
+            "counts_ptr": self.counts,
+            "HAS_SLOTS": self.slots is not None,
+        }
 
 
 def new_lists(entries: int, counts: tuple[int, int], device: torch.device, *, with_slots: bool) -> SelectedLists:

@@ -452,11 +452,7 @@ class AnchorSelection:
         tile = 32 * self._list_warps * TOKENS_OF_A_THREAD
         long = self.config.specialized and self.config.block_m > _FEW_ROWS and self.shape.form is CandidateForm.TOKEN
         arguments = self._score(inputs, scores) | {
-            "slot_table_ptr": self._items if slot_table is None else slot_table,
-            "positions_ptr": lists.positions,
-            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
-            "counts_ptr": lists.counts,
-            "HAS_SLOTS": lists.slots is not None,
+            **lists.arguments(slot_table),
             "OVERLAPPED": False,
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE if self.programs_of_a_head <= _CHUNKS_AT_ONCE else _MORE_CHUNKS,
             "TILE": tile,

@@ -376,10 +376,7 @@ class CsaSelection:
             "items_ptr": self._items,
             "at_least_ptr": self._at_least,
             "arrived_ptr": self._arrived,
-            "slot_table_ptr": self._items if slot_table is None else slot_table,
-            "positions_ptr": lists.positions,
-            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
-            "counts_ptr": lists.counts,
+            **lists.arguments(slot_table),
             "sm_scale": sm_scale,
             "q_stride_row": q.stride(0),
             "q_stride_head": q.stride(1),
@@ -409,7 +406,6 @@ class CsaSelection:
             "FORM": CandidateForm.TOKEN.value,
             "ENTRY": 1,
             "candidates_ptr": self._lists,
-            "HAS_SLOTS": lists.slots is not None,
             "OVERLAPPED": False,
         }
 
