@@ -113,7 +113,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         pooling: pooling over a group's query rows (`max` or `mean`).
         sum_every: of the tokens behind the first 64, one in at most so many enters the sums of a selection's softmax,
             at least 512 in all; 1: all. Of token indexes, with `token_index` and `two_level` only, where null is
-            16. See `pooling.pool_scores`.
+            64. See `pooling.pool_scores`.
         num_sink_tokens: leading prefix positions that are always attended.
         num_recent_pages: trailing pages of the prefix that are always attended (16 tokens each).
         min_sparse_prompt_len: shorter prefixes stay dense (`short_prefix`).

@@ -33,6 +33,7 @@ RESET = tl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
 ADD = tl.constexpr("red.shared.add.u32 [$1], $2; mov.b32 $0, 0;")
 """0 or 1: a predicate would be a branch."""
 READ = tl.constexpr("ld.shared.b32 $0, [$1];")
+SCATTER = tl.constexpr("{ .reg .pred there; setp.ge.s32 there, $3, 0; @there st.global.b32 [$1], $2; mov.b32 $0, 0; }")
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 ARRIVALS = tl.constexpr(2**20)
 """What a counter grows by when all have arrived, however many they are."""
@@ -50,6 +51,18 @@ def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr):
 def let_the_next_kernel_come():
     """Its programs may be put on the GPU from now on, where there is room. They wait for this kernel's end."""
     gdc_launch_dependents()
+
+
+@triton.jit
+def scatter(ptr, values, there):
+    """Store int32 values at addresses in no order, where `there` is 0 or more. By `tl.store` threads would first
+    exchange all of them."""
+    if _INTERPRETED:
+        tl.store(ptr, values, mask=there >= 0)
+    else:
+        tl.inline_asm_elementwise(
+            SCATTER, "=r,l,r,r", [ptr.to(tl.int64), values, there], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

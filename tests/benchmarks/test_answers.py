@@ -236,6 +236,17 @@ def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, c
     assert f"Dense scores {math.floor(1000 * least) / 10}% or more" in text
 
 
+def test_the_needle_models_documented_answers_are_the_rows(bench: SimpleNamespace) -> None:
+    rows = bench.answers.read([RESULTS / "answers-h100-needle.jsonl.xz"])
+    right = {name: sum(sum(row["scores"]) for row in rows if row["config"] == name) for name in ("dense", "default")}
+    (questions,) = {sum(len(row["scores"]) for row in rows if row["config"] == name) for name in right}
+    assert right == dict.fromkeys(right, questions)
+    lengths, tasks = ({row[key] for row in rows} for key in ("length", "task"))
+    assert (lengths, len(tasks)) == ({65_536, 131_072}, 7)
+    assert all(row["dense_rows"] == 0 and row["commit"] == "555c5746" for row in rows if row["config"] == "default")
+    assert f"65,536 and 131,072 tokens: all {questions} answers of its seven tasks are right" in prose("benchmarks")
+
+
 def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
     files = [RESULTS / "answers-h200-judged.jsonl.xz", RESULTS / "answers-h200-pooling.jsonl.xz"]
     rows = bench.answers.read(files)

@@ -74,9 +74,6 @@ def test_the_documented_times_of_the_methods() -> None:
     assert 9 * len(shown) == len(rows)
     wrong = max(row["gate"]["wrong_share"] for row in rows)
     assert f"At most {wrong:.2%} of a list" in document("kernels")
-    lists = [(key[1:], row["us"]) for key, row in found.items() if key[0] == "csattention"]
-    slower = [us / found[("token_index", *size)]["us"] for size, us in lists]
-    assert f"by {min(slower):.0f} to {max(slower):.0f} times" in document("kernels")
 
 
 def test_the_documented_times_of_a_layers_operators() -> None:

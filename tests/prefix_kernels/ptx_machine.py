@@ -350,6 +350,7 @@ _PLAIN: dict[str, Callable[..., Array]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.invert,
+    "popc": lambda x: np.bitwise_count(x).astype(x.dtype),
     # Towards 0; fp64 has enough digits for integers of 32 bits.
     "div": lambda x, y: x / y if x.dtype.kind == "f" else np.trunc(x / y).astype(x.dtype),
     "rem": np.fmod,
@@ -365,13 +366,14 @@ _ROUNDED = {"rn", "ftz", "approx", "full"}
 
 
 def _plain(machine: Machine, one: Instruction) -> None:
-    """Operands and result of one type, but for some last ones."""
+    """Operands and result of one type, but for some last ones. `relu`: what is below 0 becomes 0."""
     name, last = one.parts[0], len(one.operands) - 1
-    machine.expect(_ROUNDED.issuperset(one.parts[1:-1]))
+    machine.expect((_ROUNDED | {"relu"}).issuperset(one.parts[1:-1]))
     machine.expect(name not in ("bfe", "div") or one.dtype.itemsize == 4)
     kinds = [one.dtype] * (last - 1) + [_LAST.get(name, one.dtype)]
     values = [machine.read(operand, kind) for operand, kind in zip(one.operands[1:], kinds, strict=True)]
-    machine.write(one.operands[0], _PLAIN[name](*values))
+    result = _PLAIN[name](*values)
+    machine.write(one.operands[0], np.maximum(result, 0) if "relu" in one.parts else result)
 
 
 def _multiply(machine: Machine, one: Instruction) -> None:

@@ -1,9 +1,9 @@
-"""Hopper's kernel for the scores of a selection, as it is compiled for sm_90, on the CPU: see `ptx_machine`.
+"""Hopper's kernel for the scores of a selection, and what lists them, compiled for sm_90, on the CPU: `ptx_machine`.
 
 One program has all candidates of a KV head, and both phases; or some have them, one after the other in a launch for
 each phase, or together in one launch where they wait for each other. Scores are compared with fp64, of queries and sums
 that are rounded to whole units as the kernel rounds them; counts of keys with the keys of the very scores
-that were written.
+that were written, and lists with these keys.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Problem:
     Attributes:
         products: matrix instructions of the last run, of those that its tiles are multiplied with.
         counted: [NUM_BINS] by the last run: how many keys are 2,047 or more, 2,046 or more, and on.
+        slots: [count], of each candidate.
 
     Args:
         requests: of the group.
@@ -53,6 +54,7 @@ class Problem:
         programs: of a KV head, in two launches; 0: one, in one.
         joined: all programs in one launch.
         size: of the queries.
+        budget: candidates that are listed; 0: a few.
         windows: the first and the last candidates that are taken whatever their scores.
         options: of the index.
     """
@@ -68,10 +70,11 @@ class Problem:
         joined: bool = False,
         windows: tuple[int, int] = (5, 20),
         size: float = 1.0,
+        budget: int = 0,
         **options: Any,
     ) -> None:
-        rows, budget = tuple(range(1, 1 + requests)), min(sum(windows) + 15, count - 1)
-        sizes = [(rows, count, budget)]
+        self.budget = budget or min(sum(windows) + 15, count - 1)
+        sizes = [(tuple(range(1, 1 + requests)), count, self.budget)]
         self.made = hopper_problem(torch.device("cpu"), sizes, sum_every=sum_every, windows=windows, **options)
         self.config = default_config(self.made.shape, requests + beside, specialized=True)
         self.requests, self.count, self.programs, self.windows = requests, count, programs, windows
@@ -90,11 +93,16 @@ class Problem:
         )  # fmt: skip
         select.plan(made.scored, made.selected)
         arena = torch.full((made.room,), UNTOUCHED)
+        self._lists, (group,) = select.new_lists(with_slots=True), made.selected
+        self.slots = torch.randperm(group.slot_start + self.count, dtype=torch.int32)
         with recording() as kept:
-            select.run(ScoreInputs(made.q, made.sm_scale, candidates=made.candidates), arena, select.new_lists())
+            inputs = ScoreInputs(made.q, made.sm_scale, candidates=made.candidates)
+            select.run(inputs, arena, self._lists, slot_table=self.slots)
+        self.slots = self.slots[group.slot_start :]
+        self._own, self._listing = arena[made.scored[0].score_begins[HEAD] :][: self.count], kept.launches[-1]
         scores = [one for one in kept.launches if one.kernel is score_items_sm90_kernel]
         assert [one.grid for one in scores] == [(programs, KV_HEADS)] * (1 if self.joined else 2)
-        return scores, list(made.scored[0].arrays), arena[made.scored[0].score_begins[HEAD] :][: self.count]
+        return scores, list(made.scored[0].arrays), self._own
 
     def run(self, before: str = "", after: str = "") -> torch.Tensor:
         """[count]: scores that programs of `HEAD` write. They must write nothing else but what they tell each other.
@@ -137,12 +145,29 @@ class Problem:
         assert before or torch.equal(self.counted, self.counts_of(written))
         return written
 
+    def keys_of(self, scores: torch.Tensor) -> torch.Tensor:
+        """[count] of these scores, exactly: keys are made in fp32, as in the kernel."""
+        keys, (sink, recent) = keys_of(scores), self.windows
+        keys[:sink] = keys[self.count - recent :] = NUM_BINS.value - 1
+        return keys
+
     def counts_of(self, scores: torch.Tensor) -> torch.Tensor:
-        """What must be `counted` of these scores, exactly: their keys are made in fp32, as in the kernel."""
-        places = NUM_BINS.value - 1 - keys_of(scores)
-        sink, recent = self.windows
-        places[:sink] = places[self.count - recent :] = 0
-        return places.bincount(minlength=NUM_BINS.value).cumsum(0).int()
+        """What must be `counted` of these scores."""
+        return (NUM_BINS.value - 1 - self.keys_of(scores)).bincount(minlength=NUM_BINS.value).cumsum(0).int()
+
+    def list(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions and slots that are listed of what the last run wrote; nothing else is written."""
+        self._own.copy_(scores)
+        kernel = compiled(self._listing, 90)
+        run_together([Machine(self._listing, kernel, (place, HEAD)) for place in range(self._listing.grid[0])])
+        (group,), found = self.made.selected, []
+        begin = group.list_begin + HEAD * group.head_stride
+        for arena in (self._lists.positions, self._lists.slots):
+            assert arena is not None
+            found.append(arena[begin : begin + self.budget].clone())
+            arena[begin : begin + self.budget] = -1
+            assert bool((arena == -1).all())
+        return found[0].long(), found[1]
 
     def error(self, scores: torch.Tensor) -> float:
         """How far the worst score is from what it may be, as fp64 says."""
@@ -251,6 +276,23 @@ def test_keys_are_counted(programs: int, count: int, windows: tuple[int, int], r
     assert 0 < int(lowest.sum()) < count
     assert int(made.counted[-1]) == count
     assert len(made.counted.unique()) > 5
+
+
+@pytest.mark.parametrize("requests", [1, 33])
+@pytest.mark.parametrize(
+    ("count", "budget", "programs"), [(333, 40, 3), (333, 332, 0), (4203, 700, 3), (4203, 2900, 1), (9000, 3000, 2)]
+)
+def test_lists_are_those_of_the_keys(count: int, budget: int, programs: int, requests: int) -> None:
+    """In one tile and in several, of which the last ties are taken."""
+    made = Problem(requests, count, 16, programs=programs, budget=budget)
+    scores = made.run()
+    keys = made.keys_of(scores)
+    wanted = (keys * count + torch.arange(count)).topk(budget).indices.sort().values
+    last = keys[wanted].min()
+    assert count < 999 or int((keys == last).sum()) > int((keys[wanted] == last).sum())
+    positions, slots = made.list(scores)
+    assert torch.equal(positions, wanted)
+    assert torch.equal(slots, made.slots[wanted])
 
 
 @pytest.mark.parametrize("requests", [1, 8, 33])

@@ -154,7 +154,7 @@ def test_a_layer_plan_of_another_model_is_refused(start: Any) -> None:
 
 
 def test_selections_sum_what_the_configuration_says(start: Any) -> None:
-    for every, wanted in ((1, 1), (8, 8), (None, 16)):
+    for every, wanted in ((1, 1), (8, 8), (None, 64)):
         selector = start(method="token_index", sum_every=every).planner.sparse.op._selector
         assert (type(selector), selector.sum_every) == (TokenIndexSelector, wanted)
     assert start(method="exact").config.summed_every == 1

@@ -23,6 +23,7 @@ from prefix_kernels.kernels import (
     begin_counts,
     end_counts,
     meet,
+    scatter,
     wait_for_the_kernel_before,
 )
 from prefix_kernels.pooled_scores.kernels import (
@@ -35,7 +36,7 @@ from prefix_kernels.pooled_scores.kernels import (
     stretch_of,
     sum_step,
 )
-from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, placed, window_keys
+from prefix_kernels.top_k_selection.kernels import ALIGNED, keys_of, load_scores, placed, window_levels
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def count_keys(
     counts, at = begin_counts(PLAIN)
     for start in range(begin, end, TILE):
         tile = load_scores(scores, start, end, shift, TILE, BLOCKS)
-        keys = window_keys(tile, start, num_sink, recent_begin, TILE)
+        keys = keys_of(window_levels(tile, start, num_sink, recent_begin, TILE))
         counts = add_counts(counts, at, keys ^ (NUM_BINS - 1), start + tl.arange(0, TILE) < end, PLAIN)
     at_least = end_counts(counts, at, end - begin, PLAIN)
     place = tl.arange(0, NUM_BINS)
@@ -186,12 +187,14 @@ def _list_stretch(
     scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
-    """List what was selected of a stretch, tile by tile."""
+    """List what was selected of a stretch, tile by tile; then what else is told of it, and its slots."""
     counts, stride, chunk, num_chunks = among
     prefix_len, selected, num_sink, recent_begin = wanted
     positions, slots, slot_table, candidates_ptr = into
     BLOCKS: tl.constexpr = FORM >= MEAN
-    # A whole prefix: every key is at least 0, and as many tokens as chunks before have are listed before.
+    AT_ONCE: tl.constexpr = TILE // 4
+    # A whole prefix, of which no score was written, is a window. All tokens of the chunks before are listed before.
+    num_sink = tl.where(selected < prefix_len, num_sink, prefix_len)
     threshold = 0
     above_before = begin
     ties_before = 0
@@ -208,23 +211,29 @@ def _list_stretch(
         # The last ties are taken. Those that are skipped count below zero.
         ties_before = upto_before - above_before - (upto - selected)
         threshold = (coarse * FINE + fine) ^ (NUM_BINS - 1)
+    first_listed = above_before + tl.maximum(ties_before, 0)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
-        keys = window_keys(tile, start, num_sink, recent_begin, TILE)
+        levels = window_levels(tile, start, num_sink, recent_begin, TILE)
         tile = load_scores(scores, start + TILE, end, shift, TILE, BLOCKS)
-        # Of a whole prefix no score was written, and any key will do.
-        keys = tl.where(selected < prefix_len, keys, 1)
-        listed, chosen, both = placed(keys, token < end, threshold, above_before, ties_before)
-        if FORM == LISTED:
-            token = listed_token(candidates_ptr + shift, token, chosen, ENTRY)
-        tl.store(positions + listed, token, mask=chosen)
-        if HAS_SLOTS:
-            slot = tl.load(slot_table + token, mask=chosen, other=0)
-            tl.store(slots + listed, slot.to(tl.int32), mask=chosen)
-        if start + TILE < end:
-            tile_total = tl.sum(both, axis=0)
-            above_before += tile_total & 65535
-            ties_before += tile_total >> 16
+        listed, chosen, both = placed(levels, token < end, threshold.to(tl.float32), above_before, ties_before)
+        scatter(positions + listed, token, chosen)
+        tile_total = tl.sum(both, axis=0)
+        above_before += tile_total & 65535
+        ties_before += tile_total >> 16
+    if HAS_SLOTS or FORM == LISTED:
+        # The few that are listed, once all threads have told theirs.
+        tl.debug_barrier()
+        last = above_before + tl.maximum(ties_before, 0)
+        for first in range(first_listed, last, AT_ONCE):
+            place = first + tl.arange(0, AT_ONCE)
+            token = tl.load(positions + place, mask=place < last, other=0, cache_modifier=".cg")
+            if FORM == LISTED:
+                token = listed_token(candidates_ptr + shift, token, place < last, ENTRY)
+                tl.store(positions + place, token, mask=place < last)
+            if HAS_SLOTS:
+                slot = tl.load(slot_table + token, mask=place < last, other=0)
+                tl.store(slots + place, slot.to(tl.int32), mask=place < last)
 
 
 @triton.jit
@@ -240,7 +249,6 @@ def list_kernel(
     counts_ptr,  # int32 [num_groups, num_kv_heads], written
     ITEM_FIELDS: tl.constexpr, STRETCH: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr, OVERLAPPED: tl.constexpr,
-    LONG_TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): lists what was selected of the stretches of its items.
 
@@ -272,13 +280,7 @@ def list_kernel(
         among = (counts, stride, chunk, num_chunks)
         wanted = (prefix_len, selected, num_sink, recent_begin)
         into = (positions_ptr + list_begin, slots_ptr + list_begin, slot_table, candidates_ptr)
-        # Of a long stretch larger tiles, where there are such: each waits for its slots.
-        if LONG_TILE > TILE and end - begin > TILE:
-            _list_stretch(
-                scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS, LONG_TILE, HAS_SLOTS, FORM, ENTRY
-            )
-        else:
-            _list_stretch(scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS, TILE, HAS_SLOTS, FORM, ENTRY)
+        _list_stretch(scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS, TILE, HAS_SLOTS, FORM, ENTRY)
         if chunk == 0:
             tl.store(counts_ptr + row, selected)
     # Whoever has no item, too: this kernel's end says that the one before has ended.

@@ -449,14 +449,11 @@ class AnchorSelection:
         """
         counts = (self.max_groups, self.shape.num_kv_heads)
         check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
-        tile = 32 * self._list_warps * TOKENS_OF_A_THREAD
-        long = self.config.specialized and self.config.block_m > _FEW_ROWS and self.shape.form is CandidateForm.TOKEN
         arguments = self._score(inputs, scores) | {
             **lists.arguments(slot_table),
             "OVERLAPPED": False,
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE if self.programs_of_a_head <= _CHUNKS_AT_ONCE else _MORE_CHUNKS,
-            "TILE": tile,
-            "LONG_TILE": 2 * tile if long else 0,
+            "TILE": 32 * self._list_warps * TOKENS_OF_A_THREAD,
         }
         # Programs of scores that wait for each other are all on the GPU before they let these come. Scores themselves
         # are not launched behind what is before them: their programs would stand where that ends first.

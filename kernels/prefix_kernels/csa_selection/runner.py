@@ -401,7 +401,6 @@ class CsaSelection:
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
             "KEYS_TILE": 32 * config.num_warps * _TOKENS_OF_A_THREAD,
             "TILE": 32 * _WARPS * _TOKENS_OF_A_THREAD,
-            "LONG_TILE": 0,
             "STRETCH": STEP_POSITIONS,
             "FORM": CandidateForm.TOKEN.value,
             "ENTRY": 1,

@@ -36,34 +36,43 @@ def load_scores(scores, begin, end, shift, TILE: tl.constexpr, BLOCKS: tl.conste
 
 
 @triton.jit
-def ordered_keys(scores):
-    """int32 keys of fp32 log-probabilities, see `top_k_selection.rank_by_keys`; none is `WINDOW_KEY`."""
+def ordered_levels(scores):
+    """fp32 from -1 on, whose whole part is one less than the key of a log-probability, see `keys_of`."""
     real = scores > float("-inf")
     place = tl.minimum(tl.maximum(tl.where(real, scores, 0.0), LOWEST_LOG), 0.0) - LOWEST_LOG
-    return tl.where(real, (place * BINS_PER_LOG).to(tl.int32) + 1, 0)
+    return tl.where(real, place * BINS_PER_LOG, -1.0)
 
 
 @triton.jit
-def window_keys(scores, begin, num_sink, recent_begin, TILE: tl.constexpr):
-    """Keys [TILE] of the tokens from `begin` on, those of the windows above all others."""
-    token = begin + tl.arange(0, TILE)
-    in_window = (token < num_sink) | (token >= recent_begin)
-    return tl.where(in_window, tl.full([TILE], WINDOW_KEY, tl.int32), ordered_keys(scores))
+def keys_of(levels):
+    """int32 keys, see `top_k_selection.rank_by_keys`. A level is at least a number: its key is above it."""
+    return levels.to(tl.int32) + 1
 
 
 @triton.jit
-def _listed(counted, above_before, ties_before):
-    """Tokens listed up to a place: all those above the threshold, and the ties that are not skipped."""
-    return above_before + (counted & 65535) + tl.maximum(ties_before + (counted >> 16), 0)
+def ordered_keys(scores):
+    """int32 keys of fp32 log-probabilities; none is `WINDOW_KEY`."""
+    return keys_of(ordered_levels(scores))
 
 
 @triton.jit
-def placed(keys, there, threshold, above_before, ties_before):
-    """Where each token of a tile is listed, whether it is, and its counts: 1 above the threshold, 65536 at it."""
+def window_levels(scores, begin, num_sink, recent_begin, TILE: tl.constexpr):
+    """Levels [TILE] of the tokens from `begin` on, those of the windows above all others."""
+    # One comparison: numbers of the first window are below 0, and so above all others.
+    place = (begin - num_sink + tl.arange(0, TILE)).to(tl.uint32)
+    in_window = place >= tl.maximum(recent_begin - num_sink, 0).to(tl.uint32)
+    return tl.where(in_window, tl.full([TILE], WINDOW_KEY - 1.0, tl.float32), ordered_levels(scores))
+
+
+@triton.jit
+def placed(levels, there, threshold, above_before, ties_before):
+    """Where each token of a tile is listed, whether it is (0 or more) or not (-1), and its counts: 1 where its key is
+    above the threshold, 65536 at it."""
     # One scan for both counts: a tile has fewer than 2^15 tokens.
-    both = tl.where(keys > threshold, 1, tl.where(keys == threshold, 65536, 0))
+    both = tl.where(levels >= threshold, 1, tl.where(levels >= threshold - 1.0, 65536, 0))
     both = tl.where(there, both, 0)
-    upto = tl.cumsum(both, axis=0)
-    place = _listed(upto - both, above_before, ties_before)
-    # Where listing goes on by one, the token is listed.
-    return place, _listed(upto, above_before, ties_before) > place, both
+    before = tl.cumsum(both, axis=0) - both
+    ties = ties_before + (before >> 16)
+    # The first ties are skipped. What is listed is told by a number: few predicates are there to be kept.
+    chosen = tl.where(both == 65536, ties, both - 1)
+    return above_before + (before & 65535) + tl.maximum(ties, 0), chosen, both

@@ -142,7 +142,6 @@ class UnionSelection:
             "SECOND_BLOCKS": second.form.is_block,
             "STRETCH": _STRETCH,
             "TILE": 32 * LIST_WARPS * TOKENS_OF_A_THREAD,
-            "LONG_TILE": 0,
             "candidates_ptr": lists.positions,
             **lists.arguments(slot_table),
             "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.anchor_selection import runner as selection_runner
 from prefix_kernels.anchor_selection.kernels import list_kernel
 from prefix_kernels.anchor_selection.runner import make_items
 from prefix_kernels.launching import recording
@@ -425,18 +424,3 @@ def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.dev
         for _ in range(20):
             graph.replay()
         same(split[1:], joined[1:])
-
-
-@pytest.mark.parametrize("num_chunks", [1, 9])
-def test_long_stretches_are_listed_by_larger_tiles(
-    num_chunks: int, form: Form, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Hopper does it in batches of many rows; of nine chunks the shorter groups' are no longer than a tile."""
-    launch, tiles = selection_runner.launch, {"TILE": 64, "LONG_TILE": 128}
-
-    def with_tiles(kernel: Any, grid: Any, arguments: Any, **options: Any) -> None:
-        launch(kernel, grid, arguments | (tiles if kernel is list_kernel else {}), **options)
-
-    monkeypatch.setattr(selection_runner, "launch", with_tiles)
-    made = problem(device, SHORT)
-    check(made, *select(runner(made, form, num_chunks), made))
