@@ -19,15 +19,13 @@ from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_st
 from prefix_kernels.types import SelectedLists
 from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.scored_op import RAW_ROWS, LayerRows, ScoredOp
+from sglang_ext.methods.scored_op import LayerRows, ScoredOp
 from sglang_ext.prefix.residency import LayerArrays
 
 SCORE_BYTES = 160 << 20
 """Of the scores of all layers, at most."""
 GROUP_BYTES = 96 << 20
 """Of what kernels of one height of a tile keep of each layer's groups, at most: sums of rows, and counts of keys."""
-RAW_BYTES = 96 << 20
-"""Of their raw scores, at most."""
 _LIST_WARPS = 8
 """A program lists a whole prefix, or half of one."""
 _COLD_BYTES = 128 << 20
@@ -59,8 +57,6 @@ class ScorePack:
         self._most_groups = self._groups_of(sizes.max_batch)
         self._found: dict[int, AnchorSelection] = {}
         self._probed: list[list[LayerArrays]] = []
-        entries = [count * self._stride_of(size) for size in range(1, RAW_ROWS + 1)]
-        self._raw = op.raw_scores(entries, RAW_BYTES)
 
     def _groups_of(self, requests: int) -> int:
         """Groups of a batch, that a kernel for so many requests has room for; one at least."""
@@ -157,9 +153,9 @@ class ScorePack:
         # One launch, whatever the strides: queries lie beside keys and values.
         of_layers = packed.view(len(self._layers), size, *packed.shape[1:])
         torch.stack([q[:size] for q in queries], out=of_layers[:, : len(queries[0])])
-        self._of(size).run(ScoreInputs(packed, sm_scale, self._raw.of(size)), self._scores, lists)
+        self._of(size).run(ScoreInputs(packed, sm_scale), self._scores, lists)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the buffers of fixed place; scratch of the kernels apart."""
-        return sum(one.nbytes for one in (self._scores, self._queries, self._raw))
+        return sum(one.nbytes for one in (self._scores, self._queries))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -34,11 +33,6 @@ from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
-RAW_ROWS = 8
-"""Query rows, at most, of which raw scores are kept: of more, codes are scored twice."""
-_RAW_BYTES = 256 << 20
-"""Of raw scores, at most."""
-
 _numbers = itertools.count()
 
 
@@ -67,34 +61,6 @@ class LayerRows(NamedTuple):
         return ScoredGroup(
             rows, count, self.first_rows, score_begins, arrays, self.block_sizes, list_begins, self.row_tokens
         )
-
-
-class RawScores:
-    """Room for raw scores of batches of few rows, which share one buffer: their runs follow each other.
-
-    Args:
-        shape: what is scored.
-        entries: of scores of a batch of 1, of 2 and so on, at most.
-        most: bytes of the room. Of batches that want more, codes are scored twice.
-        device: where the room is made.
-    """
-
-    def __init__(self, shape: ScoreShape, entries: Sequence[int], most: int, device: torch.device) -> None:
-        kept = shape.form is CandidateForm.TOKEN and shape.sum_every == 1
-        wanted = {size: (count, size * shape.gqa) for size, count in enumerate(entries, 1) if kept}
-        few = {size: of for size, of in wanted.items() if of[1] <= RAW_ROWS and 4 * math.prod(of) <= most}
-        self._shapes = few
-        self._room = torch.zeros(max(map(math.prod, few.values()), default=0), dtype=torch.float32, device=device)
-
-    def of(self, size: int) -> Tensor | None:
-        """fp32 [entries, rows] of a batch of that size; None: there is no room."""
-        shape = self._shapes.get(size)
-        return None if shape is None else self._room[: math.prod(shape)].view(shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory."""
-        return self._room.nbytes
 
 
 class KnownIndex(NamedTuple):
@@ -155,8 +121,6 @@ class ScoredOp(ScoringOp):
         self._probed: list[LayerArrays] = []
         self._found: dict[int, AnchorSelection] = {}
         self._known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
-        entries = [min(len(self._scores), self.score_entries(size)) for size in range(1, RAW_ROWS + 1)]
-        self._raw = self.raw_scores(entries, _RAW_BYTES)
 
     @abstractmethod
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
@@ -217,10 +181,6 @@ class ScoredOp(ScoringOp):
         config, highest = serves(size), serves(most)
         # A lower tile than the highest holds all rows of its batches.
         return config, most if config.block_m == highest.block_m else config.block_m // self.shape.gqa
-
-    def raw_scores(self, entries: Sequence[int], most: int) -> RawScores:
-        """Room for them, see `RawScores`: none where sm_90's own kernel scores, which takes codes again."""
-        return RawScores(self.shape, () if self.tile_of(1)[0].specialized else entries, most, self._device)
 
     def tables_of(self, index: Index) -> KnownIndex:
         """Of an index that `number_of` was asked for."""
@@ -347,7 +307,7 @@ class ScoredOp(ScoringOp):
         most = self._of(size).max_groups
         arrays = None if layer is None else self._addresses[layer, :most]
         heads = None if layer is None or not len(self._heads) else self._heads[layer, :most]
-        return ScoreInputs(q[:size], sm_scale, self._raw.of(size), arrays, heads, self.candidates)
+        return ScoreInputs(q[:size], sm_scale, arrays, heads, self.candidates)
 
     def score_entries(self, size: int) -> int:
         """Of scores of a batch of that size, at most."""
@@ -363,4 +323,4 @@ class ScoredOp(ScoringOp):
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
-        return sum(one.nbytes for one in (self._scores, self._addresses, self._heads, self._raw))
+        return sum(one.nbytes for one in (self._scores, self._addresses, self._heads))

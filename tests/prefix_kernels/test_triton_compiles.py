@@ -82,17 +82,14 @@ def attend(queries: torch.Tensor, kv: PagedKV, config: AttentionConfig, passes: 
     attention.run(queries, kv, torch.arange(64).int(), 0.1, out, lse)
 
 
-def anchor(
-    rows: int, config: AnchorConfig, *, form: Form = Form.FUSED, raw: bool = False, sum_every: int = 1, **sizes: int
-) -> None:
+def anchor(rows: int, config: AnchorConfig, *, form: Form = Form.FUSED, sum_every: int = 1, **sizes: int) -> None:
     """A selection on 96 channels in codes of 4 bits, unless `sizes` say otherwise."""
     shape = ScoreShape(
         HEADS, KV_HEADS, **{"channels": 96, "bits": 4, **sizes}, listed_channels=True, sum_every=sum_every
     )
     device = torch.device("cpu")
     select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, form=form, num_programs=264)
-    kept = torch.zeros(64, rows * HEADS // KV_HEADS) if raw else None
-    inputs, table = ScoreInputs(q(rows), 0.1, raw=kept), torch.arange(64).int()
+    inputs, table = ScoreInputs(q(rows), 0.1), torch.arange(64).int()
     select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=table)
 
 
@@ -203,7 +200,6 @@ CASES: dict[str, Callable[[], None]] = {
     "specialized attention in three passes": lambda: grouped(SPECIALIZED, passes=3),
     "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
     "selection of tokens in one launch": lambda: anchor(1, NARROW),
-    "selection of tokens in one launch, raw scores kept": lambda: anchor(1, NARROW, raw=True),
     "selection of tokens by a sample's sums": lambda: anchor(8, WIDE, sum_every=16),
     "selection of tokens by codes of 2 bits": lambda: anchor(8, WIDE, bits=2),
     "selection of tokens by codes of 8 bits": lambda: anchor(8, WIDE, bits=8),

@@ -110,7 +110,6 @@ def score_kernel(
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     arrays_ptr,  # int64 [num_groups, 5], see `addresses`
     candidates_ptr,  # int32, lists of LISTED candidates, ENTRY tokens an entry
-    raw_ptr,  # fp32 [arena, RAW_ROWS], raw scores, kept for the second phase; RAW_ROWS of 0: none
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
@@ -120,7 +119,7 @@ def score_kernel(
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
     ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
     ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LISTED_CHANNELS: tl.constexpr, SUM_EVERY: tl.constexpr,
-    RAW_ROWS: tl.constexpr, RAW_M: tl.constexpr, RAW_N: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr,
+    POOL: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
     TILE: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
@@ -143,12 +142,9 @@ def score_kernel(
         if FORM == LISTED:
             arrays = (arrays[0], arrays[1], arrays[2], candidates_ptr + shift, arrays[4])
         first_row = tl.load(heads_ptr + row * 4 + 1)
-        score_begin = tl.load(heads_ptr + row * 4 + 3) // ALIGNED * ALIGNED
-        scores = scores_ptr + score_begin
+        scores = scores_ptr + tl.load(heads_ptr + row * 4 + 3) // ALIGNED * ALIGNED
         begin, end = stretch_of(chunk, num_chunks, count, BLOCK_N)
         if selected < prefix_len:
-            REREAD: tl.constexpr = RAW_ROWS > 0
-            raw_base = raw_ptr + score_begin * RAW_ROWS
             stats = (head * max_items + item - chunk) * max_rows
             if FIRST_PHASE == 1:
                 step = 1
@@ -158,20 +154,18 @@ def score_kernel(
                     summed_begin, summed_end = stretch_of(chunk, num_chunks, num_summed(count, step), BLOCK_N)
                 score_stretch(
                     summed_begin, summed_end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays, first_row, shift,
-                    step, raw_base, scores, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row,
-                    q_stride_head, max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, LISTED_CHANNELS, False, REREAD,
-                    RAW_ROWS, SUM_EVERY, 0, BLOCK_M, BLOCK_N, BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION,
-                    ASSEMBLY, FORM, ENTRY,
+                    step, scores, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
+                    max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, LISTED_CHANNELS, SUM_EVERY, 0, BLOCK_M, BLOCK_N,
+                    BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY, FORM, ENTRY,
                 )  # fmt: skip
             if FIRST_PHASE == 1 and LAST_PHASE == 2:
                 meet(arrived_ptr + row, chunk, num_chunks)
             if LAST_PHASE == 2:
                 score_stretch(
-                    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays, first_row, shift, 1, raw_base,
-                    scores, peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head,
-                    max_rows, GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, LISTED_CHANNELS, REREAD, False, RAW_ROWS,
-                    SUM_EVERY, POOL, RAW_M if REREAD else BLOCK_M, RAW_N if REREAD else BLOCK_N, BLOCK_CHUNKS, LANES,
-                    STAGES, COMPUTE, PRECISION, ASSEMBLY, FORM, ENTRY,
+                    begin, end, q_ptr, rows_ptr, row_begin, num_rows, head, arrays, first_row, shift, 1, scores,
+                    peak_ptr, total_ptr, stats, chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, max_rows,
+                    GQA, CHANNELS, BLOCK_K, ROW_UNITS, BITS, LISTED_CHANNELS, SUM_EVERY, POOL, BLOCK_M, BLOCK_N,
+                    BLOCK_CHUNKS, LANES, STAGES, COMPUTE, PRECISION, ASSEMBLY, FORM, ENTRY,
                 )  # fmt: skip
                 # A barrier ends each tile of scores: all of the program's are there.
                 # Wide rows of codes, and fp32, need most of what shared memory a launch has unless it asks for more.

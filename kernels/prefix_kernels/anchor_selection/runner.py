@@ -487,14 +487,14 @@ class AnchorSelection:
         joined = self.form is Form.FUSED
         if self.config.specialized:
             _check_inputs(inputs)
-        kernel, own = self._scoring(inputs)
+        kernel, own = self._scoring()
         for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
             phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
             options = self.config.launch_options(joined=joined)
             launch(kernel, self._grid, arguments_of(kernel, arguments | own | phases), **options)
         return arguments
 
-    def _scoring(self, inputs: ScoreInputs) -> tuple[Any, dict[str, Any]]:
+    def _scoring(self) -> tuple[Any, dict[str, Any]]:
         """The kernel of scores, and what it is told beside tables and buffers."""
         config = self.config
         if config.specialized:
@@ -511,13 +511,9 @@ class AnchorSelection:
                 "LEAST_BLOCK_N": least,
                 "LEAST_LAYOUT": words_layout(least, config.num_warps),
             }
-        # Raw scores of few rows fill a tile that is not as wide, and higher.
-        raw_m = config.block_m if inputs.raw is None else min(config.block_m, block_of(inputs.raw.shape[1]))
         return score_kernel, {
             **config.arguments(self.shape),
             "POOL": _POOL[self.shape.pooling],
-            "RAW_M": raw_m,
-            "RAW_N": config.block_n * config.block_m // raw_m,
             "TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
         }
 

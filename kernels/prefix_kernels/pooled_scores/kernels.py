@@ -292,12 +292,11 @@ def pool_tiles(first, second, POOL: tl.constexpr):
 
 @triton.jit
 def _step(
-    start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr, first_row,
-    shift, step, factor, GQA: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr,
-    LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, RAW_ROWS: tl.constexpr,
+    start, end, tile, num_rows, lse, peak, total, queries, more, out_ptr, packed_ptr, first_row, shift, step, factor,
+    GQA: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr,
     SAMPLED: tl.constexpr, POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANES: tl.constexpr,
-    UNIT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr,
-    FORM: tl.constexpr, ENTRY: tl.constexpr, MASKED: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, TAIL: tl.constexpr, FORM: tl.constexpr,
+    ENTRY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of candidates against a tile of rows: sums, or pooled scores that are written."""
     n = start + tl.arange(0, BLOCK_N)
@@ -305,29 +304,23 @@ def _step(
     entry = tl.minimum(n, end - 1) if MASKED else n
     if SAMPLED:
         entry = summed_candidate(entry, step)
-    raw_ptrs = raw_base + entry[:, None].to(tl.int64) * RAW_ROWS + m[None, :]
-    if LOAD_RAW:
-        scores = tl.load(raw_ptrs, mask=live[None, :], other=float("-inf"))
-    else:
-        more_ptr, more_queries, lengths = more
-        place = entry
-        if FORM == LISTED:
-            place = listed_token(more_ptr, entry, None, ENTRY)
-        elif FORM == TOKEN:
-            place = entry >> shift
-        place = first_row + place.to(tl.int64)
+    more_ptr, more_queries, lengths = more
+    place = entry
+    if FORM == LISTED:
+        place = listed_token(more_ptr, entry, None, ENTRY)
+    elif FORM == TOKEN:
+        place = entry >> shift
+    place = first_row + place.to(tl.int64)
+    scores = _product(
+        tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, place, queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE,
+        PRECISION, ASSEMBLY, TAIL,
+    )  # fmt: skip
+    if FORM == MINMAX:
         scores = _product(
-            tl.zeros([BLOCK_N, BLOCK_M], tl.float32), packed_ptr, place, queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE,
-            PRECISION, ASSEMBLY, TAIL,
-        )  # fmt: skip
-        if FORM == MINMAX:
-            scores = _product(
-                scores, more_ptr, place, more_queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY, TAIL
-            )
-        elif FORM == BALL:
-            scores += tl.load(more_ptr + place).to(tl.float32)[:, None] * lengths[None, :]
-        if STORE_RAW:
-            tl.store(raw_ptrs, scores * UNIT, mask=live[None, :] & (n < end)[:, None])
+            scores, more_ptr, place, more_queries, ROW_UNITS, BLOCK_K, BITS, COMPUTE, PRECISION, ASSEMBLY, TAIL
+        )
+    elif FORM == BALL:
+        scores += tl.load(more_ptr + place).to(tl.float32)[:, None] * lengths[None, :]
     if POOL == 0:
         if MASKED:
             scores = tl.where((n < end)[:, None], scores, float("-inf"))
@@ -369,20 +362,18 @@ def score_stretch(
     arrays,  # `addresses`; LISTED: in the fourth place a pointer to the positions of the head's candidates
     first_row,
     shift,  # tokens: log2 of those of a row
-    step, raw_base, out_ptr, peak_ptr, total_ptr,
+    step, out_ptr, peak_ptr, total_ptr,
     stats,  # where the sums of this group and head begin
     chunk, num_chunks, sm_scale, q_stride_row, q_stride_head, max_rows,
     GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_UNITS: tl.constexpr, BITS: tl.constexpr,
-    LISTED_CHANNELS: tl.constexpr, LOAD_RAW: tl.constexpr, STORE_RAW: tl.constexpr, RAW_ROWS: tl.constexpr,
-    SUM_EVERY: tl.constexpr,
+    LISTED_CHANNELS: tl.constexpr, SUM_EVERY: tl.constexpr,
     POOL: tl.constexpr,  # 0: the pass of sums; 1: pool by the maximum; 2: by the mean
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
     """Candidates `begin` to `end` of a head against all rows of the group: their sums (POOL 0), or pooled scores.
 
-    With SUM_EVERY above 1 sums are of a sample: places among the candidates that are summed, one of each `step`. With
-    STORE_RAW scores are kept in the first pass, RAW_ROWS a candidate, and read in the second one with LOAD_RAW.
+    With SUM_EVERY above 1 sums are of a sample: places among the candidates that are summed, one of each `step`.
     """
     SAMPLED: tl.constexpr = SUM_EVERY > 1 and POOL == 0
     PARTS: tl.constexpr = 1 if BITS >= 8 else 4
@@ -401,36 +392,32 @@ def score_stretch(
         more_ptr = tl.multiple_of(more_at.to(tl.pointer_type(UNITS)), 16)
 
     # What a code in fp16 is too small by, see `_codes`.
-    UNIT: tl.constexpr = 16777216.0 if COMPUTE == tl.float16 and BITS < 16 and not LOAD_RAW else 1.0
+    UNIT: tl.constexpr = 16777216.0 if COMPUTE == tl.float16 and BITS < 16 else 1.0
     factor = sm_scale * LOG2E * UNIT
 
     for tile in range(tl.cdiv(num_rows * GQA, BLOCK_M)):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         live = m < num_rows * GQA
-        queries = (m, m, m, m, m, m)
+        queries = _query_parts(
+            q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
+            PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, COMPUTE, TAIL,
+            -1 if FORM == MINMAX else 0,
+        )  # fmt: skip
         more = (more_ptr, queries, m)
-        if not LOAD_RAW:
-            queries = _query_parts(
-                q_ptr, rows_ptr, channels_ptr, scale_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head,
-                PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, COMPUTE, TAIL,
-                -1 if FORM == MINMAX else 0,
+        if FORM == MINMAX:
+            # The largest product with a block's keys is at most that of the positive part with the maxima plus that of
+            # the negative part with the minima.
+            positive = _query_parts(
+                q_ptr, rows_ptr, channels_ptr, more_scale_ptr, row_begin, num_rows, head, tile, q_stride_row,
+                q_stride_head, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, COMPUTE, TAIL, 1,
             )  # fmt: skip
-            if FORM == MINMAX:
-                # The largest product with a block's keys is at most that of the positive part with the maxima plus
-                # that of the negative part with the minima.
-                positive = _query_parts(
-                    q_ptr, rows_ptr, channels_ptr, more_scale_ptr, row_begin, num_rows, head, tile, q_stride_row,
-                    q_stride_head, PARTS, BITS, GQA, CHANNELS, BLOCK_K, BLOCK_M, LISTED_CHANNELS, COMPUTE, TAIL, 1,
-                )  # fmt: skip
-                more = (more_ptr, positive, m)
-            elif FORM == BALL:
-                lengths = _query_norms(
-                    q_ptr, rows_ptr, channels_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA,
-                    CHANNELS, BLOCK_K * PARTS * (2 if TAIL else 1), BLOCK_M, LISTED_CHANNELS,
-                )  # fmt: skip
-                more = (more_ptr, queries, lengths / UNIT)
-            else:
-                more = (more_ptr, queries, m)
+            more = (more_ptr, positive, m)
+        elif FORM == BALL:
+            lengths = _query_norms(
+                q_ptr, rows_ptr, channels_ptr, row_begin, num_rows, head, tile, q_stride_row, q_stride_head, GQA,
+                CHANNELS, BLOCK_K * PARTS * (2 if TAIL else 1), BLOCK_M, LISTED_CHANNELS,
+            )  # fmt: skip
+            more = (more_ptr, queries, lengths / UNIT)
 
         lse = tl.zeros([BLOCK_M], tl.float32)
         if POOL:
@@ -443,15 +430,15 @@ def score_stretch(
         full = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
         for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
             peak, total = _step(
-                start, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
-                first_row, shift, step, factor, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW, STORE_RAW, RAW_ROWS, SAMPLED,
-                POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, ENTRY, False,
+                start, end, tile, num_rows, lse, peak, total, queries, more, out_ptr, packed_ptr, first_row, shift,
+                step, factor, GQA, BLOCK_K, ROW_UNITS, BITS, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL, FORM, ENTRY, False,
             )  # fmt: skip
         if full < end:
             peak, total = _step(
-                full, end, tile, m, live, num_rows, lse, peak, total, queries, more, raw_base, out_ptr, packed_ptr,
-                first_row, shift, step, factor, GQA, BLOCK_K, ROW_UNITS, BITS, LOAD_RAW, STORE_RAW, RAW_ROWS, SAMPLED,
-                POOL, BLOCK_M, BLOCK_N, LANES, UNIT, COMPUTE, PRECISION, ASSEMBLY, TAIL, FORM, ENTRY, True,
+                full, end, tile, num_rows, lse, peak, total, queries, more, out_ptr, packed_ptr, first_row, shift,
+                step, factor, GQA, BLOCK_K, ROW_UNITS, BITS, SAMPLED, POOL, BLOCK_M, BLOCK_N, LANES, COMPUTE, PRECISION,
+                ASSEMBLY, TAIL, FORM, ENTRY, True,
             )  # fmt: skip
         if POOL == 0:
             highest = tl.max(tl.max(peak, axis=0), axis=0)

@@ -121,8 +121,6 @@ class ScoreInputs:
     Attributes:
         q: [batch, num_qo_heads, head_dim] post-RoPE queries.
         sm_scale: multiplies q.k before the softmax.
-        raw: room for raw scores, fp32 [arena, rows], at the places of scores, worth it for few rows: the second pass
-            then reads them back instead of scoring again. Sm_90's own kernel scores again.
         arrays: int64 [max_groups, 5], another layer's `array_addresses`; None for those of the plan.
         heads: int64 [max_groups, num_kv_heads, HEAD_FIELDS], another layer's `ScoredGroup.heads`; None for the plan's.
         candidates: int32, lists of candidates, ascending, `entry_tokens` an entry; with that form only.
@@ -130,7 +128,6 @@ class ScoreInputs:
 
     q: Tensor
     sm_scale: float
-    raw: Tensor | None = None
     arrays: Tensor | None = None
     heads: Tensor | None = None
     candidates: Tensor | None = None
@@ -200,9 +197,8 @@ class ScoreTables:
         self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
         self._heads = torch.zeros(*heads, HEAD_FIELDS, dtype=torch.int64, device=device)
         self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
-        self._no_scores = torch.zeros(1, dtype=torch.float32, device=device)
         self._most_rows = self._scores_end = 0
-        self._own_arrays, self._raw_shape = True, (0, 0)
+        self._own_arrays = True
 
     def plan(self, groups: Sequence[ScoredGroup], layers: Layers | None = None) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
@@ -254,7 +250,6 @@ class ScoreTables:
         self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
         self._scores_end = max((group.scores_end for group in groups), default=0)
         self._scores_end += 0 if layers is None else (count - 1) * layers.scores
-        self._raw_shape = (self._scores_end, most)
 
     def _check_groups(
         self, groups: Sequence[ScoredGroup], rows: Sequence[int], most: int, count: int, apart: int
@@ -286,8 +281,7 @@ class ScoreTables:
             ValueError: a tensor that the source needs is missing, or of another shape.
         """
         self._check_queries(inputs, scores)
-        self._check_raw(inputs)
-        shape, q, raw, arrays = self.shape, inputs.q, inputs.raw, inputs.arrays
+        shape, q, arrays = self.shape, inputs.q, inputs.arrays
         half = q.dtype is not torch.float32
         return {
             "q_ptr": q,
@@ -295,8 +289,6 @@ class ScoreTables:
             "groups_ptr": self._groups,
             "heads_ptr": self._heads if inputs.heads is None else inputs.heads,
             "arrays_ptr": self._arrays if arrays is None else arrays,
-            "raw_ptr": self._no_scores if raw is None else raw,
-            "RAW_ROWS": 0 if raw is None else raw.shape[1],
             "scores_ptr": scores,
             "sm_scale": float(inputs.sm_scale),
             "q_stride_row": q.stride(0),
@@ -347,22 +339,6 @@ class ScoreTables:
                 raise ValueError(
                     f"expected {name} {tuple(like.shape)} int64 contiguous, got {tuple(table.shape)} {table.dtype}"
                 )
-
-    def _check_raw(self, inputs: ScoreInputs) -> None:
-        raw = inputs.raw
-        if raw is None:
-            return
-        small = raw.dim() != 2 or any(a < b for a, b in zip(raw.shape, self._raw_shape, strict=True))
-        if small or raw.dtype is not torch.float32 or not raw.is_contiguous():
-            raise ValueError(
-                f"expected raw [arena, rows] of {self._raw_shape} or more, as planned, fp32, contiguous, got "
-                f"{tuple(raw.shape)} {raw.dtype} of strides {raw.stride()}"
-            )
-        if self.shape.sum_every > 1:
-            raise ValueError(
-                f"expected no room for raw scores with sum_every {self.shape.sum_every}: the first pass has not all of "
-                "them; leave it out"
-            )
 
 
 def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[int]:

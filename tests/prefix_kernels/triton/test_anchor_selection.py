@@ -144,13 +144,10 @@ def test_listed_candidates(
     check(made, *select(runner(made, form), made))
 
 
-def test_sums_of_a_sample_keep_no_raw_scores(device: torch.device) -> None:
+def test_a_sample_is_of_one_in_64_at_least(device: torch.device) -> None:
     for every in (0, 65):
         with pytest.raises(ValueError, match=f"1 to 64, got {every}"):
             AnchorSelection(ScoreShape(8, 2, 32, sum_every=every), 1, 1, 100, 100, CONFIG, device)
-    made = problem(device, [((0,), 4100, 40)], sum_every=2)
-    with pytest.raises(ValueError, match=r"sum_every 2.*leave it out"):
-        select(runner(made, FORMS[0], max_groups=1), made, raw=torch.zeros(made.room, GQA, device=device))
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (16, 0), (5, 20), (150, 60)], ids=str)
@@ -242,17 +239,6 @@ def test_a_group_is_scored_beside_others_as_alone(form: Form, device: torch.devi
             assert torch.equal(scores[there].view(torch.int32), alone[there].view(torch.int32))
         listed = [some.selected[0].lists_in(of.positions, KV_HEADS) for of in (lists, own)]
         assert torch.equal(*listed)
-
-
-@pytest.mark.parametrize("pooling", list(Pooling))
-@pytest.mark.parametrize("rows", [1, 3])
-def test_raw_scores_of_few_rows_are_kept(rows: int, pooling: Pooling, form: Form, device: torch.device) -> None:
-    made = problem(device, [(tuple(range(rows)), 1301, 300)], pooling=pooling)
-    one, room = runner(made, form, max_groups=1), torch.full((made.room, rows * GQA), torch.nan, device=device)
-    check(made, *select(one, made, raw=room))
-    for raw in (room[:1300], room[:, 1:].contiguous(), room[:, ::2], room.double()):
-        with pytest.raises(ValueError, match=r"expected raw \[arena, rows\]"):
-            select(one, made, raw=raw)
 
 
 def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.device) -> None:
@@ -366,7 +352,6 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ((replace(inputs, q=made.q[..., :32]), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
         ((replace(inputs, q=made.q.double()), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
         ((replace(inputs, q=made.q.expand(2, -1, -1)), scores, bare), None, "q .at most 1, 8, 64. in fp32"),
-        ((replace(inputs, raw=torch.zeros(600, 3)), scores, bare), None, "raw .* of .600, 4. or more, as planned"),
         ((replace(inputs, arrays=torch.zeros(1, 5).int()), scores, bare), None, "arrays .1, 5. int64 contiguous, got"),
     ):
         with pytest.raises(ValueError, match=message):
