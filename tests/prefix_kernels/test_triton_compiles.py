@@ -276,11 +276,10 @@ SPILLED = {
     "specialized selection of tokens for 32 requests": 160,
     "specialized selection by a sample's sums for 32 requests": 80,
     "specialized selection of latent keys' blocks for 8 requests": 384,
-    "selection of latent keys' blocks by balls": 16,
     "selection of tokens by codes of 8 bits": 40,
     "selection of blocks by halves": 24,
     "selection of blocks by minima and maxima": 8,
-    "selection of blocks by minima and maxima for 32 requests": 40,
+    "selection of blocks by minima and maxima for 32 requests": 24,
     "selection by lists of many centroids": 208,
     "residents with heads of 96 in fp32": 8,
     "prefill_attention of 16 tokens": 64,  # on sm_80
@@ -335,8 +334,7 @@ def test_kernels_compile_without_spilling(
         kernel = compiled(one, capability)
         assert f".target sm_{capability}" in kernel.asm["ptx"]
         used = resources(kernel.asm["cubin"], tmp_path)
-        # Of lists as well.
-        spilled = 16 if one.kernel is list_kernel else SPILLED.get(case, 0)
+        spilled = 8 if one.kernel is list_kernel and capability == 80 else SPILLED.get(case, 0)
         assert used["STACK"] <= spilled, (one.kernel.__name__, one.options)
         # Triton's own shared memory comes behind it, aligned so; a launch asks for more than 48 KiB by that alone.
         assert used["SHARED"] % 1024 == 0

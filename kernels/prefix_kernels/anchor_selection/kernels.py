@@ -119,10 +119,9 @@ def score_kernel(
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
     ITEM_FIELDS: tl.constexpr, GQA: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr,
     ROW_UNITS: tl.constexpr, BITS: tl.constexpr, LISTED_CHANNELS: tl.constexpr, SUM_EVERY: tl.constexpr,
-    POOL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr, FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr,
-    TILE: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
+    POOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, LANES: tl.constexpr,
+    STAGES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    FIRST_PHASE: tl.constexpr, LAST_PHASE: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
     """Program (place, KV head): its items, each alone or with the programs that have the group's others."""
     head = tl.program_id(1).to(tl.int64)
@@ -181,12 +180,12 @@ def _list_stretch(
     scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
-    """List what was selected of a stretch, tile by tile; then what else is told of it, and its slots."""
+    """List what was selected of a stretch: numbers of candidates, tile by tile; then their tokens, if others, and
+    slots."""
     counts, stride, chunk, num_chunks = among
     prefix_len, selected, num_sink, recent_begin = wanted
     positions, slots, slot_table, candidates_ptr = into
     BLOCKS: tl.constexpr = FORM >= MEAN
-    AT_ONCE: tl.constexpr = TILE // 4
     # A whole prefix, of which no score was written, is a window. All tokens of the chunks before are listed before.
     num_sink = tl.where(selected < prefix_len, num_sink, prefix_len)
     threshold = 0
@@ -216,11 +215,11 @@ def _list_stretch(
         above_before += tile_total & 65535
         ties_before += tile_total >> 16
     if HAS_SLOTS or FORM == LISTED:
-        # The few that are listed, once all threads have told theirs.
+        # What all threads have listed.
         tl.debug_barrier()
         last = above_before + tl.maximum(ties_before, 0)
-        for first in range(first_listed, last, AT_ONCE):
-            place = first + tl.arange(0, AT_ONCE)
+        for first in range(first_listed, last, TILE):
+            place = first + tl.arange(0, TILE)
             token = tl.load(positions + place, mask=place < last, other=0, cache_modifier=".cg")
             if FORM == LISTED:
                 token = listed_token(candidates_ptr + shift, token, place < last, ENTRY)

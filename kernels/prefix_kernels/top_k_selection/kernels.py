@@ -37,7 +37,8 @@ def load_scores(scores, begin, end, shift, TILE: tl.constexpr, BLOCKS: tl.conste
 
 @triton.jit
 def ordered_levels(scores):
-    """fp32 from -1 on, whose whole part is one less than the key of a log-probability, see `keys_of`."""
+    """fp32 of at least -1: a log-probability's key is the whole part plus 1. A key is above k where its level is k or
+    more."""
     real = scores > float("-inf")
     place = tl.minimum(tl.maximum(tl.where(real, scores, 0.0), LOWEST_LOG), 0.0) - LOWEST_LOG
     return tl.where(real, place * BINS_PER_LOG, -1.0)
@@ -45,7 +46,7 @@ def ordered_levels(scores):
 
 @triton.jit
 def keys_of(levels):
-    """int32 keys, see `top_k_selection.rank_by_keys`. A level is at least a number: its key is above it."""
+    """int32 keys of levels, see `top_k_selection.rank_by_keys`."""
     return levels.to(tl.int32) + 1
 
 
@@ -58,9 +59,8 @@ def ordered_keys(scores):
 @triton.jit
 def window_levels(scores, begin, num_sink, recent_begin, TILE: tl.constexpr):
     """Levels [TILE] of the tokens from `begin` on, those of the windows above all others."""
-    # One comparison: numbers of the first window are below 0, and so above all others.
-    place = (begin - num_sink + tl.arange(0, TILE)).to(tl.uint32)
-    in_window = place >= tl.maximum(recent_begin - num_sink, 0).to(tl.uint32)
+    token = begin + tl.arange(0, TILE)
+    in_window = (token < num_sink) | (token >= recent_begin)
     return tl.where(in_window, tl.full([TILE], WINDOW_KEY - 1.0, tl.float32), ordered_levels(scores))
 
 
@@ -73,6 +73,6 @@ def placed(levels, there, threshold, above_before, ties_before):
     both = tl.where(there, both, 0)
     before = tl.cumsum(both, axis=0) - both
     ties = ties_before + (before >> 16)
-    # The first ties are skipped. What is listed is told by a number: few predicates are there to be kept.
+    # The first ties are skipped. A number says what is listed, as a thread has few predicates.
     chosen = tl.where(both == 65536, ties, both - 1)
     return above_before + (before & 65535) + tl.maximum(ties, 0), chosen, both
