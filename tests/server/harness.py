@@ -341,7 +341,21 @@ class Server:
         return server_state(self.url)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Those of ours in Prometheus's text, by name and, in each, by the value of its label ("": it has none)."""
+        """Those of ours in Prometheus's text, by name and, in each, by the value of its label ("": it has none); once
+        they are what the state says: they follow it within a second.
+        """
+        for _ in range(50):
+            state, found = self.settled()["metrics"], self._metrics()
+            if all(
+                found.get(name, {}).get(label) == value
+                for name, of in state.items()
+                for label, value in (of.items() if isinstance(of, dict) else [("", of)])
+            ):
+                break
+            time.sleep(0.2)
+        return found
+
+    def _metrics(self) -> dict[str, dict[str, float]]:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=REQUEST_SECONDS) as response:
             families = text_string_to_metric_families(response.read().decode())
         found: dict[str, dict[str, float]] = {}

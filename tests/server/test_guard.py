@@ -72,7 +72,7 @@ def test_planted_faults_are_noticed_and_answers_are_dense_from_then_on(serve: Po
     assert guard["events"]["dense"] == 2
     assert state["fallbacks"]["quality_guard"] == 10
     exported = server.metrics()
-    assert exported["guard_steps"][""] == guard["steps"]
+    assert exported["guard_steps"][""] == server.state()["guard"]["steps"]
     assert exported["guard_events"]["dense"] == 2
     assert "quality guard: index" in server.log.read_text()
 

@@ -63,7 +63,7 @@ class Load:
 
     def __init__(self, server: Server, report: Path, store: Path) -> None:
         self.server, self.report, self.store = server, report, store
-        self.before, self._first_line = exported(server), len(report.read_text().splitlines())
+        self.before, self._first_line = server.metrics(), len(report.read_text().splitlines())
         self.answers: list[Answer] = []
         self.crowds: list[list[Answer]] = []
         self.damaged = store
@@ -208,20 +208,6 @@ def loaded(load: Load) -> Load:
     raise AssertionError("expected two requests to share slots")
 
 
-def exported(server: Server) -> dict[str, dict[str, float]]:
-    """By metric and label, once they are what the state says."""
-    for _ in range(50):
-        state, found = server.settled()["metrics"], server.metrics()
-        if all(
-            found.get(name, {}).get(label) == value
-            for name, of in state.items()
-            for label, value in (of.items() if isinstance(of, dict) else [("", of)])
-        ):
-            break
-        time.sleep(0.2)
-    return found
-
-
 @pytest.fixture(scope="module")
 def found(loaded: Load) -> dict[str, dict[str, float]]:
     """What the load made of each metric; of gauges, what they are behind it."""
@@ -230,7 +216,7 @@ def found(loaded: Load) -> dict[str, dict[str, float]]:
         name: of
         if name in gauges
         else {label: value - loaded.before[name].get(label, 0) for label, value in of.items()}
-        for name, of in exported(loaded.server).items()
+        for name, of in loaded.server.metrics().items()
     }
 
 
@@ -334,10 +320,10 @@ def test_the_time_of_a_step_is_what_a_client_sees_and_the_log_says_which_way(loa
     server, ratios = loaded.server, defaultdict[str, list[float]](list)
     for seed, path in itertools.product((5, 6, 7), ("dense", "sparse")):  # the first answer leaves the index
         text = f"{make_document('many_keys', seed=seed, num_tokens=1152, num_questions=12).text} a"
-        before, logged = exported(server), server.log.stat().st_size
+        before, logged = server.metrics(), server.log.stat().st_size
         answer, came = streamed(server, text, LONG)
         assert paths_of(answer) == [path]
-        after = exported(server)
+        after = server.metrics()
         seconds, steps = (after[name][path] - before[name][path] for name in ("step_seconds", "timed_steps"))
         assert steps == LONG - 2 - told_by(answer)["guarded_steps"], "what the guard attends twice is no such step"
         ratios[path].append(seconds / steps * (LONG - 2) / (came[-1] - came[1]))
