@@ -3,7 +3,7 @@
 A round: requests whose prefix has an index draft some tokens by sparse decode steps. Then one exact decode step has a
 row for each request and each of its drafts: row j is the request's sequence with j drafts. In each layer it writes the
 K and V of all rows anew, before it attends. A request keeps its drafts as far as the exact step says the same, and one
-token more. Whatever an index selects, all tokens come out of exact steps.
+token more. Whatever an index selects, all tokens come out of exact steps; `decode.draws` has those with a temperature.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from sglang_ext.compat import lossless, scheduler_hooks
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.decode.drafts import Drafting
+from sglang_ext.decode.draws import Draws, Sampling, placed
 from sglang_ext.decode.planner import MAX_BATCH
 from sglang_ext.decode.types import StepPath
 
@@ -36,7 +37,8 @@ _NO_CHOICE = {
     *("temperature", "top_p", "top_k", "min_p", "sampling_seed"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
 }
-"""Parameters that do not change which token a greedy request says next. One that a release adds is not among them."""
+"""Parameters that do not change what a request says next, or that `Sampling` has. One that a release adds is not among
+them."""
 _OF_ALL_ROWS = ("return_hidden_states", "return_routed_experts", "return_indexer_topk")
 """What a request may ask of each token's step that a round does not give: the batch of such a one drafts nothing."""
 
@@ -57,13 +59,25 @@ class _Rows(NamedTuple):
     seq_lens_cpu: Tensor
 
 
-def is_greedy(req: Any) -> bool:
-    """Whether a request's next token is the most probable one by the model, and nothing else is asked of its step."""
+def may_draft(req: Any, *, seeded: bool) -> bool:
+    """Whether a request's next token is the most probable one by the model, or drawn as `Sampling` says, and nothing
+    else is asked of its step.
+
+    Args:
+        req: SGLang's.
+        seeded: whether what is drawn is to follow from seeds.
+    """
     params = req.sampling_params
     defaults = SamplingParams()
     fields = (name for name in params.__struct_fields__ if name not in _NO_CHOICE)
     asked = req.return_logprob or req.grammar is not None or req.custom_logit_processor
-    return params.top_k == 1 and not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
+    asked = asked or (params.top_k > 1 and (seeded or getattr(req, "return_sampling_mask", False)))
+    return not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
+
+
+def _sampling(req: Any) -> Sampling | None:
+    params = req.sampling_params
+    return None if params.top_k == 1 else Sampling(params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -122,7 +136,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         rows = list(range(len(batch.reqs)))
         last = batch.spec_info.accept_tokens
-        drafts = self._drafts(batch, last)
+        draws = Draws([_sampling(req) for req in batch.reqs])
+        drafts = self._drafts(batch, last, draws)
         counts = [len(one) for one in drafts]
         self._rounds.append(([req.rid for req in batch.reqs], counts))
         step = self._step(batch, rows, [0] * len(rows), last, whole=True)
@@ -138,11 +153,13 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         verify = self._step(batch, [row for row, _ in places], [depth for _, depth in places], tokens)
         out = self.model_runner.forward(verify)
         logits = out.logits_output.next_token_logits
-        first = _placed([n for n, (_, depth) in enumerate(places) if not depth], batch.device)
-        said = logits.argmax(dim=-1)
+        said = draws.tokens(logits, places)
+        first = placed([n for n, (_, depth) in enumerate(places) if not depth], batch.device)
         sampled = replace(out.logits_output, next_token_logits=logits[first], customized_info=None)
-        said[first] = self.model_runner.sample(sampled, step).to(said.dtype)
-        _list_logprobs(sampled)
+        alone = placed([row for row, count in enumerate(counts) if not count], batch.device)
+        if len(alone):
+            said[first[alone]] = self.model_runner.sample(sampled, step)[alone].to(said.dtype)
+            _list_logprobs(sampled)
         exact, lens = _kept(said, tokens, counts)
         result = GenerationBatchResult(logits_output=sampled, can_run_cuda_graph=out.can_run_graph)
         return _told(result, exact, lens, batch.seq_lens + lens, on_publish)
@@ -152,7 +169,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         rids, drafted = self._rounds.popleft()
         scheduler_hooks.runtime().verified(rids, drafted, accepted)
 
-    def _drafts(self, batch: Any, last: Tensor) -> list[list[Tensor]]:
+    def _drafts(self, batch: Any, last: Tensor, draws: Draws) -> list[list[Tensor]]:
         """Per request, its drafted tokens, each [] int64."""
         drafts: list[list[Tensor]] = [[] for _ in batch.reqs]
         runtime = scheduler_hooks.runtime()
@@ -164,7 +181,9 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             tokens = torch.stack([drafts[row][-1] if depth else last[row] for row in rows])
             with runtime.drafting():
                 out = self.model_runner.forward(self._step(batch, rows, [depth] * len(rows), tokens))
-            for row, token in zip(rows, scheduler_hooks.next_tokens(self.model_runner, out), strict=True):
+            scheduler_hooks.keep_waiting(self.model_runner)
+            said = draws.tokens(out.logits_output.next_token_logits, [(row, depth) for row in rows])
+            for row, token in zip(rows, said, strict=True):
                 drafts[row].append(token)
             if runtime.took not in (StepPath.SPARSE, StepPath.KEPT):
                 break  # it was an exact step, no faster than verifying
@@ -178,11 +197,13 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             may: per request, what its index may draft.
         """
         single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
-        greedy = [one if one is not None and is_greedy(req) else None for one, req in zip(may, batch.reqs, strict=True)]
-        drafting = 0 if single else sum(one is not None and one.most > 0 for one in greedy)
+        seeded = bool(self.model_runner.server_args.enable_deterministic_inference)
+        pairs = zip(may, batch.reqs, strict=True)
+        free = [one if one is not None and may_draft(req, seeded=seeded) else None for one, req in pairs]
+        drafting = 0 if single else sum(one is not None and one.most > 0 for one in free)
         room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(may)
         found: list[Drafting | None] = []
-        for req, one in zip(batch.reqs, greedy, strict=True):
+        for req, one in zip(batch.reqs, free, strict=True):
             left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
             most = max(0, min(room // drafting, one.most, left)) if one is not None and drafting else 0
             found.append(None if one is None else one._replace(most=most))
@@ -200,7 +221,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             whole: whether the rows are the requests, whose tokens are sampled.
         """
         on_host = batch.seq_lens_cpu[torch.tensor(rows)] + torch.tensor(depths)
-        at, behind = _placed([rows, depths], batch.device)
+        at, behind = placed([rows, depths], batch.device)
         begins = batch.seq_lens[at] + behind
         step = copy.copy(batch)
         step.forward_mode, step.input_ids = ForwardMode.DECODE, tokens
@@ -217,12 +238,6 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             step.sampling_info = step.top_logprobs_nums = step.token_ids_logprobs = None
             step.return_logprob = step.has_grammar = False
         return ForwardBatch.init_new(step, self.model_runner, return_hidden_states_before_norm=False)
-
-
-def _placed(numbers: Sequence[Any], device: torch.device | str) -> Tensor:
-    """Integers of the host on a device, int64, without a wait for what runs there."""
-    on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
-    return on_host.to(device, non_blocking=True)
 
 
 def _ones(batch: Any) -> Tensor:
@@ -243,7 +258,7 @@ def _kept(said: Tensor, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
     """
     width = max(counts) + 1
     places = [row * width + depth for row, count in enumerate(counts) for depth in range(count + 1)]
-    at = _placed(places, said.device)
+    at = placed(places, said.device)
     exact, drafted = (said.new_full((len(counts) * width,), nothing) for nothing in (-1, -2))
     exact[at], drafted[at] = said, tokens
     alike = exact.view(-1, width)[:, :-1] == drafted.view(-1, width)[:, 1:]

@@ -13,8 +13,10 @@ from tests.compat.sglang_process import GROUP, in_sglang
 pytestmark = GROUP
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "stop": "a", "n": 2}]
+DRAWN: list[dict[str, Any]] = [{}, {"temperature": 0.5, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "sampling_seed": 3}]
 OTHERS: list[dict[str, Any]] = [
-    *({}, {"temperature": 0.5}, {"temperature": 0.0, "logit_bias": {"3": 1.0}}),
+    {"temperature": 0.0, "logit_bias": {"3": 1.0}},
+    {"temperature": 0.5, "frequency_penalty": 0.5},
     *({"temperature": 0.0, name: 0.5} for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")),
     *({"temperature": 0.0, name: "a"} for name in ("json_schema", "regex", "ebnf", "structural_tag")),
     {"temperature": 0.0, "min_new_tokens": 2},
@@ -23,7 +25,7 @@ ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": 
 
 
 def looked_at(
-    greedy: list[dict[str, Any]], others: list[dict[str, Any]], asked: list[dict[str, Any]]
+    greedy: list[dict[str, Any]], drawn: list[dict[str, Any]], others: list[dict[str, Any]], asked: list[dict[str, Any]]
 ) -> dict[str, Any]:
     from types import SimpleNamespace
 
@@ -35,8 +37,9 @@ def looked_at(
 
     nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None}
 
-    def is_greedy(given: dict[str, Any], **more: Any) -> bool:
-        return lossless_worker.is_greedy(SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | more))
+    def may_draft(given: dict[str, Any], seeded: bool = False, **more: Any) -> bool:
+        req = SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | more)
+        return lossless_worker.may_draft(req, seeded=seeded)
 
     lossless_algorithm.register()
     lossless_algorithm.register()  # as a process that loads plugins twice does
@@ -51,9 +54,12 @@ def looked_at(
     before = kept.accept_tokens.tolist()
     kept.filter_batch(torch.tensor([0, 2]))
     return {
-        "greedy": [is_greedy(one) for one in greedy],
-        "others": [is_greedy(one) for one in others],
-        "asked": [is_greedy(greedy[0], **one) for one in asked],
+        "greedy": [may_draft(one, seeded) for one in greedy for seeded in (True, False)],
+        "drawn": [may_draft(one) for one in drawn],
+        "seeded": [may_draft(one, seeded=True) for one in drawn],
+        "masked": [may_draft(one, return_sampling_mask=True) for one in drawn],
+        "others": [may_draft(one) for one in others],
+        "asked": [may_draft(of, **one) for one in asked for of in (greedy[0], drawn[0])],
         "unknown": sorted(lossless_worker._NO_CHOICE - set(SamplingParams.__struct_fields__)),
         "algorithm": (algorithm.is_none(), algorithm.has_draft_kv(), algorithm.create_worker is not None),
         "kept": (exact.view(3, -1).tolist(), kept_of.tolist()),
@@ -121,13 +127,16 @@ def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
 
 @pytest.fixture(scope="module")
 def seen() -> Any:
-    return in_sglang("tests.compat.test_lossless:looked_at", GREEDY, OTHERS, list(ASKED))
+    return in_sglang("tests.compat.test_lossless:looked_at", GREEDY, DRAWN, OTHERS, list(ASKED))
 
 
-def test_requests_draft_whose_next_token_is_the_most_probable_one(seen: dict[str, Any]) -> None:
-    assert seen["greedy"] == [True] * len(GREEDY)
+def test_requests_draft_whose_next_token_follows_from_what_the_model_says(seen: dict[str, Any]) -> None:
+    """The most probable one, or drawn; but not from seeds, which SGLang's own numbers follow, nor with a mask."""
+    assert seen["greedy"] == [True] * len(GREEDY) * 2
+    assert seen["drawn"] == [True] * len(DRAWN)
+    assert seen["seeded"] == seen["masked"] == [False] * len(DRAWN)
     assert seen["others"] == [False] * len(OTHERS)
-    assert seen["asked"] == [False] * len(ASKED)
+    assert seen["asked"] == [False] * len(ASKED) * 2
     assert seen["unknown"] == [], "names of parameters that this SGLang does not have"
 
 

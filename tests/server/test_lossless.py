@@ -1,4 +1,4 @@
-"""Lossless decode in a real server: every token is dense greedy decoding's, whatever an index says."""
+"""Lossless decode in a real server: every token is dense decoding's, whatever an index says."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Ser
         server.compared(whole[:1], count)
     _judges_each_token(server, whole[0])
     _ends_alike(server, whole[0])
+    _draws(server, whole[1], texts.ask(texts.second, 0))
     _drafts_nothing(server, whole[1])
 
 
@@ -102,10 +103,38 @@ def _ends_alike(server: Server, prompt: str) -> None:
             assert drafted["meta_info"][name] == dense["meta_info"][name]
 
 
+def _draws(server: Server, whole: str, hostile: str) -> None:
+    """Requests with a temperature draft, too, alone and beside greedy ones. Where no token but the most probable one
+    may be drawn, answers are those of greedy decoding.
+    """
+    dense = {prompt: server.generate(prompt, TOKENS, sparse=False).ids for prompt in (whole, hostile)}
+    only = {"temperature": 0.7, "min_p": 0.99}
+
+    def drawn(prompt: str, sampling: dict[str, float]) -> list[int]:
+        """Drafts of the answer, and those that were kept."""
+        fields = {"max_new_tokens": TOKENS, "ignore_eos": True, **sampling}
+        answer = server.post("/generate", {"text": prompt, "sampling_params": fields})
+        assert len(answer["output_ids"]) == TOKENS
+        assert sampling is not only or answer["output_ids"] == list(dense[prompt])
+        (counts,) = answer["meta_info"]["sparse_attn"]
+        return [counts.get("drafted", 0), counts.get("accepted", 0)]
+
+    drafted, accepted = drawn(hostile, only)
+    assert drafted / 2 > accepted
+    for sampling in (only, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):
+        drafted, accepted = drawn(whole, sampling)
+        assert drafted >= accepted > drafted / 2
+    with ThreadPoolExecutor(4) as pool:
+        greedy = pool.submit(server.generate, whole, TOKENS)
+        (drafted, accepted), _ = pool.map(lambda prompt: drawn(prompt, only), (whole, hostile))
+        assert drafted >= accepted > drafted / 2
+        assert greedy.result().ids == dense[whole]
+
+
 def _drafts_nothing(server: Server, prompt: str) -> None:
-    """Requests that ask more of a step than its most probable token: each round decodes one token, exactly."""
+    """Requests that ask more of a step than its next token: each round decodes one token, exactly."""
     asked: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"temperature": 0.8, "top_k": 20}, {}),
+        ({"temperature": 0.8, "repetition_penalty": 1.1}, {}),
         ({"repetition_penalty": 1.3}, {}),
         ({"frequency_penalty": 0.7}, {}),
         ({"min_new_tokens": 6}, {}),
