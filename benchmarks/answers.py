@@ -78,12 +78,14 @@ class Served:
         url: of the server.
         chat: of its model.
         sparse: whether it has the plugin, with counters.
+        temperature: of answers to questions.
     """
 
-    def __init__(self, url: str, chat: Chat, sparse: bool) -> None:
+    def __init__(self, url: str, chat: Chat, sparse: bool, temperature: float = 0.0) -> None:
         self._url = url
         self.chat = chat
         self._sparse = sparse
+        self._temperature = temperature
 
     def generate(self, document: Document, ids: Sequence[int], fields: Row) -> Row:
         """One request, in the document's own namespace.
@@ -104,7 +106,7 @@ class Served:
         ids, found = self.chat.prefix(document.text), []
         for number, question in enumerate(turns):
             ids += self.chat.question(question, first=number == 0)
-            sampling = {"temperature": 0.0, "max_new_tokens": question.max_new_tokens}
+            sampling = {"temperature": self._temperature, "max_new_tokens": question.max_new_tokens}
             reply = self.generate(document, ids, {"sampling_params": sampling})
             answer = reply["output_ids"]
             told = reply["meta_info"].get("sparse_attn", [{}])[0]
@@ -288,6 +290,7 @@ class Plan:
 def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: Chat, bar: Any) -> None:
     """One configuration: start its server, measure the cells that the result file lacks."""
     asked = {key: getattr(args, key) for key in ("documents", "forced_documents", "samples", "steps")}
+    asked |= {"temperature": args.temperature} if args.temperature else {}
     known = {"config": name, "settings": config, "seed": args.seed, "model": Path(args.model_path).name}
     known |= {"asked": asked, "profile": digest_of(config.get("profile")), "flags": args.sglang_flags, **origin(args)}
     rows = read([args.out]) if Path(args.out).exists() else []
@@ -322,7 +325,7 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
     # Whoever measures into another file at the same time has a log of his own: it says when the server is ready.
     log = work / "logs" / f"{name.replace('/', '-')}-{Path(args.out).stem}.log"
     with launched(flags, log, START_SECONDS) as url:
-        served = Served(url, chat, name != DENSE)
+        served = Served(url, chat, name != DENSE, args.temperature)
         for (suite, task, length), numbers in wanted:
             docs = plan.documents(suite, task, length)
             bar.set_description(f"{name}, {suite} {task} {length}")
@@ -401,6 +404,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--forced-documents", type=int, default=8, help="of each length, 16 questions each")
     parser.add_argument("--steps", type=int, default=64, help="of a forced answer; the first is prefill's")
     parser.add_argument("--samples", type=int, default=20, help="of each RULER task and length")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers, not of forced ones nor of times")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path(".models/answers"), help="folder of references and logs")
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
