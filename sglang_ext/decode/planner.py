@@ -323,36 +323,9 @@ class DecodePlanner:
         exact = self.cascade.plan(batch) if self.cascade is not None and not hosted else None
         if self.sparse is not None and any(ready):
             batch = self._with_indexes(batch, attachments, ready)
-            plan = self.sparse.plan(batch)
-            cost = None if plan is None else self.sparse.cost_us(plan)
-            if plan is not None and (hosted or self._pays(cost, exact)):
-                path = self.sparse.begin(plan, batch)
-                compares = self.guard is not None and path is not None and not hosted
-                guarded = self.guard.begin(plan, batch) if self.guard is not None and compares else None
-                for row in chain.from_iterable(guarded.rows.values()) if guarded is not None else ():
-                    if (one := attachments[row]) is not None:
-                        one.steps.guarded += 1
-                if self.guard is not None and self.guard.must:
-                    self.sparse.skip()
-                    if guarded is None:
-                        return None
-                    if self.guard.exact is self.cascade:
-                        _note(CASCADE, range(len(batch.serials)), batch, attachments)
-                    return PlannedStep(self.guard.exact, StepPath.CASCADE, guarded)
-                if path is not None:
-                    self._count_sparse(plan, path, batch, cost)
-                    found = () if self.drafts else zip(plan.reads, plan.selects.prefixes, strict=False)
-                    for read, prefix in found:  # then those of suffixes
-                        _note(SPARSE, prefix.rows, batch, attachments, read.budget)
-                    surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
-                    self._count_fallback("no_room", attachments, surplus)
-                    return PlannedStep(self.sparse, path, guarded)
-                reason = "no_room"
-            else:
-                reason = "no_room" if plan is None else "cost_model"
-            self.sparse.skip(plan if reason == "cost_model" else None)
-            if not hosted:  # `offloaded` says more
-                self._count_fallback(reason, attachments, batch.indexes)
+            step = self._selecting(batch, attachments, exact, hosted=hosted)
+            if step is not None:
+                return step
         elif self.sparse is not None:
             self.sparse.skip()
         if exact is None or exact.saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):
@@ -365,6 +338,40 @@ class DecodePlanner:
         self._counters.count_groups(path.counted, len(exact.groups), saved)
         _note(CASCADE, range(len(batch.serials)), batch, attachments)
         return PlannedStep(self.cascade, path)
+
+    def _selecting(
+        self, batch: DecodeBatch, attachments: Sequence[Attachment | None], exact: CascadePlan | None, *, hosted: bool
+    ) -> PlannedStep | None:
+        """A step by the batch's indexes; None, and the reason is counted: there is no room, or it does not pay."""
+        assert self.sparse is not None
+        plan = self.sparse.plan(batch)
+        cost = None if plan is None else self.sparse.cost_us(plan)
+        pays = hosted or self._pays(cost, exact)
+        path = self.sparse.begin(plan, batch) if plan is not None and pays else None
+        if plan is None or path is None:
+            self.sparse.skip(None if pays else plan)
+            if not hosted:  # `offloaded` says more
+                self._count_fallback("no_room" if plan is None or pays else "cost_model", attachments, batch.indexes)
+            return None
+        guard = None if hosted else self.guard
+        guarded = None if guard is None else guard.begin(plan, batch)
+        for row in chain.from_iterable(guarded.rows.values()) if guarded is not None else ():
+            if (one := attachments[row]) is not None:
+                one.steps.guarded += 1
+        if guard is not None and guard.must:
+            self.sparse.skip()
+            if guarded is None:
+                return None
+            if guard.exact is self.cascade:
+                _note(CASCADE, range(len(batch.serials)), batch, attachments)
+            return PlannedStep(guard.exact, StepPath.CASCADE, guarded)
+        self._count_sparse(plan, path, batch, cost)
+        found = () if self.drafts else zip(plan.reads, plan.selects.prefixes, strict=False)
+        for read, prefix in found:  # then those of suffixes
+            _note(SPARSE, prefix.rows, batch, attachments, read.budget)
+        surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
+        self._count_fallback("no_room", attachments, surplus)
+        return PlannedStep(self.sparse, path, guarded)
 
     def _admitted(
         self, ready: list[ResidentIndex | None], attachments: Sequence[Attachment | None], *, hosted: bool

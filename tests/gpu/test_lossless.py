@@ -69,11 +69,16 @@ def server(store: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
 
 
 def test_tokens_are_those_of_dense_decoding(server: Server) -> None:
-    """Requests alone, then all together and of different lengths: some end while others are in a round."""
+    """Requests alone, also drawn where no other token may be, then all together and of different lengths: some end
+    while others are in a round.
+    """
     prompts = AutoTokenizer.from_pretrained(str(MODEL))(ASKED, add_special_tokens=False)["input_ids"]
     dense = [server.generate(one, SAID, sparse=False) for one in prompts]
     alone, delta = server.during(lambda: [server.generate(one, SAID) for one in prompts])
     assert delta.drafted > delta.accepted > delta.drafted / 2
+    only = {"temperature": 0.7, "min_p": 0.99, "max_new_tokens": SAID, "ignore_eos": True}
+    drawn, delta = server.during(lambda: [server.generate(one, sampling_params=only) for one in prompts])
+    assert delta.accepted > delta.drafted / 2 > 0
     together: list[Answer] = []
     for turn in range(4):
         sizes = [SAID - (turn + number) % 4 * 16 for number in range(len(prompts))]
@@ -84,7 +89,7 @@ def test_tokens_are_those_of_dense_decoding(server: Server) -> None:
         assert delta.drafted > 0
         assert delta.cascade_steps > SAID / 8
         together += found
-    for name, answers in {"dense": dense, "alone": alone, "together": together}.items():
+    for name, answers in {"dense": dense, "alone": alone, "drawn": drawn, "together": together}.items():
         behind = [server.behind(prompts[number % len(prompts)], one) for number, one in enumerate(answers)]
         shares = [tokens_alike(one, of) / len(one.ids) for one, of in zip(answers, dense * 4, strict=False)]
         same = shares.count(1.0)
