@@ -95,6 +95,16 @@ def _can_overlap() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 
 
+def runs_triton(operation: str, implementation: str | None, device: torch.device) -> bool:
+    """Whether "triton" is asked for, or nothing (None) on a GPU. Raises ValueError unless "reference" is otherwise."""
+    if implementation not in (None, "reference", "triton"):
+        raise ValueError(
+            f"{operation} has no implementation {implementation!r}; expected one of: reference, triton. Nothing is "
+            "substituted for it"
+        )
+    return implementation == "triton" or (implementation is None and device.type == "cuda")
+
+
 def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
     """Copy a table of the host into the first rows of a fixed device buffer, without a wait.
 

@@ -133,16 +133,12 @@ class Selection:
     counts: Tensor
 
     def __post_init__(self) -> None:
-        if self.positions.dim() != 2 or self.counts.shape != self.positions.shape[:1]:
+        positions, counts = self.positions, self.counts
+        good = positions.dim() == 2 and counts.shape == positions.shape[:1] and positions.device == counts.device
+        if not good or not positions.dtype == counts.dtype == torch.int32:
             raise ValueError(
-                "expected positions [num_kv_heads, max_count] and counts [num_kv_heads], got "
-                f"{tuple(self.positions.shape)} and {tuple(self.counts.shape)}"
-            )
-        if self.positions.dtype != torch.int32 or self.counts.dtype != torch.int32:
-            raise ValueError(f"expected int32 positions and counts, got {self.positions.dtype} and {self.counts.dtype}")
-        if self.positions.device != self.counts.device:
-            raise ValueError(
-                f"expected positions and counts on one device, got {self.positions.device} and {self.counts.device}"
+                "expected positions [num_kv_heads, max_count] and counts [num_kv_heads] in int32 on one device, got "
+                f"{tuple(positions.shape)} {positions.dtype} and {tuple(counts.shape)} {counts.dtype}"
             )
 
     @classmethod
@@ -153,12 +149,7 @@ class Selection:
             prefix_len: tokens of the prefix, 0 allowed.
             num_kv_heads: KV heads, at least 1.
             device: where the tensors are made; None is torch's default.
-
-        Raises:
-            ValueError: a negative `prefix_len` or no KV head.
         """
-        if prefix_len < 0 or num_kv_heads < 1:
-            raise ValueError(f"expected prefix_len >= 0 and num_kv_heads >= 1, got {prefix_len} and {num_kv_heads}")
         row = torch.arange(prefix_len, dtype=torch.int32, device=device)
         counts = torch.full((num_kv_heads,), prefix_len, dtype=torch.int32, device=device)
         return cls(row.expand(num_kv_heads, prefix_len).contiguous(), counts)
@@ -168,24 +159,18 @@ class Selection:
         """KV heads that the selection speaks of."""
         return self.positions.shape[0]
 
-    @property
-    def max_count(self) -> int:
-        """Width of `positions`."""
-        return self.positions.shape[1]
-
     def check_integrity(self, prefix_len: int) -> None:
         """Raise unless every promise of this class holds for a prefix of that length. Reads device memory.
 
         Raises:
             ValueError: naming the rule that is broken and the first KV head that breaks it.
         """
-        column = torch.arange(self.max_count, device=self.positions.device)
-        valid = column < self.counts[:, None]
-        positions = self.positions
+        positions, max_count = self.positions, self.positions.shape[1]
+        valid = torch.arange(max_count, device=positions.device) < self.counts[:, None]
         out_of_range = valid & ((positions < 0) | (positions >= prefix_len))
         not_ascending = valid[:, 1:] & (positions[:, 1:] <= positions[:, :-1])
         rules = (
-            ("0 <= count <= max_count", (self.counts < 0) | (self.counts > self.max_count)),
+            ("0 <= count <= max_count", (self.counts < 0) | (self.counts > max_count)),
             (f"0 <= position < prefix_len={prefix_len}", out_of_range.any(dim=1)),
             ("positions ascending and unique", not_ascending.any(dim=1)),
             ("padding is -1", ((positions != -1) & ~valid).any(dim=1)),
@@ -260,6 +245,16 @@ def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"expected {name} {shape} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
             f"{tensor.stride()}"
+        )
+
+
+def check_scores(scores: Tensor, end: int) -> None:
+    """Raise ValueError unless an arena of scores has `end` entries, contiguous in fp32, and vectors can be read."""
+    fits = scores.dim() == 1 and scores.dtype is torch.float32 and scores.shape[0] >= end
+    if not fits or not scores.is_contiguous() or scores.data_ptr() % 16:
+        raise ValueError(
+            f"expected scores as a contiguous float32 arena of {end} entries or more, at a multiple of 16 bytes, got "
+            f"{tuple(scores.shape)} {scores.dtype} at {scores.data_ptr() % 16}; was it planned so?"
         )
 
 

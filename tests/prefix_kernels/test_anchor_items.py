@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, default_config
-from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, make_items, share_programs
+from prefix_kernels.anchor_selection.programs import ITEM_FIELDS, make_items, share_programs
 from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.top_k_selection import SelectionGroup
 

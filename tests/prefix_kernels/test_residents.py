@@ -181,7 +181,7 @@ def test_bad_plans_are_named() -> None:
         (lambda: ResidentGroup(-1, SelectionGroup(48, 2)), "of at least 0"),
         (lambda: ResidentShape(1, 1, 0, 8, 0), "of at least 1 and rows below 2"),
         (lambda: ResidentShape(1, 1, 2**31, 8, 0), "of at least 1 and rows below 2"),
-        (lambda: Residents(of.shape, 0, 64, of.device), "num_copying of at least 1"),
+        (lambda: Residents(of.shape, 0, 64, of.device), "list_entries of at least 1"),
         (lambda: Residents(of.shape, 1, 64, of.device, implementation="cuda"), "no implementation 'cuda'"),
     ):
         with pytest.raises(ValueError, match=message):

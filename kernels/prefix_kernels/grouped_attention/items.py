@@ -64,17 +64,6 @@ class Items(NamedTuple):
     spans: list[tuple[int, int, int, int, int]]
 
 
-def requests_per_tile(block_m: int, gqa: int) -> int:
-    """Requests whose query heads of one KV head fit a tile.
-
-    Raises:
-        ValueError: not even one does.
-    """
-    if block_m < gqa:
-        raise ValueError(f"expected block_m of at least gqa={gqa} rows, got {block_m}; raise block_m")
-    return block_m // gqa
-
-
 def cut(
     segments: Sequence[Segment],
     *,
@@ -105,11 +94,11 @@ def cut(
         alone: batch rows that no other pass attends.
 
     Raises:
-        ValueError: a size out of range.
+        ValueError: not even one request's query heads fit a tile.
     """
-    if target < 1 or block_n < 1:
-        raise ValueError(f"expected target >= 1 and block_n >= 1, got {target} and {block_n}")
-    per_tile = requests_per_tile(block_m, gqa)
+    if block_m < gqa:
+        raise ValueError(f"expected block_m of at least gqa={gqa} rows, got {block_m}; raise block_m")
+    per_tile = block_m // gqa
     busy = [s for s in segments if s.rows and s.length]
     tiles = [-(-len(s.rows) // per_tile) for s in busy]
     chunk = _chunk([s.length for s in busy], tiles, block_n, target)

@@ -197,7 +197,7 @@ class ScoreTables:
         self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
         self._heads = torch.zeros(*heads, HEAD_FIELDS, dtype=torch.int64, device=device)
         self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
-        self._most_rows = self._scores_end = 0
+        self._most_rows = 0
         self._own_arrays = True
 
     def plan(self, groups: Sequence[ScoredGroup], layers: Layers | None = None) -> None:
@@ -208,13 +208,12 @@ class ScoreTables:
             layers: that are scored together; None: one, of the groups' own arrays.
 
         Raises:
-            ValueError: more groups or rows than the buffers hold, a row out of range, a group without rows or of
-                another number of KV heads, or arrays that the kernel cannot read. The plan before stays in force.
+            ValueError: more groups or rows than the buffers hold, a row out of range, a group without rows, or arrays
+                that the kernel cannot read. The plan before stays in force.
         """
         rows = [row for group in groups for row in group.rows]
-        most = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
         count, apart = (1, 0) if layers is None else (layers.number, layers.rows)
-        self._check_groups(groups, rows, most, count, apart)
+        self._check_groups(groups, rows, count, apart)
         tables = torch.zeros(self._groups.shape, dtype=torch.int32)
         heads = torch.zeros(self._heads.shape, dtype=torch.int64)
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
@@ -239,48 +238,30 @@ class ScoreTables:
             tables[: count * number] = tables[:number].repeat(count, 1)
             tables[: count * number, 0] += (len(rows) * of_layer).repeat_interleave(number)
             of_rows = (of_rows + apart * of_layer[:, None]).flatten().int()
-        for source, buffer in (
-            (of_rows, self._rows),
-            (tables, self._groups),
-            (heads, self._heads),
-            (arrays, self._arrays),
-        ):
+        buffers = (self._rows, self._groups, self._heads, self._arrays)
+        for source, buffer in zip((of_rows, tables, heads, arrays), buffers, strict=True):
             send(source, buffer)
         self._own_arrays = layers is not None or bool(addresses) or not groups
         self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
-        self._scores_end = max((group.scores_end for group in groups), default=0)
-        self._scores_end += 0 if layers is None else (count - 1) * layers.scores
 
-    def _check_groups(
-        self, groups: Sequence[ScoredGroup], rows: Sequence[int], most: int, count: int, apart: int
-    ) -> None:
-        """Of `plan`: their rows, the most query rows of one, and how many layers with queries how far apart."""
+    def _check_groups(self, groups: Sequence[ScoredGroup], rows: Sequence[int], count: int, apart: int) -> None:
+        """Of `plan`: their rows, and how many layers with queries how far apart."""
+        most = self.max_rows // self.shape.gqa
         in_range = all(0 <= row < self.max_batch - (count - 1) * apart for row in rows)
-        many = count * len(groups) > self.max_groups or count * len(rows) > self.max_batch or most > self.max_rows
-        if many or not in_range:
+        many = count * len(groups) > self.max_groups or count * len(rows) > self.max_batch
+        if many or not in_range or not all(1 <= len(group.rows) <= most for group in groups):
             raise ValueError(
-                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, and "
-                f"{self.max_rows // self.shape.gqa} each, got {count} times {len(groups)} of rows {rows}"
+                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, and 1 to {most} each, "
+                f"got {count} times {len(groups)} of rows {rows}"
             )
-        if not all(group.rows for group in groups):
-            raise ValueError(f"expected a row or more in each group, got {groups}; leave a group without rows out")
-        heads, with_arrays = self.shape.num_kv_heads, sum(bool(group.arrays) for group in groups)
-        if with_arrays not in (0, len(groups)):
-            raise ValueError(
-                f"expected arrays of all groups or of none, got {with_arrays} of {len(groups)}; hand in the others' "
-                "arrays, or none and a layer's `array_addresses` to each run"
-            )
-        for group in groups:
-            if not len(group.first_rows) == len(group.score_begins) == heads:
-                raise ValueError(f"expected first_rows and score_begins for each of {heads} KV heads, got {group}")
 
-    def arguments(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
+    def arguments(self, inputs: ScoreInputs) -> dict[str, Any]:
         """What kernels are told of the plan, the queries and the index, by parameter name.
 
         Raises:
             ValueError: a tensor that the source needs is missing, or of another shape.
         """
-        self._check_queries(inputs, scores)
+        self._check_queries(inputs)
         shape, q, arrays = self.shape, inputs.q, inputs.arrays
         half = q.dtype is not torch.float32
         return {
@@ -289,7 +270,6 @@ class ScoreTables:
             "groups_ptr": self._groups,
             "heads_ptr": self._heads if inputs.heads is None else inputs.heads,
             "arrays_ptr": self._arrays if arrays is None else arrays,
-            "scores_ptr": scores,
             "sm_scale": float(inputs.sm_scale),
             "q_stride_row": q.stride(0),
             "q_stride_head": q.stride(1),
@@ -311,7 +291,7 @@ class ScoreTables:
             "ASSEMBLY": half and not knobs.runtime.interpret,
         }
 
-    def _check_queries(self, inputs: ScoreInputs, scores: Tensor) -> None:
+    def _check_queries(self, inputs: ScoreInputs) -> None:
         q = inputs.q
         wide = self.shape.listed_channels or q.shape[-1] == self.shape.channels
         good = q.dim() == 3 and q.shape[1] == self.shape.num_qo_heads and q.shape[0] <= self.max_batch and wide
@@ -324,11 +304,6 @@ class ScoreTables:
         if q.shape[0] < self._most_rows:
             raise ValueError(
                 f"expected q of {self._most_rows} rows or more, as planned, got {q.shape[0]}; plan for this batch"
-            )
-        if scores.dtype is not torch.float32 or not scores.is_contiguous() or scores.numel() < self._scores_end:
-            raise ValueError(
-                f"expected scores as a contiguous float32 arena of {self._scores_end} entries or more, got "
-                f"{tuple(scores.shape)} {scores.dtype}; was it planned so?"
             )
         if inputs.arrays is None and not self._own_arrays:
             raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
@@ -350,11 +325,6 @@ def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[
         ValueError: another number of arrays than `ScoredGroup` names, another dtype or shape, strided, or codes that
             begin elsewhere.
     """
-    _check_arrays(shape, arrays)
-    return [0 if array is None else array.data_ptr() for array in arrays] + [0] * (ARRAYS - len(arrays))
-
-
-def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
     of_codes = "halves" if shape.bits == 16 else "codes"
     kinds = ["channels", of_codes, "scale"]
     if shape.form is CandidateForm.MINMAX:
@@ -370,6 +340,7 @@ def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
                 raise ValueError(f"expected {kind} of a group's arrays, got none; hand them in")
             continue
         _check_array(shape, kind, array)
+    return [0 if array is None else array.data_ptr() for array in arrays] + [0] * (ARRAYS - len(arrays))
 
 
 def _check_array(shape: ScoreShape, kind: str, array: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import block_of, launch
+from prefix_kernels.launching import block_of, launch, runs_triton
 
 LIST_FIELDS = 5
 _BLOCK = 1024
@@ -47,7 +47,7 @@ def copy_slot_lists(
         ValueError: tensors of another shape or dtype, or an unknown implementation. What `lists` holds is not checked:
             that would wait for the device.
     """
-    triton = _is_triton("copy_slot_lists", implementation, table)
+    triton = runs_triton("copy_slot_lists", implementation, table.device)
     _check_table(table, rows, seq_lens)
     if lists.dim() != 2 or lists.shape[1] != LIST_FIELDS or lists.dtype is not torch.int32:
         raise ValueError(f"expected lists [num_lists, {LIST_FIELDS}] int32, got {tuple(lists.shape)} {lists.dtype}")
@@ -100,7 +100,7 @@ def common_slots(
     Raises:
         ValueError: tensors of another shape or dtype, `which` out of range, or an unknown implementation.
     """
-    triton = _is_triton("common_slots", implementation, table)
+    triton = runs_triton("common_slots", implementation, table.device)
     _check_table(table, rows, seq_lens)
     if not 0 <= which < len(rows):
         raise ValueError(f"expected a batch row below {len(rows)}, got {which}")
@@ -126,17 +126,6 @@ def common_slots(
         "BLOCK": _BLOCK,
     }
     launch(common_slots_kernel, (rows.shape[0], _PARTS), arguments, num_warps=4)
-
-
-def _is_triton(operation: str, implementation: str | None, table: Tensor) -> bool:
-    if implementation is None:
-        return table.is_cuda
-    if implementation not in ("reference", "triton"):
-        raise ValueError(
-            f"{operation} has no implementation {implementation!r}; expected one of: reference, triton. Nothing is "
-            "substituted for it"
-        )
-    return implementation == "triton"
 
 
 def _check_table(table: Tensor, rows: Tensor, seq_lens: Tensor) -> None:

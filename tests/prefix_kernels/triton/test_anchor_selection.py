@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import make_items
+from prefix_kernels.anchor_selection.programs import make_items
 from prefix_kernels.launching import recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import HEADROOM, Pooling
@@ -27,6 +27,7 @@ from tests.prefix_kernels.selecting import (
     TokenProblem,
     best,
     check,
+    lists_of,
     problem,
     select,
 )
@@ -245,7 +246,7 @@ def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.devi
     """What programs read of all chunks they read 32 at a time."""
     made = problem(device, SHORT)
     runners = [runner(made, Form.UNFUSED, chunks) for chunks in (16, 31, 33, 36, 37, 49, 66)]
-    assert [one.programs_of_a_head for one in runners] == [16, 31, 32, 32, 37, 49, 64]
+    assert [one.programs.of_a_head for one in runners] == [16, 31, 32, 32, 37, 49, 64]
     with recording() as kept:
         for one in runners:
             select(one, made)
@@ -274,8 +275,8 @@ def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> Non
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ((0, 1, 1, 1), {}, "list_entries of at least 1"),
-        ((1, 1, 2**30, 1), {}, "max_prefix_len < 2.30, got"),
+        ((0, 1, 1, 1), {}, "expected sizes of at least 1"),
+        ((1, 1, 2**30, 1), {}, "max_prefix_len < 2.30 / 1, got"),
         ((1, 1, 1, 1), {"bits": 3}, "bits of 2, 4, 8 or 16"),
         ((1, 1, 1, 1), {"bits": 32}, "bits of 2, 4, 8 or 16"),
         ((1, 1, 1, 1), {"num_kv_heads": 3}, "num_qo_heads as a multiple"),
@@ -299,12 +300,10 @@ def test_arrays_come_with_the_plan_or_with_each_run(device: torch.device) -> Non
     made = problem(device, [((0,), 300, 30)])
     (scored,), (selected,) = made.scored, made.selected
     one = AnchorSelection(made.shape, 2, 2, 300, 124, CONFIG, device, form=FORMS[0])
-    with pytest.raises(ValueError, match="arrays of all groups or of none, got 1 of 2"):
-        one.plan([scored, replace(scored, arrays=())], [selected] * 2)
     one.plan([replace(scored, arrays=())], [selected])
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
     with pytest.raises(ValueError, match="expected arrays, as the plan has none"):
-        one.run(inputs, scores, one.new_lists())
+        one.run(inputs, scores, lists_of(one, with_slots=False))
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
@@ -316,14 +315,13 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ([scored], [replace(selected, prefix_len=301)], r"at most .300, 62. tokens of a prefix and entries of"),
         ([scored], [replace(selected, list_begin=1)], "got .300, 63."),
         ([scored], [replace(selected, head_stride=29)], "head_stride of at least 30, the tokens selected, got 29"),
-        ([scored], [replace(selected, prefix_len=299)], "expected 299 candidates, .* got 300"),
-        ([replace(scored, score_begins=(0, 301))], [selected], r"multiples of 4, got .0, 301."),
+        ([replace(scored, score_begins=(0, 301))], [selected], r"multiples of 4, .* got .0, 301."),
         ([scored] * 2, [selected] * 2, "at most 1 groups"),
         ([replace(scored, rows=(0, 0))], [selected], "expected at most 1 groups of 1 rows"),
         ([replace(scored, rows=(1,))], [selected], "expected at most 1 groups of 1 rows"),
         ([replace(scored, rows=(-1,))], [selected], "expected at most 1 groups of 1 rows"),
-        ([replace(scored, rows=())], [selected], "expected a row or more in each group"),
-        ([replace(scored, first_rows=(0,))], [selected], "for each of 2 KV heads"),
+        ([replace(scored, rows=())], [selected], "expected at most 1 groups of 1 rows together, and 1 to 1 each"),
+        ([replace(scored, score_begins=(0,))], [selected], "for each of 2 KV heads"),
         ([replace(scored, first_rows=(1, 301))], [selected], "expected 601 rows of codes, got .*; are they of all KV"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -341,9 +339,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             one.plan([replace(scored, arrays=arrays)], [selected])
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
     one.plan(made.scored, made.selected)
-    lists, bare = one.new_lists(with_slots=True), one.new_lists()
+    lists, bare = lists_of(one), lists_of(one, with_slots=False)
     for arguments, table, message in (
-        ((inputs, scores[:599], bare), None, "arena of 600 entries or more"),
+        ((inputs, scores[:599], bare), None, "contiguous float32 arena of 600 entries or more"),
         ((inputs, torch.zeros(601, device=device)[1:], bare), None, "at a multiple of 16 bytes"),
         ((inputs, scores, lists), None, "both or none"),
         ((inputs, scores, lists), made.slot_table[:299], "a slot_table of 300 entries, got 299"),
@@ -360,8 +358,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     odd = problem(device, [((0,), 301, 30)])
     other = AnchorSelection(odd.shape, 1, 1, 301, 62, CONFIG, device, form=FORMS[0])
     other.plan([replace(odd.scored[0], score_begins=(0, 304))], odd.selected)
-    with pytest.raises(ValueError, match=r"scores .arena. of 608 entries or more"):
-        other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), other.new_lists())
+    with pytest.raises(ValueError, match=r"float32 arena of 608 entries or more"):
+        other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), lists_of(other, with_slots=False))
 
 
 @pytest.mark.parametrize("tile", [(8, 128, 8), (8, 128, 2), (256, 64, 4)])
@@ -381,7 +379,7 @@ def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.dev
 
     def build(form: Form) -> tuple[AnchorSelection, torch.Tensor, SelectedLists]:
         one = AnchorSelection(made.shape, 8, 4, 70_001, KV_HEADS * 1036, CONFIG, device, form=form)
-        return one, torch.full((made.room,), torch.nan, device=device), one.new_lists(with_slots=True)
+        return one, torch.full((made.room,), torch.nan, device=device), lists_of(one)
 
     def same(first: tuple[torch.Tensor, SelectedLists], second: tuple[torch.Tensor, SelectedLists]) -> None:
         assert torch.equal(first[0].view(torch.int32), second[0].view(torch.int32))
