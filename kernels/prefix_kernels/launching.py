@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_REGISTERS = 65536
+REGISTERS = 65536
 """Of a multiprocessor."""
 
 
@@ -123,7 +123,7 @@ def shared_registers(num_warps: int, programs_per_sm: int) -> int:
     Raises:
         ValueError: fewer than 64, or no programs.
     """
-    found = min(255, _REGISTERS // (32 * num_warps * programs_per_sm) // 8 * 8) if programs_per_sm > 0 else 0
+    found = min(255, REGISTERS // (32 * num_warps * programs_per_sm) // 8 * 8) if programs_per_sm > 0 else 0
     if found < 64:
         raise ValueError(
             "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "

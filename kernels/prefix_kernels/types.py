@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,16 +196,6 @@ class SelectedLists:
     counts: Tensor
     slots: Tensor | None
 
-    def arguments(self, slot_table: Tensor | None) -> dict[str, Any]:
-        """What the kernel that writes them is told, by parameter name."""
-        return {
-            "slot_table_ptr": self.positions if slot_table is None else slot_table,
-            "positions_ptr": self.positions,
-            "slots_ptr": self.positions if self.slots is None else self.slots,
-            "counts_ptr": self.counts,
-            "HAS_SLOTS": self.slots is not None,
-        }
-
 
 def new_lists(entries: int, counts: tuple[int, int], device: torch.device, *, with_slots: bool) -> SelectedLists:
     """Buffers of so many entries, with counts [max_groups, num_kv_heads], that hold no selection."""
@@ -220,16 +209,13 @@ def new_lists(entries: int, counts: tuple[int, int], device: torch.device, *, wi
 def check_lists(
     lists: SelectedLists, counts: tuple[int, int], lists_end: int, slot_table: Tensor | None, slots_end: int
 ) -> None:
-    """Raise unless there are counts [groups, num_kv_heads] of so many groups or more, the lists reach `lists_end`, and
-    the table of slots `slots_end`; slots both or none.
-
-    Raises:
-        ValueError: as said.
+    """Raise ValueError unless there are counts [groups, num_kv_heads] of so many groups or more, the lists reach
+    `lists_end`, and the table of slots `slots_end`; slots both or none.
     """
-    check_int32("counts", lists.counts, (max(lists.counts.shape[0], counts[0]), counts[1]))
-    check_int32("positions", lists.positions, (max(lists.positions.shape[0], lists_end),))
+    check_table("counts", lists.counts, (max(lists.counts.shape[0], counts[0]), counts[1]))
+    check_table("positions", lists.positions, (max(lists.positions.shape[0], lists_end),))
     if lists.slots is not None:
-        check_int32("slots", lists.slots, tuple(lists.positions.shape))
+        check_table("slots", lists.slots, tuple(lists.positions.shape))
     if (lists.slots is None) != (slot_table is None):
         raise ValueError("expected slots and slot_table both or none of them, got one; use new_lists(with_slots=...)")
     if slot_table is None:
@@ -239,12 +225,12 @@ def check_lists(
         raise ValueError(f"expected a slot_table of {slots_end} entries, got {slot_table.shape[0]}")
 
 
-def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a tensor is contiguous, in int32 and of this shape."""
-    if tuple(tensor.shape) != shape or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+def check_table(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> None:
+    """Raise ValueError unless a tensor is contiguous, of this shape and dtype."""
+    if tuple(tensor.shape) != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
         raise ValueError(
-            f"expected {name} {shape} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
-            f"{tensor.stride()}"
+            f"expected {name} {shape} {str(dtype).removeprefix('torch.')} contiguous, got {tuple(tensor.shape)} "
+            f"{tensor.dtype} of strides {tensor.stride()}"
         )
 
 

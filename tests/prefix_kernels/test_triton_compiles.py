@@ -21,12 +21,14 @@ from prefix_kernels.anchor_selection.kernels import list_kernel
 from prefix_kernels.csa_selection import CsaSelection, CsaShape
 from prefix_kernels.csa_selection import default_config as default_csa
 from prefix_kernels.csa_selection.kernels import score_kernel as score_lists
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, Segment
 from prefix_kernels.grouped_attention import default_config as default_attention
+from prefix_kernels.grouped_attention.runner import GroupedAttention
 from prefix_kernels.launching import Launch, launch, recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.prefill_attention import PrefillAttention, Span
+from prefix_kernels.prefill_attention import Span
+from prefix_kernels.prefill_attention.runner import PrefillAttention
 from prefix_kernels.residents import ResidentGroup, Residents, ResidentShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection.plan import SelectionGroup

@@ -245,7 +245,11 @@ class Programs:
         """
         check_lists(lists, self._counts, self._lists_end, slot_table, self._slots_end)
         arguments = self.arguments | {
-            **lists.arguments(slot_table),
+            "slot_table_ptr": lists.positions if slot_table is None else slot_table,
+            "positions_ptr": lists.positions,
+            "slots_ptr": lists.positions if lists.slots is None else lists.slots,
+            "counts_ptr": lists.counts,
+            "HAS_SLOTS": lists.slots is not None,
             "heads_ptr": found.heads,
             "scores_ptr": found.scores,
             "candidates_ptr": lists.positions if candidates is None else candidates,
@@ -292,3 +296,17 @@ def check_groups(
                 f"expected scores to begin at multiples of {ALIGNED}, for each of {num_kv_heads} KV heads, got "
                 f"{of.score_begins}; pad the rows"
             )
+
+
+def check_rows(scored: Sequence[Any], max_groups: int, room: int, max_batch: int, max_group: int) -> list[int]:
+    """Batch rows of all groups, one after the other. Raises ValueError unless groups are `max_groups` at most, of 1 to
+    `max_group` rows each, `room` together, and all rows below `max_batch`.
+    """
+    rows = [row for of in scored for row in of.rows]
+    good = len(scored) <= max_groups and len(rows) <= room and all(0 <= row < max_batch for row in rows)
+    if not good or not all(1 <= len(of.rows) <= max_group for of in scored):
+        raise ValueError(
+            f"expected at most {max_groups} groups of {room} rows together, 1 to {max_group} each, below {max_batch}, "
+            f"got {len(scored)} groups of rows {rows}"
+        )
+    return rows

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import score_kernel
 from prefix_kernels.anchor_selection.programs import (
@@ -19,15 +21,26 @@ from prefix_kernels.anchor_selection.programs import (
     Programs,
     ScoredTokens,
     check_groups,
+    check_rows,
     check_sizes,
 )
 from prefix_kernels.grouped_attention.config import has_specialized
-from prefix_kernels.launching import block_of, check_power_of_2, programs_at_once, shared_registers
-from prefix_kernels.pooled_scores.tables import Layers, ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
+from prefix_kernels.launching import block_of, check_power_of_2, programs_at_once, send, shared_registers
+from prefix_kernels.pooled_scores.tables import (
+    ARRAYS,
+    HEAD_FIELDS,
+    Layers,
+    ScoredGroup,
+    ScoreInputs,
+    ScoreShape,
+    array_addresses,
+    check_group,
+)
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import CandidateForm, SelectedLists, check_scores
+from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HOPPER = 9
 _SHARED_BYTES = {True: 224 << 10, False: 160 << 10}
 """Of a multiprocessor that programs share, from sm_90 on and before, less what the GPU takes for itself of each."""
@@ -195,7 +208,7 @@ class AnchorSelection:
         list_warps: of a program that lists; more where its stretches are long.
 
     Raises:
-        ValueError: sizes below 1, 2^30 tokens of all KV heads or more, heads or bits as `ScoreTables` says.
+        ValueError: sizes below 1, 2^30 tokens of all KV heads or more, or a configuration that does not fit.
     """
 
     def __init__(
@@ -219,14 +232,21 @@ class AnchorSelection:
         if config.specialized:
             _check_fits(shape, config, device)
         self.shape, self.config, self.form = shape, config, form
-        self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
-        self._tables = ScoreTables(shape, max_batch, max_groups, device, max_group)
+        self.max_batch, self.max_groups = max_batch, max_groups
+        self.max_prefix_len, self.list_entries = max_prefix_len, list_entries
         heads = shape.num_kv_heads
+        self._max_rows = (max_group or max_batch) * shape.gqa
+        self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
+        self._heads = torch.zeros(max_groups, heads, HEAD_FIELDS, dtype=torch.int64, device=device)
+        self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
+        self._most_rows = 0
+        self._own_arrays = True
         programs = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
         whole = config.specialized and config.block_m <= _FEW_ROWS and shape.form is CandidateForm.TOKEN
         programs = programs if whole else _in_rounds(programs)
         self.programs = Programs(
-            heads, programs, max_groups, config.stretch, device, max_rows=self._tables.max_rows,
+            heads, programs, max_groups, config.stretch, device, max_rows=self._max_rows,
             list_warps=list_warps, list_chunks=CHUNKS_AT_ONCE if programs <= CHUNKS_AT_ONCE else _MORE_CHUNKS,
         )  # fmt: skip
         self._scores_end = 0
@@ -242,14 +262,46 @@ class AnchorSelection:
             layers: all this once more for each of some layers, whose queries follow each other; None: for one.
 
         Raises:
-            ValueError: as `ScoreTables.plan` says; another number of groups in one than in the other; prefixes or
-                lists that are larger than there is room for; lists of KV heads that overlap; or scores that begin
-                elsewhere. The plan before stays.
+            ValueError: another number of groups in one than in the other; groups, rows, prefixes or lists that there is
+                no room for; a group without rows; lists of KV heads that overlap; scores that begin elsewhere; or
+                arrays that the kernel cannot read. The plan before stays in force.
         """
-        count, scores, lists = (1, 0, 0) if layers is None else (layers.number, layers.scores, layers.lists)
+        count, apart, scores, lists = (1, 0, 0, 0) if layers is None else (len(layers.arrays), *layers[2:])
         limits = (self.max_prefix_len, self.list_entries - (count - 1) * lists)
         check_groups(scored, selected, self.shape.num_kv_heads, limits)
-        self._tables.plan(scored, layers)
+        most = self._max_rows // self.shape.gqa
+        rows = check_rows(
+            scored, self.max_groups // count, self.max_batch // count, self.max_batch - (count - 1) * apart, most
+        )
+        tables = torch.zeros(self._groups.shape, dtype=torch.int32)
+        heads = torch.zeros(self._heads.shape, dtype=torch.int64)
+        arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
+        sizes, addresses, first = list[tuple[int, ...]](), list[list[int]](), 0
+        for group in scored:
+            if group.arrays:
+                check_group(self.shape, group)
+                addresses.append(array_addresses(self.shape, group.arrays))
+            sizes.append((first, len(group.rows), max(group.counts), 0))
+            first += len(group.rows)
+        if scored:
+            tables[: len(scored)] = torch.tensor(sizes, dtype=torch.int32)
+            heads[: len(scored)] = torch.tensor([group.heads for group in scored])
+        if addresses:
+            arrays[: len(scored)] = torch.tensor(addresses)
+        of_rows = torch.tensor(rows, dtype=torch.int32)
+        if layers is not None and scored:
+            of_layer, number = torch.arange(count), len(scored)
+            places = heads[:number, :, -1] + scores * of_layer[:, None, None]
+            heads[: count * number] = torch.cat([layers.heads[..., :-1], places[..., None]], dim=-1).flatten(0, 1)
+            arrays[: count * number] = layers.arrays.flatten(0, 1)
+            tables[: count * number] = tables[:number].repeat(count, 1)
+            tables[: count * number, 0] += (len(rows) * of_layer).repeat_interleave(number)
+            of_rows = (of_rows + apart * of_layer[:, None]).flatten().int()
+        buffers = (self._rows, self._groups, self._heads, self._arrays)
+        for source, buffer in zip((of_rows, tables, heads, arrays), buffers, strict=True):
+            send(source, buffer)
+        self._own_arrays = layers is not None or bool(addresses) or not scored
+        self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
         self.programs.plan(selected, count, lists)
         # Scores are read four at a time.
         end = (count - 1) * scores + max((of.scores_end for of in scored), default=0)
@@ -291,13 +343,64 @@ class AnchorSelection:
         if self.config.specialized:
             _check_inputs(inputs)
         kernel, own = self._scoring()
-        arguments = self._tables.arguments(inputs) | own | {"scores_ptr": scores, "BLOCK_N": self.config.block_n}
+        arguments = self._arguments(inputs) | own | {"scores_ptr": scores, "BLOCK_N": self.config.block_n}
         config = self.config
         self.programs.score(
             kernel, self.form, arguments, num_warps=config.num_warps, num_stages=config.num_stages,
             maxnreg=config.max_registers,
         )  # fmt: skip
         return ScoredTokens(scores, arguments["heads_ptr"], self.programs.at_least, self.shape.form)
+
+    def _arguments(self, inputs: ScoreInputs) -> dict[str, Any]:
+        """What kernels are told of the plan, the queries and the index, by parameter name."""
+        self._check_queries(inputs)
+        shape, q, arrays = self.shape, inputs.q, inputs.arrays
+        half = q.dtype is not torch.float32
+        return {
+            "q_ptr": q,
+            "rows_ptr": self._rows,
+            "groups_ptr": self._groups,
+            "heads_ptr": self._heads if inputs.heads is None else inputs.heads,
+            "arrays_ptr": self._arrays if arrays is None else arrays,
+            "sm_scale": float(inputs.sm_scale),
+            "q_stride_row": q.stride(0),
+            "q_stride_head": q.stride(1),
+            "GQA": shape.gqa,
+            "CHANNELS": shape.channels,
+            "ROW_UNITS": shape.row_units,
+            "BITS": shape.bits,
+            "LISTED_CHANNELS": shape.listed_channels,
+            "FORM": shape.form.value,
+            "ENTRY": shape.entry_tokens,
+            "SHARED_ROWS": shape.shared_rows,
+            "candidates_ptr": self._rows if inputs.candidates is None else inputs.candidates,
+            "SUM_EVERY": shape.sum_every,
+            # Codes are exact in fp16, and a query's channel keeps 11 bits there.
+            "COMPUTE": tl.float16 if half else tl.float32,
+            "PRECISION": "tf32" if half else "ieee",
+            # The interpreter knows no assembly.
+            "ASSEMBLY": half and not knobs.runtime.interpret,
+        }
+
+    def _check_queries(self, inputs: ScoreInputs) -> None:
+        q = inputs.q
+        wide = self.shape.listed_channels or q.shape[-1] == self.shape.channels
+        good = q.dim() == 3 and q.shape[1] == self.shape.num_qo_heads and q.shape[0] <= self.max_batch and wide
+        if not good or q.stride(2) != 1 or q.dtype not in _DTYPES:
+            width = "head_dim" if self.shape.listed_channels else self.shape.channels
+            raise ValueError(
+                f"expected q [at most {self.max_batch}, {self.shape.num_qo_heads}, {width}] in fp32, fp16 or bf16 with "
+                f"adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
+            )
+        if q.shape[0] < self._most_rows:
+            raise ValueError(
+                f"expected q of {self._most_rows} rows or more, as planned, got {q.shape[0]}; plan for this batch"
+            )
+        if inputs.arrays is None and not self._own_arrays:
+            raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
+        for name, table, like in (("arrays", inputs.arrays, self._arrays), ("heads", inputs.heads, self._heads)):
+            if table is not None:
+                check_table(name, table, tuple(like.shape), torch.int64)
 
     @property
     def stretches(self) -> dict[int, tuple[int, int]]:

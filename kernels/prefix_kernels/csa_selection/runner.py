@@ -20,6 +20,7 @@ from prefix_kernels.anchor_selection.programs import (
     Programs,
     ScoredTokens,
     check_groups,
+    check_rows,
     check_sizes,
 )
 from prefix_kernels.csa_scores import BLOCK_POSITIONS
@@ -35,7 +36,7 @@ from prefix_kernels.launching import (
 )
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import CandidateForm, SelectedLists, check_scores
+from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GROUP_FIELDS = 5
@@ -55,13 +56,10 @@ class CsaShape:
     Attributes:
         num_qo_heads, num_kv_heads: heads.
         head_dim: channels of a query.
-        num_subspaces: m, neighbouring channels each.
+        num_subspaces: m, of neighbouring channels, as many each.
         num_centroids: C of a subspace.
         bits: of a list's scores, 4 or 8.
         pooling: over the rows and query heads of a group.
-
-    Raises:
-        ValueError: sizes that do not divide, or other bits.
     """
 
     num_qo_heads: int
@@ -71,13 +69,6 @@ class CsaShape:
     num_centroids: int
     bits: int = 4
     pooling: Pooling = Pooling.MAX
-
-    def __post_init__(self) -> None:
-        if self.num_qo_heads % self.num_kv_heads or self.head_dim % self.num_subspaces or self.bits not in (4, 8):
-            raise ValueError(
-                "expected num_qo_heads as a multiple of num_kv_heads, head_dim of num_subspaces, and 4 or 8 bits, got "
-                f"{self}"
-            )
 
     @property
     def gqa(self) -> int:
@@ -236,7 +227,8 @@ class CsaSelection:
                 than there is room for; a group without rows, or a row out of range; scores that begin elsewhere; or
                 tables that the kernels cannot read. The plan before stays in force.
         """
-        self._check(scored, selected)
+        check_groups(scored, selected, self.shape.num_kv_heads, (self.max_prefix_len, self.list_entries))
+        rows = check_rows(scored, self.max_groups, len(self._members), self.max_batch, self.max_batch)
         groups = list(zip(scored, selected, strict=True))
         addresses = [array_addresses(self.shape, of.arrays, group.prefix_len) for of, group in groups]
         self.programs.plan(selected)
@@ -260,7 +252,7 @@ class CsaSelection:
         for table, buffer in zip((members, tables, begins, arrays), buffers, strict=True):
             send(table, buffer)
         self._num_members = first
-        self._most_rows = max((row for of in scored for row in of.rows), default=-1) + 1
+        self._most_rows = max(rows, default=-1) + 1
         ends = (max(of.score_begins) + group.prefix_len for of, group in groups)
         self._scores_end = -(-max(ends, default=0) // ALIGNED) * ALIGNED
 
@@ -284,16 +276,9 @@ class CsaSelection:
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries, fp32, fp16 or bf16.
             sm_scale: multiplies q.k before the softmax.
-            scores: fp32 arena, written at the groups' `score_begins`: natural log of the pooled share of attention,
-                -inf where no row's lists hold the position. Not written for a group whose budget holds all tokens.
-            lists: written, up to the counts.
             arrays: int64 [max_groups, 6], another layer's `array_addresses`; None for those of the plan.
-            slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
-
-        Raises:
-            ValueError: a tensor of another shape or dtype than planned for; slots without a table; or one launch in
-                Triton's interpreter.
-            RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
+            scores, lists, slot_table: as of `AnchorSelection.run`, as are the errors. Scores are -inf where no row's
+                lists hold the position.
         """
         self.programs.make_lists(self.score(q, sm_scale, scores, arrays=arrays), lists, slot_table)
 
@@ -346,18 +331,8 @@ class CsaSelection:
             "KEYS_TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
         }
 
-    def _check(self, scored: Sequence[CsaGroup], selected: Sequence[SelectionGroup]) -> None:
-        check_groups(scored, selected, self.shape.num_kv_heads, (self.max_prefix_len, self.list_entries))
-        rows = [row for of in scored for row in of.rows]
-        in_range = all(of.rows for of in scored) and all(0 <= row < self.max_batch for row in rows)
-        if len(scored) > self.max_groups or len(rows) > len(self._members) or not in_range:
-            raise ValueError(
-                f"expected at most {self.max_groups} groups of {len(self._members)} rows together, one or more each, "
-                f"of {self.max_batch}, got {len(scored)} of rows {rows}"
-            )
-
     def _check_inputs(self, q: Tensor, arrays: Tensor | None) -> None:
-        shape, like = self.shape, self._arrays
+        shape = self.shape
         rows = max(self._most_rows, -(-self._num_members // self.groups_of_a_row))
         good = q.dim() == 3 and tuple(q.shape[1:]) == (shape.num_qo_heads, shape.head_dim) and q.stride(2) == 1
         if not good or not rows <= q.shape[0] <= self.max_batch or q.dtype not in _DTYPES:
@@ -365,12 +340,8 @@ class CsaSelection:
                 f"expected q [{rows} to {self.max_batch}, {shape.num_qo_heads}, {shape.head_dim}] as planned, in fp32, "
                 f"fp16 or bf16 with adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
             )
-        if arrays is not None and (
-            arrays.shape != like.shape or arrays.dtype is not like.dtype or not arrays.is_contiguous()
-        ):
-            raise ValueError(
-                f"expected arrays {tuple(like.shape)} int64 contiguous, got {tuple(arrays.shape)} {arrays.dtype}"
-            )
+        if arrays is not None:
+            check_table("arrays", arrays, tuple(self._arrays.shape), torch.int64)
 
 
 def array_addresses(shape: CsaShape, arrays: CsaArrays, prefix_len: int) -> list[int]:

@@ -48,6 +48,12 @@ class Segment:
             raise ValueError(f"expected rows, length, list_begin and head_stride of at least 0, got {self}")
 
 
+def check_rows(rows: Sequence[int], max_batch: int) -> None:
+    """Raise ValueError unless rows of a pass are of the batch, each once."""
+    if len(set(rows)) < len(rows) or max(rows, default=-1) >= max_batch:
+        raise ValueError(f"expected each batch row below {max_batch} once in a pass, got {sorted(rows)}")
+
+
 class Items(NamedTuple):
     """What a launch reads.
 

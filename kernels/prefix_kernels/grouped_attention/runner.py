@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import (
+    SPECIALIZED_ROWS,
     AttentionConfig,
     AttentionShape,
     has_specialized,
-    specialized_at_once,
 )
-from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
+from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, check_rows, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.launching import arguments_of, block_of, launch, launch_behind, programs_at_once, send
-from prefix_kernels.types import PagedKV, check_arena, check_int32
+from prefix_kernels.launching import REGISTERS, arguments_of, block_of, launch, launch_behind, programs_at_once, send
+from prefix_kernels.types import PagedKV, check_arena, check_table
 
 _MERGED_AT_ONCE = 64
 """Parts of a row, at most."""
@@ -27,6 +27,8 @@ _MERGED_NUMBERS = 64 * 128
 """Values of these parts, at most: what the registers hold."""
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
+_RESERVED = 1536
+"""Bytes of a specialized program's shared memory: 1,024 for the system, and its barriers."""
 
 
 class _Launch:
@@ -150,7 +152,7 @@ class GroupedAttention:
                     first_row=len(rows),
                     alone=alone,
                 )
-                self._check(items.rows, number)
+                check_rows(items.rows, self.max_batch)
                 assert len(items.items) <= one.items_of_a_pass
                 if items.spans:
                     at = torch.tensor(items.spans, dtype=torch.int32)
@@ -170,12 +172,6 @@ class GroupedAttention:
             send(table, buffer)
         self._most_rows = max(attended, default=-1) + 1
         self._most_lists = max((s.list_id + 1 for of_pass in segments for s in of_pass), default=0)
-
-    def _check(self, rows: list[int], number: int) -> None:
-        if len(set(rows)) < len(rows) or (rows and max(rows) >= self.max_batch):
-            raise ValueError(
-                f"expected each batch row below {self.max_batch} once in a pass, got {sorted(rows)} in pass {number}"
-            )
 
     def run(
         self,
@@ -305,11 +301,9 @@ class GroupedAttention:
                 f"expected queries and KV of {shape} and at most {self.max_batch} rows, got q {tuple(q.shape)} "
                 f"{q.dtype} and k_cache {tuple(kv.k_cache.shape)} {kv.k_cache.dtype}"
             )
-        for name, tensor, wanted in (("out", out, (*heads, shape.v_head_dim)), ("lse", lse, heads)):
-            if tuple(tensor.shape) != wanted:
-                raise ValueError(f"expected {name} {wanted}, got {tuple(tensor.shape)}")
-        if lse.dtype is not torch.float32 or not lse.is_contiguous():
-            raise ValueError(f"expected lse contiguous in float32, got {lse.dtype}")
+        check_table("lse", lse, heads, torch.float32)
+        if tuple(out.shape) != (*heads, shape.v_head_dim):
+            raise ValueError(f"expected out {(*heads, shape.v_head_dim)}, got {tuple(out.shape)}")
         check_arena("slots", slots)
         check_arena("head_slots", head_slots)
         if head_slots.dtype is not slots.dtype:
@@ -330,9 +324,9 @@ class GroupedAttention:
                 f"expected counts of {self._most_lists} lists or more, as planned, got {lists}; hand in counts"
             )
         if counts is not None:
-            check_int32("counts", counts, (lists, heads))
+            check_table("counts", counts, (lists, heads))
         if head_map is not None:
-            check_int32("head_map", head_map, (heads,))
+            check_table("head_map", head_map, (heads,))
 
 
 def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, wanted: int) -> None:
@@ -348,13 +342,12 @@ def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.de
     properties = torch.cuda.get_device_properties(device)
     if not has_specialized(device):
         raise ValueError(f"expected sm_90 for the specialized kernel, got {properties.name}; use a portable one")
-    item = shape.dtype.itemsize
-    at_once = specialized_at_once(
-        config,
-        config.block_n * (shape.head_dim + shape.v_head_dim) * item,
-        config.block_m * shape.head_dim * item,
-        properties.shared_memory_per_multiprocessor,
-    )
+    groups = config.block_m // SPECIALIZED_ROWS + 1
+    registers = config.max_registers or (255 if groups == 2 else 168)
+    block = config.block_n * (shape.head_dim + shape.v_head_dim)
+    shared = (config.block_m * shape.head_dim + config.num_stages * block) * shape.dtype.itemsize + _RESERVED
+    by_registers = REGISTERS // (groups * 128 * (-(-registers // 8) * 8))
+    at_once = min(by_registers, properties.shared_memory_per_multiprocessor // shared)
     most = at_once * properties.multi_processor_count
     if wanted > most:
         # They wait for each other.

@@ -12,7 +12,7 @@ from torch import Tensor
 from prefix_kernels.launching import arguments_of, block_of, launch_behind, runs_triton, send
 from prefix_kernels.residents import reference
 from prefix_kernels.residents.state import PAGE_TOKENS, ResidentGroup, ResidentShape, ResidentState
-from prefix_kernels.types import PagedKV, SelectedLists, check_int32
+from prefix_kernels.types import PagedKV, SelectedLists, check_table
 
 _FIELDS = 7
 """int64 fields of a group, see `kernels.GROUP_FIELDS`."""
@@ -174,7 +174,7 @@ class Residents:
         """
         self._check(number, host, pool)
         if head_map is not None:
-            check_int32("head_map", head_map, (self.shape.num_kv_heads,))
+            check_table("head_map", head_map, (self.shape.num_kv_heads,))
         if self._triton:
             self._fetch(number, host, pool, head_map, None)
         else:
@@ -267,7 +267,7 @@ class Residents:
         if lists.slots is None:
             raise ValueError("expected lists with slots, got none; use new_lists(with_slots=True)")
         entries, rows = max(lists.positions.shape[0], self._lists_end), max(lists.counts.shape[0], self._counts_end)
-        check_int32("positions", lists.positions, (entries,))
-        check_int32("slots", lists.slots, (entries,))
-        check_int32("counts", lists.counts, (rows, self.shape.num_kv_heads))
-        check_int32("host_pages", host_pages, (max(host_pages.shape[0], self._tables_end),))
+        check_table("positions", lists.positions, (entries,))
+        check_table("slots", lists.slots, (entries,))
+        check_table("counts", lists.counts, (rows, self.shape.num_kv_heads))
+        check_table("host_pages", host_pages, (max(host_pages.shape[0], self._tables_end),))
