@@ -158,18 +158,23 @@ class Selection:
         """KV heads that the selection speaks of."""
         return self.positions.shape[0]
 
+    @property
+    def max_count(self) -> int:
+        """Width of `positions`."""
+        return self.positions.shape[1]
+
     def check_integrity(self, prefix_len: int) -> None:
         """Raise unless every promise of this class holds for a prefix of that length. Reads device memory.
 
         Raises:
             ValueError: naming the rule that is broken and the first KV head that breaks it.
         """
-        positions, max_count = self.positions, self.positions.shape[1]
-        valid = torch.arange(max_count, device=positions.device) < self.counts[:, None]
+        positions = self.positions
+        valid = torch.arange(self.max_count, device=positions.device) < self.counts[:, None]
         out_of_range = valid & ((positions < 0) | (positions >= prefix_len))
         not_ascending = valid[:, 1:] & (positions[:, 1:] <= positions[:, :-1])
         rules = (
-            ("0 <= count <= max_count", (self.counts < 0) | (self.counts > max_count)),
+            ("0 <= count <= max_count", (self.counts < 0) | (self.counts > self.max_count)),
             (f"0 <= position < prefix_len={prefix_len}", out_of_range.any(dim=1)),
             ("positions ascending and unique", not_ascending.any(dim=1)),
             ("padding is -1", ((positions != -1) & ~valid).any(dim=1)),
