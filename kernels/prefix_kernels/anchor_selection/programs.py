@@ -30,6 +30,7 @@ LIST_WARPS = 4
 TOKENS_OF_A_THREAD = 16
 CHUNKS_AT_ONCE = 32
 _MOST_TOKENS = 2**30
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
 """What the kernels call them."""
 
@@ -310,3 +311,13 @@ def check_rows(scored: Sequence[Any], max_groups: int, room: int, max_batch: int
             f"got {len(scored)} groups of rows {rows}"
         )
     return rows
+
+
+def check_queries(q: Tensor, rows: tuple[int, int], num_qo_heads: int, head_dim: int | None) -> None:
+    """Raise ValueError unless queries are [rows, num_qo_heads, head_dim], of the least to the most rows; None: any."""
+    good = q.dim() == 3 and rows[0] <= q.shape[0] <= rows[1] and q.shape[1] == num_qo_heads
+    if not good or head_dim not in (None, q.shape[2]) or q.stride(2) != 1 or q.dtype not in _DTYPES:
+        raise ValueError(
+            f"expected q [{rows[0]} to {rows[1]}, {num_qo_heads}, {head_dim or 'head_dim'}] as planned, in fp32, fp16 "
+            f"or bf16 with adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
+        )

@@ -21,6 +21,7 @@ from prefix_kernels.anchor_selection.programs import (
     Programs,
     ScoredTokens,
     check_groups,
+    check_queries,
     check_rows,
     check_sizes,
 )
@@ -40,7 +41,6 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HOPPER = 9
 _SHARED_BYTES = {True: 224 << 10, False: 160 << 10}
 """Of a multiprocessor that programs share, from sm_90 on and before, less what the GPU takes for itself of each."""
@@ -383,19 +383,9 @@ class AnchorSelection:
         }
 
     def _check_queries(self, inputs: ScoreInputs) -> None:
-        q = inputs.q
-        wide = self.shape.listed_channels or q.shape[-1] == self.shape.channels
-        good = q.dim() == 3 and q.shape[1] == self.shape.num_qo_heads and q.shape[0] <= self.max_batch and wide
-        if not good or q.stride(2) != 1 or q.dtype not in _DTYPES:
-            width = "head_dim" if self.shape.listed_channels else self.shape.channels
-            raise ValueError(
-                f"expected q [at most {self.max_batch}, {self.shape.num_qo_heads}, {width}] in fp32, fp16 or bf16 with "
-                f"adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
-            )
-        if q.shape[0] < self._most_rows:
-            raise ValueError(
-                f"expected q of {self._most_rows} rows or more, as planned, got {q.shape[0]}; plan for this batch"
-            )
+        shape = self.shape
+        width = None if shape.listed_channels else shape.channels
+        check_queries(inputs.q, (self._most_rows, self.max_batch), shape.num_qo_heads, width)
         if inputs.arrays is None and not self._own_arrays:
             raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
         for name, table, like in (("arrays", inputs.arrays, self._arrays), ("heads", inputs.heads, self._heads)):

@@ -20,6 +20,7 @@ from prefix_kernels.anchor_selection.programs import (
     Programs,
     ScoredTokens,
     check_groups,
+    check_queries,
     check_rows,
     check_sizes,
 )
@@ -38,7 +39,6 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
 from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GROUP_FIELDS = 5
 """int64 fields of a group: first of the members, requests, prefix_len, chunks, entries of a list."""
 _SLOTS = 2048
@@ -285,7 +285,10 @@ class CsaSelection:
     def score(self, q: Tensor, sm_scale: float, scores: Tensor, *, arrays: Tensor | None = None) -> ScoredTokens:
         """The launches of `run` up to scores, whose counts and tables are returned: of fixed place."""
         check_scores(scores, self._scores_end)
-        self._check_inputs(q, arrays)
+        rows = max(self._most_rows, -(-self._num_members // self.groups_of_a_row))
+        check_queries(q, (rows, self.max_batch), self.shape.num_qo_heads, self.shape.head_dim)
+        if arrays is not None:
+            check_table("arrays", arrays, tuple(self._arrays.shape), torch.int64)
         arguments, shape, config = self._arguments(q, float(sm_scale), scores, arrays), self.shape, self.config
         picks = (q.shape[0] * self.groups_of_a_row * shape.gqa, shape.num_kv_heads)
         launch(pick_kernel, picks, arguments_of(pick_kernel, arguments), num_warps=LIST_WARPS)
@@ -330,18 +333,6 @@ class CsaSelection:
             "BLOCK_CHUNKS": CHUNKS_AT_ONCE,
             "KEYS_TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
         }
-
-    def _check_inputs(self, q: Tensor, arrays: Tensor | None) -> None:
-        shape = self.shape
-        rows = max(self._most_rows, -(-self._num_members // self.groups_of_a_row))
-        good = q.dim() == 3 and tuple(q.shape[1:]) == (shape.num_qo_heads, shape.head_dim) and q.stride(2) == 1
-        if not good or not rows <= q.shape[0] <= self.max_batch or q.dtype not in _DTYPES:
-            raise ValueError(
-                f"expected q [{rows} to {self.max_batch}, {shape.num_qo_heads}, {shape.head_dim}] as planned, in fp32, "
-                f"fp16 or bf16 with adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
-            )
-        if arrays is not None:
-            check_table("arrays", arrays, tuple(self._arrays.shape), torch.int64)
 
 
 def array_addresses(shape: CsaShape, arrays: CsaArrays, prefix_len: int) -> list[int]:

@@ -341,10 +341,10 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ((inputs, scores, lists), None, "both or none"),
         ((inputs, scores, lists), made.slot_table[:299], "a slot_table of 300 entries, got 299"),
         ((inputs, scores.half(), bare), None, "contiguous float32 arena of 600 entries or more"),
-        ((replace(inputs, q=made.q[:0]), scores, bare), None, "q of 1 rows or more, as planned, got 0"),
-        ((replace(inputs, q=made.q[..., :32]), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
-        ((replace(inputs, q=made.q.double()), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
-        ((replace(inputs, q=made.q.expand(2, -1, -1)), scores, bare), None, "q .at most 1, 8, 64. in fp32"),
+        ((replace(inputs, q=made.q[:0]), scores, bare), None, "q .1 to 1, 8, 64. as planned"),
+        ((replace(inputs, q=made.q[..., :32]), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
+        ((replace(inputs, q=made.q.double()), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
+        ((replace(inputs, q=made.q.expand(2, -1, -1)), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
         ((replace(inputs, arrays=torch.zeros(1, 5).int()), scores, bare), None, "arrays .1, 5. int64 contiguous, got"),
     ):
         with pytest.raises(ValueError, match=message):
