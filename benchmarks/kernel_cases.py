@@ -14,12 +14,12 @@ from torch import Tensor
 
 from prefix_kernels.grouped_attention import (
     AttentionConfig,
-    GroupedAttention,
     Segment,
     default_config,
     has_specialized,
     passes_for,
 )
+from prefix_kernels.grouped_attention.runner import GroupedAttention
 from prefix_kernels.launching import programs_at_once
 from prefix_kernels.types import PagedKV
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_REGISTERS = 65536
+REGISTERS = 65536
 """Of a multiprocessor."""
 
 
@@ -95,6 +95,16 @@ def _can_overlap() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 
 
+def runs_triton(operation: str, implementation: str | None, device: torch.device) -> bool:
+    """Whether "triton" is asked for, or nothing (None) on a GPU. Raises ValueError unless "reference" is otherwise."""
+    if implementation not in (None, "reference", "triton"):
+        raise ValueError(
+            f"{operation} has no implementation {implementation!r}; expected one of: reference, triton. Nothing is "
+            "substituted for it"
+        )
+    return implementation == "triton" or (implementation is None and device.type == "cuda")
+
+
 def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
     """Copy a table of the host into the first rows of a fixed device buffer, without a wait.
 
@@ -113,7 +123,7 @@ def shared_registers(num_warps: int, programs_per_sm: int) -> int:
     Raises:
         ValueError: fewer than 64, or no programs.
     """
-    found = min(255, _REGISTERS // (32 * num_warps * programs_per_sm) // 8 * 8) if programs_per_sm > 0 else 0
+    found = min(255, REGISTERS // (32 * num_warps * programs_per_sm) // 8 * 8) if programs_per_sm > 0 else 0
     if found < 64:
         raise ValueError(
             "expected programs_per_sm from 1 to what leaves a thread 64 registers, got "

@@ -63,7 +63,8 @@ def quantize(x: Tensor, bits: int) -> LowBitTensor:
         >>> dequantize(quantize(x, 4)).tolist()
         [[0.0, 1.0], [15.0, 1.0]]
     """
-    _check_bits(bits)
+    if bits not in BITS:
+        raise ValueError(f"expected bits to be 2, 4 or 8, got {bits}; choose one of them")
     if x.dim() < 2 or x.shape[-1] % (8 // bits) or x.shape[-2] == 0 or not x.dtype.is_floating_point:
         raise ValueError(
             "expected x [..., num_rows >= 1, num_channels] in a floating dtype with num_channels a multiple of "
@@ -92,18 +93,8 @@ def dequantize(quantized: LowBitTensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes below 2^bits [..., n] -> bytes [..., n * bits / 8], the first code of a byte in its low bits.
-
-    Raises:
-        ValueError: another dtype, another width, or n is no multiple of 8 / bits.
-    """
-    _check_bits(bits)
+    """uint8 codes below 2^bits [..., n] -> bytes [..., n * bits / 8], the first code of a byte in its low bits."""
     per_byte = 8 // bits
-    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] % per_byte:
-        raise ValueError(
-            f"expected uint8 codes with a last dim that is a multiple of {per_byte}, got {codes.dtype} "
-            f"{tuple(codes.shape)}"
-        )
     packed = codes[..., 0::per_byte].clone()
     for i in range(1, per_byte):
         packed |= codes[..., i::per_byte] << (i * bits)
@@ -111,18 +102,6 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack_codes`: uint8 [..., num_bytes] -> uint8 [..., num_bytes * 8 / bits].
-
-    Raises:
-        ValueError: another dtype or another width.
-    """
-    _check_bits(bits)
-    if packed.dtype != torch.uint8:
-        raise ValueError(f"expected packed uint8, got {packed.dtype}")
+    """The inverse of `pack_codes`: uint8 [..., num_bytes] -> uint8 [..., num_bytes * 8 / bits]."""
     parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
     return torch.stack(parts, dim=-1).flatten(-2)
-
-
-def _check_bits(bits: int) -> None:
-    if bits not in BITS:
-        raise ValueError(f"expected bits to be 2, 4 or 8, got {bits}; choose one of them")

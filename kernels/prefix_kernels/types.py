@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,16 +132,12 @@ class Selection:
     counts: Tensor
 
     def __post_init__(self) -> None:
-        if self.positions.dim() != 2 or self.counts.shape != self.positions.shape[:1]:
+        positions, counts = self.positions, self.counts
+        good = positions.dim() == 2 and counts.shape == positions.shape[:1] and positions.device == counts.device
+        if not good or not positions.dtype == counts.dtype == torch.int32:
             raise ValueError(
-                "expected positions [num_kv_heads, max_count] and counts [num_kv_heads], got "
-                f"{tuple(self.positions.shape)} and {tuple(self.counts.shape)}"
-            )
-        if self.positions.dtype != torch.int32 or self.counts.dtype != torch.int32:
-            raise ValueError(f"expected int32 positions and counts, got {self.positions.dtype} and {self.counts.dtype}")
-        if self.positions.device != self.counts.device:
-            raise ValueError(
-                f"expected positions and counts on one device, got {self.positions.device} and {self.counts.device}"
+                "expected positions [num_kv_heads, max_count] and counts [num_kv_heads] in int32 on one device, got "
+                f"{tuple(positions.shape)} {positions.dtype} and {tuple(counts.shape)} {counts.dtype}"
             )
 
     @classmethod
@@ -153,12 +148,7 @@ class Selection:
             prefix_len: tokens of the prefix, 0 allowed.
             num_kv_heads: KV heads, at least 1.
             device: where the tensors are made; None is torch's default.
-
-        Raises:
-            ValueError: a negative `prefix_len` or no KV head.
         """
-        if prefix_len < 0 or num_kv_heads < 1:
-            raise ValueError(f"expected prefix_len >= 0 and num_kv_heads >= 1, got {prefix_len} and {num_kv_heads}")
         row = torch.arange(prefix_len, dtype=torch.int32, device=device)
         counts = torch.full((num_kv_heads,), prefix_len, dtype=torch.int32, device=device)
         return cls(row.expand(num_kv_heads, prefix_len).contiguous(), counts)
@@ -179,9 +169,8 @@ class Selection:
         Raises:
             ValueError: naming the rule that is broken and the first KV head that breaks it.
         """
-        column = torch.arange(self.max_count, device=self.positions.device)
-        valid = column < self.counts[:, None]
         positions = self.positions
+        valid = torch.arange(self.max_count, device=positions.device) < self.counts[:, None]
         out_of_range = valid & ((positions < 0) | (positions >= prefix_len))
         not_ascending = valid[:, 1:] & (positions[:, 1:] <= positions[:, :-1])
         rules = (
@@ -212,16 +201,6 @@ class SelectedLists:
     counts: Tensor
     slots: Tensor | None
 
-    def arguments(self, slot_table: Tensor | None) -> dict[str, Any]:
-        """What the kernel that writes them is told, by parameter name."""
-        return {
-            "slot_table_ptr": self.positions if slot_table is None else slot_table,
-            "positions_ptr": self.positions,
-            "slots_ptr": self.positions if self.slots is None else self.slots,
-            "counts_ptr": self.counts,
-            "HAS_SLOTS": self.slots is not None,
-        }
-
 
 def new_lists(entries: int, counts: tuple[int, int], device: torch.device, *, with_slots: bool) -> SelectedLists:
     """Buffers of so many entries, with counts [max_groups, num_kv_heads], that hold no selection."""
@@ -235,16 +214,13 @@ def new_lists(entries: int, counts: tuple[int, int], device: torch.device, *, wi
 def check_lists(
     lists: SelectedLists, counts: tuple[int, int], lists_end: int, slot_table: Tensor | None, slots_end: int
 ) -> None:
-    """Raise unless there are counts [groups, num_kv_heads] of so many groups or more, the lists reach `lists_end`, and
-    the table of slots `slots_end`; slots both or none.
-
-    Raises:
-        ValueError: as said.
+    """Raise ValueError unless there are counts [groups, num_kv_heads] of so many groups or more, the lists reach
+    `lists_end`, and the table of slots `slots_end`; slots both or none.
     """
-    check_int32("counts", lists.counts, (max(lists.counts.shape[0], counts[0]), counts[1]))
-    check_int32("positions", lists.positions, (max(lists.positions.shape[0], lists_end),))
+    check_table("counts", lists.counts, (max(lists.counts.shape[0], counts[0]), counts[1]))
+    check_table("positions", lists.positions, (max(lists.positions.shape[0], lists_end),))
     if lists.slots is not None:
-        check_int32("slots", lists.slots, tuple(lists.positions.shape))
+        check_table("slots", lists.slots, tuple(lists.positions.shape))
     if (lists.slots is None) != (slot_table is None):
         raise ValueError("expected slots and slot_table both or none of them, got one; use new_lists(with_slots=...)")
     if slot_table is None:
@@ -254,12 +230,22 @@ def check_lists(
         raise ValueError(f"expected a slot_table of {slots_end} entries, got {slot_table.shape[0]}")
 
 
-def check_int32(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a tensor is contiguous, in int32 and of this shape."""
-    if tuple(tensor.shape) != shape or tensor.dtype is not torch.int32 or not tensor.is_contiguous():
+def check_table(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> None:
+    """Raise ValueError unless a tensor is contiguous, of this shape and dtype."""
+    if tuple(tensor.shape) != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
         raise ValueError(
-            f"expected {name} {shape} int32 contiguous, got {tuple(tensor.shape)} {tensor.dtype} of strides "
-            f"{tensor.stride()}"
+            f"expected {name} {shape} {str(dtype).removeprefix('torch.')} contiguous, got {tuple(tensor.shape)} "
+            f"{tensor.dtype} of strides {tensor.stride()}"
+        )
+
+
+def check_scores(scores: Tensor, end: int) -> None:
+    """Raise ValueError unless an arena of scores has `end` entries, contiguous in fp32, and vectors can be read."""
+    fits = scores.dim() == 1 and scores.dtype is torch.float32 and scores.shape[0] >= end
+    if not fits or not scores.is_contiguous() or scores.data_ptr() % 16:
+        raise ValueError(
+            f"expected scores as a contiguous float32 arena of {end} entries or more, at a multiple of 16 bytes, got "
+            f"{tuple(scores.shape)} {scores.dtype} at {scores.data_ptr() % 16}; was it planned so?"
         )
 
 

@@ -11,7 +11,7 @@ from prefix_kernels.grouped_attention import AttentionShape, block_m_for, has_sp
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 
 if TYPE_CHECKING:  # imports Triton
-    from prefix_kernels.grouped_attention import GroupedAttention
+    from prefix_kernels.grouped_attention.runner import GroupedAttention
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Attentions:
         """For batches of that size, padded: one pass of groups, the others of single requests."""
         if self._device.type == "cpu":
             return self._found.setdefault(0, ReferenceAttention(self._max_batch))
-        from prefix_kernels.grouped_attention import GroupedAttention
+        from prefix_kernels.grouped_attention.runner import GroupedAttention
 
         size = self.padded(size)
         block_m = block_m_for(size, self._shape.gqa)

@@ -24,7 +24,7 @@ from sglang_ext.methods.base import IndexSpec, LeveledSelector, SelectArgs, Sele
 from sglang_ext.options import SparseAttnConfig
 
 if TYPE_CHECKING:
-    from prefix_kernels.anchor_selection.runner import ScoredTokens
+    from prefix_kernels.anchor_selection import ScoredTokens
 
 
 @dataclass(frozen=True)

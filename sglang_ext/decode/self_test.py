@@ -103,7 +103,7 @@ def _selected(
 
 def _attended(shape: AttentionShape, q: Tensor, kv: PagedKV, slots: Tensor) -> float:
     """Greatest difference from the reference over what the dtype allows."""
-    from prefix_kernels.grouped_attention import GroupedAttention
+    from prefix_kernels.grouped_attention.runner import GroupedAttention
 
     kernels = GroupedAttention(shape, ROWS, [default_config(shape, ROWS)], q.device)
     outs = []

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
-from prefix_kernels.anchor_selection.runner import ScoredTokens
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, ScoredTokens, default_config
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import (
     ARRAYS,

@@ -26,7 +26,7 @@ from sglang_ext.offload.host import HostPool, Run, copy_runs, runs
 from sglang_ext.offload.ring import InOrder, Queues, Ring, TwoStreams
 
 if TYPE_CHECKING:
-    from prefix_kernels.prefill_attention import PrefillAttention
+    from prefix_kernels.prefill_attention.runner import PrefillAttention
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class StagedAttention:
             self._implementation is None and not self._takes(q.dtype, kv.k_cache.dtype)
         ):
             return Reference(step.spans, step.groups, self._device)
-        from prefix_kernels.prefill_attention import PrefillAttention
+        from prefix_kernels.prefill_attention.runner import PrefillAttention
 
         return PrefillAttention(step.spans, step.groups, AttentionShape.of(q, kv), self._device)
 

@@ -78,7 +78,7 @@ BREAK = """
 import sys
 sys.path.insert(0, "")
 import kernel_bench, kernel_selection, torch
-from prefix_kernels.grouped_attention import GroupedAttention
+from prefix_kernels.grouped_attention.runner import GroupedAttention
 from sglang_ext.methods.two_level.decode_op import TwoLevelOp
 select, behind = kernel_selection.Ours.run, TwoLevelOp.run_behind
 

@@ -7,27 +7,24 @@ SPARSE_ATTN_TEST_HICACHE_IO names HiCache's io backend, where the default (kerne
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
+from tests.gpu.serving import PLAIN, prebuilt, served
+from tests.server.harness import DISK, SPARSE_CONFIG, Answer, Server
 
 pytestmark = pytest.mark.gpu
 
 POOL, TOKENS, QUESTIONS = 24_576, 8192, 8
-FLAGS = ["--attention-backend", os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton"), "--sampling-backend", "pytorch"]
-FLAGS += ["--grammar-backend", "none", "--context-length", "16384", "--page-size", "16"]
+FLAGS = [*PLAIN, "--context-length", "16384", "--page-size", "16"]
 FLAGS += ["--max-total-tokens", str(POOL), "--max-running-requests", "8"]
 HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through"]
 HICACHE += ["--hicache-io-backend", os.environ.get("SPARSE_ATTN_TEST_HICACHE_IO", "kernel")]
-CONFIG = json.dumps({**DISK, **SPARSE_CONFIG, "decode_path": "sparse"})
+CONFIG = {**DISK, **SPARSE_CONFIG, "decode_path": "sparse"}
 
 SHARED = make_document("many_keys", seed=81, num_tokens=TOKENS, num_questions=QUESTIONS)
 OTHERS = [make_document("many_keys", seed=seed, num_tokens=TOKENS, num_questions=1) for seed in range(82, 86)]
@@ -36,19 +33,9 @@ OTHERS = [make_document("many_keys", seed=seed, num_tokens=TOKENS, num_questions
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """With HiCache, on a store with the index of one document; its pool holds three."""
-    prompts, store = tmp_path / "prompts.jsonl", tmp_path / "store"
-    prompts.write_text(json.dumps({"id": "shared", "text": SHARED.text}) + "\n")
-    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL), "--store", str(store)]
-    command += ["--prompts", str(prompts), "--sparse-attn-config", CONFIG, "--", *FLAGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ours = ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", CONFIG]
-    server = Server([*FLAGS, *HICACHE, *ours], {}, tmp_path / "server.log")
-    try:
-        server.wait()
+    store = prebuilt(tmp_path, [{"id": "shared", "text": SHARED.text}], CONFIG, FLAGS)
+    with served(store, CONFIG, [*FLAGS, *HICACHE], tmp_path) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def from_host(answer: Answer) -> int:

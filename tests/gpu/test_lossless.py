@@ -7,11 +7,7 @@ SPARSE_ATTN_TEST_BACKEND names the attention backend, where the default (triton)
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,15 +16,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from scripts.needle.tasks import make_document
+from tests.gpu.serving import PLAIN, prebuilt, served
 from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server, tokens_alike
 
 pytestmark = pytest.mark.gpu
 
 TOKENS, QUESTIONS, SAID, TIE = 8192, 4, 96, 0.05
 """TIE: nats that float16 may turn; bfloat16 turns up to 0.6 of this model's."""
-FLAGS = ["--attention-backend", os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton"), "--sampling-backend", "pytorch"]
-FLAGS += ["--grammar-backend", "none"]
-FLAGS += ["--dtype", "float16", "--context-length", "16384", "--page-size", "16", "--max-total-tokens", "65536"]
+FLAGS = [*PLAIN, "--dtype", "float16", "--context-length", "16384", "--page-size", "16", "--max-total-tokens", "65536"]
 FLAGS += ["--max-running-requests", "32", "--disable-prefill-cuda-graph"]
 CONFIG: dict[str, Any] = {
     **DISK, **SPARSE_CONFIG, "layer_plan": ["dense", *["anchor"] * 5], "share_prefixes": True, "keep_ratio": 0.05,
@@ -45,27 +40,16 @@ ASKED = [f"{one.text} {one.questions[number].text}" for one in DOCUMENTS for num
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built")
-    lines = [json.dumps({"id": str(number), "text": one.text}) for number, one in enumerate(DOCUMENTS[:2])]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL), "--store"]
-    command += [str(folder / "store"), "--prompts", str(folder / "prompts.jsonl")]
-    command += ["--sparse-attn-config", json.dumps(CONFIG), "--", *FLAGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder / "store"
+    prompts = [{"id": str(number), "text": one.text} for number, one in enumerate(DOCUMENTS[:2])]
+    return prebuilt(tmp_path_factory.mktemp("built"), prompts, CONFIG, FLAGS)
 
 
 @pytest.fixture(params=["sparse", "auto"])
 def server(store: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    config = json.dumps({**CONFIG, **ROUNDS, "decode_path": request.param, "search_period": 3})
-    ours = ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", config]
-    server = Server([*FLAGS, *ours], {}, tmp_path / "server.log", MODEL)
-    try:
-        server.wait()
+    with served(
+        store, {**CONFIG, **ROUNDS, "decode_path": request.param, "search_period": 3}, FLAGS, tmp_path
+    ) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def test_tokens_are_those_of_dense_decoding(server: Server) -> None:

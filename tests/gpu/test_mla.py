@@ -7,16 +7,14 @@ All positions are kept, so these answers do not tell which channels an index has
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.serving import prebuilt, served
 from tests.mla_model import LAYERS, mla_model
 from tests.server.harness import DISK, Server, tokens_alike
 
@@ -51,15 +49,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built")
-    lines = [json.dumps({"id": str(number), "input_ids": DOCUMENTS[number]}) for number in range(2)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(model), "--store"]
-    command += [str(folder / "store"), "--prompts", str(folder / "prompts.jsonl")]
-    command += ["--sparse-attn-config", json.dumps({**CONFIG, "method": "token_index"}), "--", *FLAGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder / "store"
+    prompts = [{"id": str(number), "input_ids": DOCUMENTS[number]} for number in range(2)]
+    config = {**CONFIG, "method": "token_index"}
+    return prebuilt(tmp_path_factory.mktemp("built"), prompts, config, FLAGS, model)
 
 
 @pytest.fixture(params=["token_index", "two_level"])
@@ -69,14 +61,9 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def server(store: Path, model: Path, method: str, tmp_path: Path) -> Iterator[Server]:
-    config = json.dumps({**CONFIG, "method": method, "keep_ratio": 1.0 if method == "token_index" else 0.25})
-    ours = ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", config]
-    server = Server([*FLAGS, *ours], {}, tmp_path / "server.log", model)
-    try:
-        server.wait()
+    config = {**CONFIG, "method": method, "keep_ratio": 1.0 if method == "token_index" else 0.25}
+    with served(store, config, FLAGS, tmp_path, model) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def test_answers_in_decode_graphs(server: Server, method: str) -> None:

@@ -8,10 +8,6 @@ SPARSE_ATTN_TEST_BACKEND names the attention backend, where the default (triton)
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +17,13 @@ import pytest
 import torch
 
 from scripts.needle.tasks import make_document
-from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server
+from tests.gpu.serving import PLAIN, prebuilt, served
+from tests.server.harness import DISK, SPARSE_CONFIG, Answer, Server
 
 pytestmark = pytest.mark.gpu
 
 TOKENS, QUESTIONS, SAID = 8192, 8, 24
-FLAGS = ["--attention-backend", os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton"), "--sampling-backend", "pytorch"]
-FLAGS += ["--grammar-backend", "none", "--context-length", "16384", "--page-size", "16"]
+FLAGS = [*PLAIN, "--context-length", "16384", "--page-size", "16"]
 FLAGS += ["--max-total-tokens", "32768", "--max-running-requests", "8", "--disable-prefill-cuda-graph"]
 CONFIG: dict[str, Any] = {
     **DISK, **SPARSE_CONFIG, "decode_path": "sparse", "layer_plan": ["dense", *["anchor"] * 5], "guard_every": 0,
@@ -43,21 +39,10 @@ OTHER = make_document("multi_query", seed=82, num_tokens=TOKENS, num_questions=Q
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     if torch.cuda.device_count() < request.param:
         pytest.skip("expected a GPU for each tensor-parallel rank")
-    prompts, store = tmp_path / "prompts.jsonl", tmp_path / "store"
-    lines = [json.dumps({"id": name, "text": one.text}) for name, one in (("shared", SHARED), ("other", OTHER))]
-    prompts.write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL), "--store", str(store)]
-    command += ["--prompts", str(prompts), "--sparse-attn-config", json.dumps(CONFIG), "--", *FLAGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ours = ["--sparse-attn", "--sparse-attn-store", str(store)]
-    ours += ["--sparse-attn-config", json.dumps({**CONFIG, "offload": OFFLOAD})]
-    server = Server([*FLAGS, *ours, "--tp-size", str(request.param)], {}, tmp_path / "server.log")
-    try:
-        server.wait()
+    prompts = [{"id": name, "text": one.text} for name, one in (("shared", SHARED), ("other", OTHER))]
+    store, flags = prebuilt(tmp_path, prompts, CONFIG, FLAGS), [*FLAGS, "--tp-size", str(request.param)]
+    with served(store, {**CONFIG, "offload": OFFLOAD}, flags, tmp_path) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def test_steps_behind_host_memory_say_what_they_said_on_the_device(server: Server) -> None:

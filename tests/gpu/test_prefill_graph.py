@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from prefix_index import FileStore, namespace_digest
+from tests.gpu.serving import PLAIN
 
 pytestmark = pytest.mark.gpu
 
 MODEL = str(Path(__file__).parents[2] / "models" / "needle")
-BACKEND = os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton")
-FLAGS = ["--attention-backend", BACKEND, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
-FLAGS += ["--max-total-tokens", "100000", "--context-length", "40960", "--chunked-prefill-size", "2048"]
+FLAGS = [*PLAIN, "--max-total-tokens", "100000", "--context-length", "40960", "--chunked-prefill-size", "2048"]
 
 _BUILD = """
 import json, sys

@@ -122,10 +122,18 @@ class Steps:
         begin, count = one.group.list_begin + head * one.group.head_stride, int(lists.counts[one.number, head])
         return lists.positions[begin : begin + count].cpu(), lists.slots[begin : begin + count].cpu()
 
+    def check_state(self) -> None:
+        """Each resident token lies in one cell, which says so."""
+        state = self.residents.state
+        held, rows = state.row_of_cell >= 0, state.row_of_cell.clamp(min=0).long()
+        cells = torch.arange(held.shape[2], dtype=torch.int32, device=self.device).expand_as(held)
+        assert torch.equal(state.cell_of_row.gather(2, rows)[held], cells[held])
+        assert int((state.cell_of_row >= 0).sum()) == int(held.sum())
+
     def check(self, lists: SelectedLists, wanted: Wanted, number: int = 0) -> None:
         """Each listed slot of a set holds what the host has for its position; residents hold each token once."""
         pool = self.pools[number]
-        self.residents.state.check_integrity()
+        self.check_state()
         for place, prefix in enumerate(wanted):
             for head in range(self.heads):
                 positions, slots = self.listed(lists, place, head)

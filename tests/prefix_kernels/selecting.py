@@ -15,7 +15,7 @@ from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
 from prefix_kernels.pooling import HEADROOM, Pooling, pool_scores
 from prefix_kernels.top_k_selection import SelectionGroup, pack_lists
-from prefix_kernels.types import CandidateForm, SelectedLists
+from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
 
 KV_HEADS, GQA, DIM = 2, 4, 64
 #: Largest error of a log-probability, natural log, where queries times steps are fp32, and where they are fp16.
@@ -206,9 +206,15 @@ def hopper_problem(device: torch.device, sizes: Sizes, **options: Any) -> TokenP
     return problem(device, sizes, **{**fixed, "limit": 2e-2, "least": least, **options})
 
 
+def lists_of(one: Any, *, with_slots: bool = True) -> SelectedLists:
+    """Buffers that a selection can list in."""
+    device = one.programs.at_least.device
+    return new_lists(one.list_entries, (one.max_groups, one.shape.num_kv_heads), device, with_slots=with_slots)
+
+
 def select(one: Any, made: Problem, *, times: int = 1, **options: Any) -> tuple[Tensor, SelectedLists]:
     """Plan and run into buffers that hold garbage before."""
-    lists = one.new_lists(with_slots=True)
+    lists = lists_of(one)
     scores = torch.full((made.room,), torch.nan, device=made.q.device)
     one.plan(made.scored, made.selected)
     for _ in range(times):

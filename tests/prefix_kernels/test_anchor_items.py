@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, default_config
-from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, make_items, share_programs
+from prefix_kernels.anchor_selection.programs import ITEM_FIELDS, make_items, share_programs
 from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.top_k_selection import SelectionGroup
 
@@ -99,6 +99,9 @@ def test_configs() -> None:
         ({"block_n": 96}, "block_n as a power of 2 of at least 64, got 96"),
         ({"programs_per_sm": 0}, "programs_per_sm from 1"),
         ({"programs_per_sm": 9}, "leaves a thread 64 registers, got 9 of 4 warps"),
+        ({"num_warps": 8, "specialized": True}, "expected 4 warps"),
+        ({"num_warps": 2, "specialized": True}, "expected 4 warps"),
+        ({"block_m": 256, "specialized": True}, "expected 4 warps and at most 128 rows"),
     ):
         with pytest.raises(ValueError, match=message):
             AnchorConfig(**wrong)

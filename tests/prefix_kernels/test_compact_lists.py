@@ -57,20 +57,13 @@ def test_steps_are_those_of_the_span():
 
 
 def test_constant_scores_and_full_lists():
+    """256 entries of one block: a count that a byte could not hold."""
     positions = torch.arange(300).expand(2, 300)
     lists = encode_lists(positions, torch.full((2, 300), 0.5), 300, 4)
     assert lists.counts.tolist() == [[256, 44]] * 2
     got_positions, got_scores = decode_lists(lists, 300, 4)
     assert torch.equal(got_positions, positions)
     assert torch.equal(got_scores, torch.full((2, 300), 0.5))
-
-
-def test_a_full_block_and_empty_blocks():
-    """256 entries of one block: a count that a byte could not hold."""
-    positions = torch.arange(256, 512)[None]
-    lists = encode_lists(positions, torch.zeros(1, 256), 40960, 8)
-    assert lists.counts.tolist() == [[0, 256] + [0] * 158]
-    assert torch.equal(decode_lists(lists, 256, 8)[0], positions)
 
 
 def by_loop(q, centroids, positions, scores, prefix_len):

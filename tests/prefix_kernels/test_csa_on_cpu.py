@@ -19,7 +19,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import rank_by_keys
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, run_together
-from tests.prefix_kernels.selecting import KV_HEADS, check_scores
+from tests.prefix_kernels.selecting import KV_HEADS, check_scores, lists_of
 from tests.prefix_kernels.triton.test_csa_selection import GQA, SHAPE, SHORT, CsaProblem, problem, runner
 
 
@@ -28,7 +28,7 @@ def scored(made: CsaProblem, form: Form, programs: int) -> tuple[torch.Tensor, t
     one, scores = runner(made, form, programs), torch.full((made.room,), torch.nan)
     one.plan(made.scored, made.selected)
     with recording() as kept:
-        one.run(made.q, made.sm_scale, scores, one.new_lists(with_slots=True), slot_table=made.slot_table)
+        one.run(made.q, made.sm_scale, scores, lists_of(one), slot_table=made.slot_table)
     tensors = [array for of in made.scored for array in of.arrays]
     *launches, _ = kept.launches
     for launched in launches:

@@ -133,7 +133,7 @@ def test_tokens_of_pages_are_forgotten_in_all_sets() -> None:
     for number in (0, 1):
         of.run(wanted, number)
     of.residents.state.forget(prefixes.tables[:3].long())
-    of.residents.state.check_integrity()
+    of.check_state()
     kept = prefixes.rows(1, torch.tensor([3, 17])).tolist()
     assert of.residents.state.row_of_cell[1].tolist()[0] == [-1, -1, *kept, -1]
     # As the host's pool has it after it gave them to another prefix.
@@ -141,14 +141,6 @@ def test_tokens_of_pages_are_forgotten_in_all_sets() -> None:
     before = of.residents.counters
     of.check(of.run(wanted), wanted)
     assert (of.residents.counters - before).tolist() == [[6, 3], [0, 0]]
-
-
-def test_integrity_names_what_disagrees() -> None:
-    of = Steps(Prefixes.of([3], 1, torch.float32), 2, "reference")
-    of.run({0: [[0, 20]]})
-    of.residents.state.row_of_cell[0, 0, 1] = of.residents.state.row_of_cell[0, 0, 0]
-    with pytest.raises(ValueError, match="got 1 cells of other tokens, 2 cells that are held and 2 resident tokens"):
-        of.residents.state.check_integrity()
 
 
 def residents(num_cells: int = 4) -> Residents:
@@ -181,7 +173,7 @@ def test_bad_plans_are_named() -> None:
         (lambda: ResidentGroup(-1, SelectionGroup(48, 2)), "of at least 0"),
         (lambda: ResidentShape(1, 1, 0, 8, 0), "of at least 1 and rows below 2"),
         (lambda: ResidentShape(1, 1, 2**31, 8, 0), "of at least 1 and rows below 2"),
-        (lambda: Residents(of.shape, 0, 64, of.device), "num_copying of at least 1"),
+        (lambda: Residents(of.shape, 0, 64, of.device), "list_entries of at least 1"),
         (lambda: Residents(of.shape, 1, 64, of.device, implementation="cuda"), "no implementation 'cuda'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -95,9 +95,6 @@ def test_budget_for_group():
         ({"prefix_len": -1, "budget": 1}, "prefix_len >= 0"),
         ({"prefix_len": 1, "budget": 0}, "budget >= 1"),
         ({"prefix_len": 1, "budget": 1, "num_sink": -1}, "num_sink >= 0"),
-        ({"prefix_len": 1, "budget": 1, "num_recent": -1}, "num_recent >= 0"),
-        ({"prefix_len": 1, "budget": 1, "slot_start": -1}, "slot_start >= 0"),
-        ({"prefix_len": 1, "budget": 1, "list_begin": -1}, "list_begin >= 0"),
         ({"prefix_len": 1, "budget": 1, "head_stride": -1}, "head_stride >= 0"),
         ({"prefix_len": 10, "budget": 5, "num_sink": 3, "num_recent": 3}, "shrink the windows"),
     ],
@@ -139,7 +136,6 @@ def test_shape_and_dtype_errors():
     for make, arguments, message in (
         (Selection, (int32([[1]]), int32([1, 2])), "positions"),
         (Selection, (torch.tensor([[1]]), int32([1])), "int32"),
-        (Selection.all, (-1, 1), "prefix_len >= 0"),
         (PagedKV, (pool, torch.zeros(5, 2, 8)), "num_slots"),
         (PagedKV, (pool, pool.half()), "floating dtype"),
     ):

@@ -25,7 +25,7 @@ from prefix_kernels.pooling import log_shares, sum_step
 from prefix_kernels.top_k_selection.kernels import LOWEST_LOG
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, run_together
-from tests.prefix_kernels.selecting import GQA, KV_HEADS, hopper_problem, keys_of
+from tests.prefix_kernels.selecting import GQA, KV_HEADS, hopper_problem, keys_of, lists_of
 
 HEAD = 1
 """The KV head whose programs run: neither its rows of codes nor its channels or scores are the first ones."""
@@ -93,7 +93,7 @@ class Problem:
         )  # fmt: skip
         select.plan(made.scored, made.selected)
         arena = torch.full((made.room,), UNTOUCHED)
-        self._lists, (group,) = select.new_lists(with_slots=True), made.selected
+        self._lists, (group,) = lists_of(select), made.selected
         self.slots = torch.randperm(group.slot_start + self.count, dtype=torch.int32)
         with recording() as kept:
             inputs = ScoreInputs(made.q, made.sm_scale, candidates=made.candidates)

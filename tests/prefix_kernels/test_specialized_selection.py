@@ -14,7 +14,7 @@ from prefix_kernels.pooled_scores import ScoreInputs
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import SelectedLists
 from tests.prefix_kernels import selecting
-from tests.prefix_kernels.selecting import KV_HEADS, TokenProblem, select
+from tests.prefix_kernels.selecting import KV_HEADS, TokenProblem, lists_of, select
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU (sm_90)"
@@ -140,7 +140,7 @@ def test_a_captured_run_follows_its_plan() -> None:
     made, other = problem([((0, 1), 4000, 300)]), problem([((0,), 2500, 250), ((1,), 1200, 26)])
     config = CONFIGS["8x128"]
     one = AnchorSelection(made.shape, 2, 2, 5000, 100_000, config, DEVICE)
-    lists, scores = one.new_lists(with_slots=True), torch.zeros(made.room + other.room, device="cuda")
+    lists, scores = lists_of(one), torch.zeros(made.room + other.room, device="cuda")
     queries, slots = made.q.clone(), torch.zeros(8000, dtype=torch.int32, device="cuda")
     slots[: len(made.slot_table)] = made.slot_table
     one.plan(made.scored, made.selected)
@@ -171,4 +171,4 @@ def test_what_it_has_not_is_refused() -> None:
     scores = torch.zeros(made.room, device="cuda")
     for inputs in (ScoreInputs(made.q, -1.0), ScoreInputs(made.q.float(), 1.0)):
         with pytest.raises(ValueError, match="positive scale and q in fp16 or bf16"):
-            one.run(inputs, scores, one.new_lists())
+            one.run(inputs, scores, lists_of(one, with_slots=False))

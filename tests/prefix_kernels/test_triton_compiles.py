@@ -16,27 +16,30 @@ import torch
 from triton import knobs
 
 from prefix_kernels import PagedKV, launching
-from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
+from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, ScoredTokens, default_config
 from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import ScoredTokens
 from prefix_kernels.csa_selection import CsaSelection, CsaShape
 from prefix_kernels.csa_selection import default_config as default_csa
 from prefix_kernels.csa_selection.kernels import score_kernel as score_lists
-from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, GroupedAttention, Segment
+from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, Segment
 from prefix_kernels.grouped_attention import default_config as default_attention
+from prefix_kernels.grouped_attention.runner import GroupedAttention
 from prefix_kernels.launching import Launch, launch, recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.prefill_attention import PrefillAttention, Span
+from prefix_kernels.prefill_attention import Span
+from prefix_kernels.prefill_attention.runner import PrefillAttention
 from prefix_kernels.residents import ResidentGroup, Residents, ResidentShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.top_k_selection.plan import SelectionGroup
 from prefix_kernels.types import CandidateForm, new_lists
 from prefix_kernels.union_selection import UnionSelection
 from tests.prefix_kernels.compiling import compiled
+from tests.prefix_kernels.selecting import lists_of
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
+CPU = torch.device("cpu")
 _GLOBAL = r"(ld|st|red|atom|cp\.async\.c[ag]\.shared)\.global"
 
 
@@ -53,8 +56,7 @@ def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | Non
     """A group on a list for each KV head, in the portable kernel."""
     queries, cache = q(rows, dtype, dim), pool(kv or dtype, dim)
     shape = AttentionShape.of(queries, cache)
-    config = default_attention(shape, rows)
-    attention = GroupedAttention(shape, rows, [config], torch.device("cpu"))
+    attention = GroupedAttention(shape, rows, [default_attention(shape, rows)], CPU)
     attention.plan([Segment(tuple(range(rows)), 64, head_stride=64, list_id=0)])
     slots, counts = torch.arange(64).repeat(KV_HEADS), torch.full((1, KV_HEADS), 64, dtype=torch.int32)
     out, lse = torch.zeros(rows, HEADS, dim), torch.zeros(rows, HEADS)
@@ -76,21 +78,24 @@ def latent(heads: int, rows: int) -> None:
 
 def attend(queries: torch.Tensor, kv: PagedKV, config: AttentionConfig, passes: int) -> None:
     rows, heads, _ = queries.shape
-    attention = GroupedAttention(AttentionShape.of(queries, kv), rows, [config] * passes, torch.device("cpu"))
+    attention = GroupedAttention(AttentionShape.of(queries, kv), rows, [config] * passes, CPU)
     attention.plan([Segment(tuple(range(rows)), 40)], [Segment((r,), 5, list_begin=40) for r in range(rows)])
     out, lse = queries.new_empty(rows, heads, kv.v_cache.shape[2]), torch.zeros(rows, heads)
     attention.run(queries, kv, torch.arange(64).int(), 0.1, out, lse)
 
 
+def select_tokens(
+    shape: ScoreShape, config: AnchorConfig, queries: torch.Tensor, num_programs: int = 264, form: Form = Form.FUSED
+) -> None:
+    select = AnchorSelection(shape, len(queries), 1, 131072, 600, config, CPU, form=form, num_programs=num_programs)
+    inputs = ScoreInputs(queries, 0.1, candidates=torch.zeros(64, dtype=torch.int32))
+    select.run(inputs, torch.zeros(64), lists_of(select), slot_table=torch.arange(64).int())
+
+
 def anchor(rows: int, config: AnchorConfig, *, form: Form = Form.FUSED, sum_every: int = 1, **sizes: int) -> None:
     """A selection on 96 channels in codes of 4 bits, unless `sizes` say otherwise."""
-    shape = ScoreShape(
-        HEADS, KV_HEADS, **{"channels": 96, "bits": 4, **sizes}, listed_channels=True, sum_every=sum_every
-    )
-    device = torch.device("cpu")
-    select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, form=form, num_programs=264)
-    inputs, table = ScoreInputs(q(rows), 0.1), torch.arange(64).int()
-    select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=table)
+    shape = ScoreShape(HEADS, KV_HEADS, **{"channels": 96, **sizes}, listed_channels=True, sum_every=sum_every)
+    select_tokens(shape, config, q(rows), form=form)
 
 
 def as_served(rows: int) -> None:
@@ -101,10 +106,8 @@ def as_served(rows: int) -> None:
 def tables(rows: int, *, form: Form = Form.FUSED, **sizes: Any) -> None:
     """A selection on CSAttention's lists, as many and as long as by default."""
     shape = CsaShape(HEADS, KV_HEADS, DIM, **{"num_subspaces": 16, "num_centroids": 16, **sizes})
-    device = torch.device("cpu")
-    select = CsaSelection(shape, rows, 1, 131072, 600, default_csa(shape), device, form=form, num_programs=264)
-    lists, table = select.new_lists(with_slots=True), torch.arange(64).int()
-    select.run(q(rows), 0.1, torch.zeros(64), lists, slot_table=table)
+    select = CsaSelection(shape, rows, 1, 131072, 600, default_csa(shape), CPU, form=form, num_programs=264)
+    select.run(q(rows), 0.1, torch.zeros(64), lists_of(select), slot_table=torch.arange(64).int())
 
 
 def blocks(rows: int, form: CandidateForm, bits: int = 4, *, dim: int = DIM, hopper: bool = False) -> None:
@@ -112,11 +115,7 @@ def blocks(rows: int, form: CandidateForm, bits: int = 4, *, dim: int = DIM, hop
     listed = form is CandidateForm.LISTED
     kept, every = (64, 16) if listed else (dim, 1)
     shape = ScoreShape(HEADS, KV_HEADS, kept, bits, listed, sum_every=every, form=form, entry_tokens=16)
-    config, device = default_config(shape, rows, specialized=hopper), torch.device("cpu")
-    select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, num_programs=264)
-    inputs = ScoreInputs(q(rows, dim=dim), 0.1, candidates=torch.zeros(64, dtype=torch.int32))
-    lists, table = select.new_lists(with_slots=True), torch.arange(64).int()
-    select.run(inputs, torch.zeros(64), lists, slot_table=table)
+    select_tokens(shape, default_config(shape, rows, specialized=hopper), q(rows, dim=dim))
 
 
 def latent_blocks(rows: int, form: CandidateForm = CandidateForm.TOKEN, *, hopper: bool = False) -> None:
@@ -124,20 +123,17 @@ def latent_blocks(rows: int, form: CandidateForm = CandidateForm.TOKEN, *, hoppe
     as a first level has them.
     """
     shape = ScoreShape(16, 1, 128, 4, True, form=form, shared_rows=form is CandidateForm.TOKEN)
-    config, device = default_config(shape, rows, specialized=hopper), torch.device("cpu")
-    select = AnchorSelection(shape, rows, 1, 131072, 600, config, device, num_programs=132)
-    inputs = ScoreInputs(torch.zeros(rows, 16, 576, dtype=torch.bfloat16), 0.1)
-    lists, table = select.new_lists(with_slots=True), torch.arange(64).int()
-    select.run(inputs, torch.zeros(64), lists, slot_table=table)
+    queries = torch.zeros(rows, 16, 576, dtype=torch.bfloat16)
+    select_tokens(shape, default_config(shape, rows, specialized=hopper), queries, 132)
 
 
 def union() -> None:
-    select = UnionSelection(KV_HEADS, 16, 4096, torch.device("cpu"))
+    select = UnionSelection(KV_HEADS, 16, 4096, CPU)
     heads, counts = torch.zeros(16, KV_HEADS, 4, dtype=torch.int64), torch.zeros(64, KV_HEADS, 2112, dtype=torch.int32)
     first, second = (
         ScoredTokens(torch.zeros(64), heads, counts, form) for form in (CandidateForm.TOKEN, CandidateForm.MEAN)
     )
-    lists = new_lists(600, (16, KV_HEADS), torch.device("cpu"), with_slots=True)
+    lists = new_lists(600, (16, KV_HEADS), CPU, with_slots=True)
     select.run(first, second, lists, slot_table=torch.arange(64).int())
 
 
@@ -161,11 +157,10 @@ def compared_lists() -> None:
 
 def swapped_in(dtype: torch.dtype = torch.bfloat16, dim: int = DIM, groups: int = 64, kv_heads: int = KV_HEADS) -> None:
     """A step of the layer that selects, then the copy of one that reuses its selection."""
-    shape, device = ResidentShape(2, kv_heads, 4096, 8, 64), torch.device("cpu")
-    residents = Residents(shape, groups, 64, device, implementation="triton")
+    residents = Residents(ResidentShape(2, kv_heads, 4096, 8, 64), groups, 64, CPU, implementation="triton")
     residents.plan([ResidentGroup(0, SelectionGroup(48, 8, head_stride=8))])
     cache, host = torch.zeros(64 + 4096, kv_heads, dim, dtype=dtype), torch.zeros(8, kv_heads, 16, 2 * dim, dtype=dtype)
-    lists, kv = new_lists(64, (8, kv_heads), device, with_slots=True), PagedKV(cache, cache)
+    lists, kv = new_lists(64, (8, kv_heads), CPU, with_slots=True), PagedKV(cache, cache)
     residents.run(0, torch.zeros(64, dtype=torch.int32), lists, host, kv)
     residents.fetch(0, host, kv, torch.zeros(kv_heads, dtype=torch.int32))
 
@@ -174,8 +169,7 @@ def prefilled(rows: int, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) ->
     """A request's new tokens: over its own slots, then over pages of the host."""
     queries, cache = q(rows, dtype, dim), pool(dtype, dim)
     spans = [Span(slice(0, rows), torch.arange(64).repeat(-(-rows // 64)))]
-    device, shape = torch.device("cpu"), AttentionShape.of(queries, cache)
-    attention = PrefillAttention(spans, [torch.arange(rows)], shape, device)
+    attention = PrefillAttention(spans, [torch.arange(rows)], AttentionShape.of(queries, cache), CPU)
     pages = torch.zeros(4, cache.num_kv_heads, 16, 2 * dim, dtype=cache.k_cache.dtype)
     attention.fold(attention.own(queries, cache, 0.1), 0, queries, cache, pages, 0.1)
 
@@ -376,10 +370,8 @@ def test_programs_of_wide_rows_share_a_multiprocessor(
         heads, kv_heads, channels, bits, tokens, sum_every=16 if tokens else 1, form=form, shared_rows=shared
     )
     config = default_config(shape, rows)
-    select = AnchorSelection(shape, rows, 1, 4096, 600, config, torch.device("cpu"), num_programs=64)
-    inputs = ScoreInputs(torch.zeros(rows, heads, dim, dtype=dtype), 0.1)
     with recording() as kept:
-        select.run(inputs, torch.zeros(64), select.new_lists(with_slots=True), slot_table=torch.arange(64).int())
+        select_tokens(shape, config, torch.zeros(rows, heads, dim, dtype=dtype), 64)
     for one in kept.launches:
         kernel = compiled(one, 90)
         used = resources(kernel.asm["cubin"], tmp_path)["SHARED"]

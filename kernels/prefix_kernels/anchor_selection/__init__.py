@@ -3,4 +3,5 @@
 `pooling.pool_scores` and `top_k_selection` say what it computes.
 """
 
-from prefix_kernels.anchor_selection.runner import AnchorConfig, AnchorSelection, Form, default_config
+from prefix_kernels.anchor_selection.programs import Form, ScoredTokens
+from prefix_kernels.anchor_selection.runner import AnchorConfig, AnchorSelection, default_config

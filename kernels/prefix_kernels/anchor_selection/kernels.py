@@ -113,7 +113,7 @@ def score_kernel(
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
-    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
+    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `programs.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,
@@ -233,7 +233,7 @@ def _list_stretch(
 def list_kernel(
     heads_ptr,  # int64 [num_groups, num_kv_heads, 4]: see `ScoredGroup.heads`
     scores_ptr,  # fp32 arena, natural log
-    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
+    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `programs.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS]
     slot_table_ptr,  # int32 or int64 [arena]
     positions_ptr,  # int32 arena of lists, written

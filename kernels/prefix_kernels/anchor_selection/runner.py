@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from prefix_kernels.anchor_selection.kernels import list_kernel, score_kernel
-from prefix_kernels.grouped_attention.config import has_specialized
-from prefix_kernels.kernels import COARSE, NUM_BINS
-from prefix_kernels.launching import (
-    arguments_of,
-    block_of,
-    check_power_of_2,
-    launch,
-    launch_behind,
-    programs_at_once,
-    send,
-    shared_registers,
+from prefix_kernels.anchor_selection.kernels import score_kernel
+from prefix_kernels.anchor_selection.programs import (
+    CHUNKS_AT_ONCE,
+    LIST_WARPS,
+    POOL,
+    TOKENS_OF_A_THREAD,
+    Form,
+    Programs,
+    ScoredTokens,
+    check_groups,
+    check_queries,
+    check_rows,
+    check_sizes,
 )
-from prefix_kernels.pooled_scores.tables import Layers, ScoredGroup, ScoreInputs, ScoreShape, ScoreTables
+from prefix_kernels.grouped_attention.config import has_specialized
+from prefix_kernels.launching import block_of, check_power_of_2, programs_at_once, send, shared_registers
+from prefix_kernels.pooled_scores.tables import (
+    ARRAYS,
+    HEAD_FIELDS,
+    Layers,
+    ScoredGroup,
+    ScoreInputs,
+    ScoreShape,
+    array_addresses,
+    check_group,
+)
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_lists
+from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
 
 _HOPPER = 9
 _SHARED_BYTES = {True: 224 << 10, False: 160 << 10}
@@ -37,16 +48,6 @@ _COUNTS_BYTES = 10 << 10
 """Counts of keys, and what else a program has."""
 _CHANNELS = (32, 64, 96, 128)
 """That sm_90's own kernel has: pieces of 32."""
-ITEM_FIELDS = 11
-"""int64 fields of an item: group, chunk, the group's number of chunks, prefix_len, tokens that are selected, num_sink,
-recent_begin, slot_start, list_begin, head_stride, number of all items (in every row of the table)."""
-_MOST_ROWS = 2**31
-"""Of codes, that it can number; it looks a few steps ahead."""
-_STEPS_AHEAD = 6
-_ROUNDS = 2
-"""Of items, that groups of a batch are cut into at most."""
-_ITEM_TOKENS = 1500
-"""What an item costs beside its tokens, in tokens (H100, 64 channels: about 6 us of sums, a meeting and counts)."""
 _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32. Groups of so few rows in a batch of
 more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90."""
@@ -56,22 +57,8 @@ _LEAST_ROWS = 8
 most."""
 _MOST_CODES = 256 * 64
 """Of a step of sm_90's own kernel: three steps have 24 KiB of shared memory."""
-TOKENS_OF_A_THREAD = 16
-_POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
-"""What the kernels call them."""
-_MOST_TOKENS = 2**30
-_CHUNKS_AT_ONCE = 32
 _MORE_CHUNKS = 64
 """Of more programs to a KV head, lest a second round be for one of them."""
-
-
-class Form(Enum):
-    """How the two phases of a selection's scores are launched. The result is the same."""
-
-    FUSED = "fused"
-    """In one launch, whose programs wait for each other: all of them must fit the GPU at a time."""
-    UNFUSED = "unfused"
-    """In one launch for each phase: on any GPU, and in Triton's interpreter."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +106,6 @@ class AnchorConfig:
     def stretch(self) -> int:
         """Candidates that a program's stretch is a multiple of. Those of a batch of many rows may be of few."""
         return max(self.block_n, _FEW_ROWS_BLOCK_N) if self.specialized else self.block_n
-
-    def launch_options(self, *, joined: bool) -> dict[str, int | None]:
-        """Of `launching.launch`; joined: programs that wait for each other."""
-        options: dict[str, int | None] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options | {"maxnreg": self.max_registers} | ({"launch_cooperative_grid": True} if joined else {})
 
     def arguments(self, shape: ScoreShape) -> dict[str, int]:
         """What kernels are told of it, by parameter name."""
@@ -201,112 +183,6 @@ def _config_of_blocks(shape: ScoreShape, block_m: int, hopper: bool) -> AnchorCo
         block_m //= 2
 
 
-LIST_WARPS = 4
-"""Of the launch that lists what was scored."""
-
-
-def share_programs(lengths: Sequence[int], num_items: int, most: int) -> list[int]:
-    """Items of each group, so that the longest stretch is as short as can be.
-
-    Args:
-        lengths: tokens of each group.
-        num_items: of all groups; more where there are more groups, fewer where no group can have more.
-        most: items of a group, at most.
-
-    Returns:
-        One for each group, or more.
-    """
-    shares = [1] * len(lengths)
-    if most == 1 or num_items <= len(lengths):
-        return shares
-    longest: list[tuple[float, int]] = [(-length, group) for group, length in enumerate(lengths)]
-    heapq.heapify(longest)
-    for _ in range(num_items - len(lengths)):
-        if not longest:
-            break
-        _, group = heapq.heappop(longest)
-        shares[group] += 1
-        if shares[group] < most:
-            heapq.heappush(longest, (-lengths[group] / shares[group], group))
-    return shares
-
-
-def _tokens_of_the_busiest(lengths: Tensor, shares: Tensor, num_programs: int) -> float:
-    """Tokens of the program that has most of them, each item counted as `_ITEM_TOKENS` more."""
-    costs = (_ITEM_TOKENS + lengths.double() / shares).repeat_interleave(shares)
-    busy = torch.bincount(torch.arange(len(costs)) % num_programs, costs, minlength=1)
-    return float(busy.max())
-
-
-def make_items(groups: Sequence[SelectionGroup], num_programs: int, count: int = 1, apart: int = 0) -> Tensor:
-    """Items in the order of programs: program p has items p, p + num_programs, and so on.
-
-    Items of a group follow each other, each on a program of its own. So programs that wait for each other wait for
-    earlier items at most, and some program always goes on. Where groups do not share the programs evenly, they are cut
-    into two rounds of items. A group without tokens has an item behind: it writes a count of 0.
-
-    Args:
-        groups: whose items.
-        num_programs: of a KV head.
-        count, apart: all groups so many times, their lists so many entries further each time.
-
-    Returns:
-        int64 [items, ITEM_FIELDS] on the host.
-    """
-    of_groups = [
-        (g.prefix_len, g.count, g.num_sink, g.prefix_len - g.num_recent, g.slot_start, g.list_begin, g.head_stride)
-        for g in groups
-    ]
-    fields = torch.tensor(of_groups, dtype=torch.int64).view(-1, 7).repeat(count, 1)
-    fields[:, 5] += apart * torch.arange(count).repeat_interleave(len(groups))
-    with_tokens = fields[:, 0].nonzero().flatten()
-    lengths = fields[with_tokens, 0]
-    of_rounds = [
-        torch.tensor(share_programs(lengths.tolist(), rounds * num_programs, num_programs), dtype=torch.int64)
-        for rounds in range(1, _ROUNDS + 1)
-    ]
-    best = min(of_rounds, key=lambda shares: _tokens_of_the_busiest(lengths, shares, num_programs))
-    without = (fields[:, 0] == 0).nonzero().flatten()
-    groups_in_order, shares = torch.cat([with_tokens, without]), torch.cat([best, torch.ones_like(without)])
-    group, share = (one.repeat_interleave(shares) for one in (groups_in_order, shares))
-    chunk = torch.arange(len(group)) - (shares.cumsum(0) - shares).repeat_interleave(shares)
-    number = torch.full_like(group, len(group))
-    return torch.cat([torch.stack([group, chunk, share], 1), fields[group], number[:, None]], 1)
-
-
-def item_table(items: Tensor, like: Tensor) -> Tensor:
-    """Items as the kernels' table [rows, ITEM_FIELDS] on the device has them: in each row how many there are."""
-    table = torch.zeros(like.shape, dtype=torch.int64)
-    table[:, -1] = len(items)
-    table[: len(items)] = items
-    return table
-
-
-def stretches_of(items: Tensor) -> dict[int, tuple[int, int]]:
-    """Of each group the number of its first item, and of its items."""
-    first = (items[:, 1] == 0).nonzero().flatten()
-    return {
-        group: (number, share)
-        for number, (group, _, share) in zip(first.tolist(), items[first, :3].tolist(), strict=True)
-    }
-
-
-class ScoredTokens(NamedTuple):
-    """What a selection's scores leave behind, all in device buffers of fixed place.
-
-    Attributes:
-        scores: fp32 arena, natural log.
-        heads: int64 [max_groups, num_kv_heads, 4], as `ScoredGroup.heads`.
-        at_least: int32 [max_items, num_kv_heads, ...], how many tokens of an item have which key or a higher one.
-        form: of the candidates.
-    """
-
-    scores: Tensor
-    heads: Tensor
-    at_least: Tensor
-    form: CandidateForm
-
-
 class AnchorSelection:
     """Exactly min(budget, prefix_len) positions per group and KV head: sink, recent window, then the best tokens.
 
@@ -332,7 +208,7 @@ class AnchorSelection:
         list_warps: of a program that lists; more where its stretches are long.
 
     Raises:
-        ValueError: sizes below 1, a prefix of 2^30 tokens or more, heads or bits as `ScoreTables` says.
+        ValueError: sizes below 1, 2^30 tokens of all KV heads or more, or a configuration that does not fit.
     """
 
     def __init__(
@@ -350,39 +226,30 @@ class AnchorSelection:
         max_group: int | None = None,
         list_warps: int = LIST_WARPS,
     ) -> None:
-        sizes = (max_batch, max_groups, max_prefix_len, list_entries)
-        if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
-            raise ValueError(
-                "expected max_batch, max_groups, max_prefix_len and list_entries of at least 1 and max_prefix_len < "
-                f"2^30, got {sizes}"
-            )
+        check_sizes(
+            max_prefix_len, shape.num_kv_heads, max_batch=max_batch, max_groups=max_groups, list_entries=list_entries
+        )
         if config.specialized:
             _check_fits(shape, config, device)
-        self.shape, self.config, self.form, self.device = shape, config, form, device
-        self._list_warps = list_warps
-        self.max_groups, self.max_prefix_len, self.list_entries = max_groups, max_prefix_len, list_entries
-        self._tables = ScoreTables(shape, max_batch, max_groups, device, max_group)
+        self.shape, self.config, self.form = shape, config, form
+        self.max_batch, self.max_groups = max_batch, max_groups
+        self.max_prefix_len, self.list_entries = max_prefix_len, list_entries
         heads = shape.num_kv_heads
+        self._max_rows = (max_group or max_batch) * shape.gqa
+        self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
+        self._heads = torch.zeros(max_groups, heads, HEAD_FIELDS, dtype=torch.int64, device=device)
+        self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
+        self._most_rows = 0
+        self._own_arrays = True
         programs = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
         whole = config.specialized and config.block_m <= _FEW_ROWS and shape.form is CandidateForm.TOKEN
-        self.programs_of_a_head = programs if whole else _in_rounds(programs)
-        max_items = _ROUNDS * self.programs_of_a_head + max_groups
-
-        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
-        self._at_least = integers(max_items, heads, COARSE.value + NUM_BINS.value)
-        self._arrived = integers(max_groups, heads, dtype=torch.int64)
-        self._peak = torch.empty(heads, max_items, self._tables.max_rows, dtype=torch.float32, device=device)
-        self._total = torch.empty_like(self._peak)
-        self._slots_end = self._scores_end = self._lists_end = 0
-        self.plan((), ())
-
-    def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
-        """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
-        counts = (self.max_groups, self.shape.num_kv_heads)
-        return new_lists(self.list_entries, counts, self._items.device, with_slots=with_slots)
+        programs = programs if whole else _in_rounds(programs)
+        self.programs = Programs(
+            heads, programs, max_groups, config.stretch, device, max_rows=self._max_rows,
+            list_warps=list_warps, list_chunks=CHUNKS_AT_ONCE if programs <= CHUNKS_AT_ONCE else _MORE_CHUNKS,
+        )  # fmt: skip
+        self._scores_end = 0
 
     def plan(
         self, scored: Sequence[ScoredGroup], selected: Sequence[SelectionGroup], layers: Layers | None = None
@@ -395,35 +262,50 @@ class AnchorSelection:
             layers: all this once more for each of some layers, whose queries follow each other; None: for one.
 
         Raises:
-            ValueError: as `ScoreTables.plan` says; another number of groups in one than in the other; prefixes or
-                lists that are larger than there is room for; lists of KV heads that overlap; another number of
-                candidates than of tokens to choose from; or scores that begin elsewhere. The plan before stays.
+            ValueError: another number of groups in one than in the other; groups, rows, prefixes or lists that there is
+                no room for; a group without rows; lists of KV heads that overlap; scores that begin elsewhere; or
+                arrays that the kernel cannot read. The plan before stays in force.
         """
-        if len(scored) != len(selected):
-            raise ValueError(
-                f"expected as many groups scored as selected, got {len(scored)} and {len(selected)}; plan both together"
-            )
-        for of, group in zip(scored, selected, strict=True):
-            self._check_group(of, group)
-        count, apart = (1, 0) if layers is None else (layers.number, layers.lists)
-        lists_end = max((group.lists_end(self.shape.num_kv_heads) for group in selected), default=0)
-        if (count - 1) * apart + lists_end > self.list_entries or (layers is not None and layers.scores % ALIGNED):
-            raise ValueError(
-                f"expected at most {self.list_entries} entries of lists, and scores at multiples of {ALIGNED}, got "
-                f"{layers} of lists up to {lists_end}; raise the limit"
-            )
-        if self.config.specialized:
-            self._check_rows(scored)
-        self._tables.plan(scored, layers)
-        items = make_items(selected, self.programs_of_a_head, count, apart)
-        self._planned = items
-        send(item_table(items, self._items), self._items)
+        count, apart, scores, lists = (1, 0, 0, 0) if layers is None else (len(layers.arrays), *layers[2:])
+        limits = (self.max_prefix_len, self.list_entries - (count - 1) * lists)
+        check_groups(scored, selected, self.shape.num_kv_heads, limits)
+        most = self._max_rows // self.shape.gqa
+        rows = check_rows(
+            scored, self.max_groups // count, self.max_batch // count, self.max_batch - (count - 1) * apart, most
+        )
+        tables = torch.zeros(self._groups.shape, dtype=torch.int32)
+        heads = torch.zeros(self._heads.shape, dtype=torch.int64)
+        arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
+        sizes, addresses, first = list[tuple[int, ...]](), list[list[int]](), 0
+        for group in scored:
+            if group.arrays:
+                check_group(self.shape, group)
+                addresses.append(array_addresses(self.shape, group.arrays))
+            sizes.append((first, len(group.rows), max(group.counts), 0))
+            first += len(group.rows)
+        if scored:
+            tables[: len(scored)] = torch.tensor(sizes, dtype=torch.int32)
+            heads[: len(scored)] = torch.tensor([group.heads for group in scored])
+        if addresses:
+            arrays[: len(scored)] = torch.tensor(addresses)
+        of_rows = torch.tensor(rows, dtype=torch.int32)
+        if layers is not None and scored:
+            of_layer, number = torch.arange(count), len(scored)
+            places = heads[:number, :, -1] + scores * of_layer[:, None, None]
+            heads[: count * number] = torch.cat([layers.heads[..., :-1], places[..., None]], dim=-1).flatten(0, 1)
+            arrays[: count * number] = layers.arrays.flatten(0, 1)
+            tables[: count * number] = tables[:number].repeat(count, 1)
+            tables[: count * number, 0] += (len(rows) * of_layer).repeat_interleave(number)
+            of_rows = (of_rows + apart * of_layer[:, None]).flatten().int()
+        buffers = (self._rows, self._groups, self._heads, self._arrays)
+        for source, buffer in zip((of_rows, tables, heads, arrays), buffers, strict=True):
+            send(source, buffer)
+        self._own_arrays = layers is not None or bool(addresses) or not scored
+        self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
+        self.programs.plan(selected, count, lists)
         # Scores are read four at a time.
-        self._scores_end = max((of.scores_end for of in scored), default=0)
-        self._scores_end += 0 if layers is None else (count - 1) * layers.scores
-        self._scores_end += -self._scores_end % ALIGNED
-        self._lists_end = (count - 1) * apart + lists_end
-        self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
+        end = (count - 1) * scores + max((of.scores_end for of in scored), default=0)
+        self._scores_end = end + -end % ALIGNED
 
     def run(
         self,
@@ -447,52 +329,73 @@ class AnchorSelection:
                 Triton's interpreter.
             RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
         """
-        counts = (self.max_groups, self.shape.num_kv_heads)
-        check_lists(lists, counts, self._lists_end, slot_table, self._slots_end)
-        arguments = self._score(inputs, scores) | {
-            **lists.arguments(slot_table),
-            "OVERLAPPED": False,
-            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE if self.programs_of_a_head <= _CHUNKS_AT_ONCE else _MORE_CHUNKS,
-            "TILE": 32 * self._list_warps * TOKENS_OF_A_THREAD,
-        }
         # Programs of scores that wait for each other are all on the GPU before they let these come. Scores themselves
         # are not launched behind what is before them: their programs would stand where that ends first.
-        start = launch_behind if self.form is Form.FUSED and self.config.specialized else launch
-        start(list_kernel, self._grid, arguments_of(list_kernel, arguments), num_warps=self._list_warps)
+        behind = self.form is Form.FUSED and self.config.specialized
+        found, entry_tokens = self.score(inputs, scores), self.shape.entry_tokens
+        self.programs.make_lists(
+            found, lists, slot_table, candidates=inputs.candidates, entry_tokens=entry_tokens, behind=behind
+        )
 
     def score(self, inputs: ScoreInputs, scores: Tensor) -> ScoredTokens:
         """The launches of `run` up to scores, whose counts and tables are returned."""
-        heads = self._score(inputs, scores)["heads_ptr"]
-        return ScoredTokens(scores, heads, self._at_least, self.shape.form)
+        check_scores(scores, self._scores_end)
+        if self.config.specialized:
+            _check_inputs(inputs)
+        kernel, own = self._scoring()
+        arguments = self._arguments(inputs) | own | {"scores_ptr": scores, "BLOCK_N": self.config.block_n}
+        config = self.config
+        self.programs.score(
+            kernel, self.form, arguments, num_warps=config.num_warps, num_stages=config.num_stages,
+            maxnreg=config.max_registers,
+        )  # fmt: skip
+        return ScoredTokens(scores, arguments["heads_ptr"], self.programs.at_least, self.shape.form)
+
+    def _arguments(self, inputs: ScoreInputs) -> dict[str, Any]:
+        """What kernels are told of the plan, the queries and the index, by parameter name."""
+        self._check_queries(inputs)
+        shape, q, arrays = self.shape, inputs.q, inputs.arrays
+        half = q.dtype is not torch.float32
+        return {
+            "q_ptr": q,
+            "rows_ptr": self._rows,
+            "groups_ptr": self._groups,
+            "heads_ptr": self._heads if inputs.heads is None else inputs.heads,
+            "arrays_ptr": self._arrays if arrays is None else arrays,
+            "sm_scale": float(inputs.sm_scale),
+            "q_stride_row": q.stride(0),
+            "q_stride_head": q.stride(1),
+            "GQA": shape.gqa,
+            "CHANNELS": shape.channels,
+            "ROW_UNITS": shape.row_units,
+            "BITS": shape.bits,
+            "LISTED_CHANNELS": shape.listed_channels,
+            "FORM": shape.form.value,
+            "ENTRY": shape.entry_tokens,
+            "SHARED_ROWS": shape.shared_rows,
+            "candidates_ptr": self._rows if inputs.candidates is None else inputs.candidates,
+            "SUM_EVERY": shape.sum_every,
+            # Codes are exact in fp16, and a query's channel keeps 11 bits there.
+            "COMPUTE": tl.float16 if half else tl.float32,
+            "PRECISION": "tf32" if half else "ieee",
+            # The interpreter knows no assembly.
+            "ASSEMBLY": half and not knobs.runtime.interpret,
+        }
+
+    def _check_queries(self, inputs: ScoreInputs) -> None:
+        shape = self.shape
+        width = None if shape.listed_channels else shape.channels
+        check_queries(inputs.q, (self._most_rows, self.max_batch), shape.num_qo_heads, width)
+        if inputs.arrays is None and not self._own_arrays:
+            raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
+        for name, table, like in (("arrays", inputs.arrays, self._arrays), ("heads", inputs.heads, self._heads)):
+            if table is not None:
+                check_table(name, table, tuple(like.shape), torch.int64)
 
     @property
     def stretches(self) -> dict[int, tuple[int, int]]:
         """Of each planned group the number of its first item, and of its items."""
-        return stretches_of(self._planned)
-
-    @property
-    def _grid(self) -> tuple[int, int]:
-        return self.programs_of_a_head, self.shape.num_kv_heads
-
-    def _score(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
-        """Launch; what kernels were told."""
-        if self.form is Form.FUSED and knobs.runtime.interpret:
-            raise ValueError("expected Form.UNFUSED in Triton's interpreter, where no program waits for a later one")
-        arguments = self._tables.arguments(inputs, scores) | self._own_arguments()
-        if scores.dim() != 1 or scores.shape[0] < self._scores_end or scores.data_ptr() % 16:
-            raise ValueError(
-                f"expected scores [arena] of {self._scores_end} entries or more, at a multiple of 16 bytes, got "
-                f"{tuple(scores.shape)} at {scores.data_ptr() % 16}; was it planned so?"
-            )
-        joined = self.form is Form.FUSED
-        if self.config.specialized:
-            _check_inputs(inputs)
-        kernel, own = self._scoring()
-        for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
-            phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
-            options = self.config.launch_options(joined=joined)
-            launch(kernel, self._grid, arguments_of(kernel, arguments | own | phases), **options)
-        return arguments
+        return self.programs.stretches
 
     def _scoring(self) -> tuple[Any, dict[str, Any]]:
         """The kernel of scores, and what it is told beside tables and buffers."""
@@ -513,53 +416,15 @@ class AnchorSelection:
             }
         return score_kernel, {
             **config.arguments(self.shape),
-            "POOL": _POOL[self.shape.pooling],
+            "POOL": POOL[self.shape.pooling],
             "TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
         }
-
-    def _own_arguments(self) -> dict[str, Any]:
-        return {
-            "peak_ptr": self._peak,
-            "total_ptr": self._total,
-            "items_ptr": self._items,
-            "at_least_ptr": self._at_least,
-            "arrived_ptr": self._arrived,
-            "max_rows": self._tables.max_rows,
-            "max_items": self._items.shape[0],
-            "ITEM_FIELDS": ITEM_FIELDS,
-            "BLOCK_N": self.config.block_n,
-            "STRETCH": self.config.stretch,
-        }
-
-    def _check_rows(self, scored: Sequence[ScoredGroup]) -> None:
-        """Sm_90's own kernel numbers rows of codes by 32 bits; which tokens are listed is not known here."""
-        end = max((max(of.first_rows) for of in scored), default=0) + self.max_prefix_len
-        if end + _STEPS_AHEAD * max(self.config.stretch, _block_n(self.shape, _LEAST_ROWS)) >= _MOST_ROWS:
-            raise ValueError(
-                f"expected fewer than 2^31 rows of codes for sm_90's own kernel, got {end}; use a configuration that "
-                "is not specialized"
-            )
-
-    def _check_group(self, of: ScoredGroup, group: SelectionGroup) -> None:
-        found = (group.prefix_len, group.lists_end(self.shape.num_kv_heads))
-        limits = (self.max_prefix_len, self.list_entries)
-        if any(one > most for one, most in zip(found, limits, strict=True)):
-            raise ValueError(
-                f"expected at most {limits} tokens of a prefix and entries of lists, got {found}; raise the limits"
-            )
-        if of.count != group.prefix_len:
-            raise ValueError(
-                f"expected {group.prefix_len} candidates, the tokens of the prefix, got {of.count}; plan the same for "
-                "both"
-            )
-        if any(begin % ALIGNED for begin in of.score_begins):
-            raise ValueError(f"expected scores to begin at multiples of {ALIGNED}, got {of.score_begins}; pad the rows")
 
 
 def _in_rounds(programs: int) -> int:
     """Fewer programs where a last round of reading what all of them counted would be for an eighth of them or less."""
-    rest = programs % _CHUNKS_AT_ONCE
-    return programs - rest if programs > _CHUNKS_AT_ONCE and 8 * rest <= programs else programs
+    rest = programs % CHUNKS_AT_ONCE
+    return programs - rest if programs > CHUNKS_AT_ONCE and 8 * rest <= programs else programs
 
 
 def _check_fits(shape: ScoreShape, config: AnchorConfig, device: torch.device) -> None:

@@ -210,7 +210,7 @@ def score_items_sm90_kernel(
     peak_ptr,  # fp32 [num_kv_heads, max_items, max_rows], base 2
     total_ptr,  # the same
     scores_ptr,  # fp32 arena, natural log, written
-    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `runner.py`
+    items_ptr,  # int64 [max_items, ITEM_FIELDS], see `programs.py`
     at_least_ptr,  # int32 [max_items, num_kv_heads, COARSE + NUM_BINS], written
     arrived_ptr,  # int64 [num_groups, num_kv_heads], at first 0, then whole meetings
     sm_scale, q_stride_row, q_stride_head, max_rows, max_items,

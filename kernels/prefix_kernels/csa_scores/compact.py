@@ -64,8 +64,12 @@ def encode_lists(positions: Tensor, scores: Tensor, prefix_len: int, bits: int) 
 
 def encode_positions(positions: Tensor, prefix_len: int) -> tuple[Tensor, Tensor]:
     """`places` and `counts` of `CompactLists`, of positions as `encode_lists` takes them; new tensors."""
-    positions = positions.int()
-    return (positions % BLOCK_POSITIONS).to(torch.uint8), _block_counts(positions, prefix_len)
+    positions, num_blocks = positions.int(), -(-prefix_len // BLOCK_POSITIONS)
+    # Entries of each block: differences of the places at which the blocks begin, as positions ascend.
+    ends = BLOCK_POSITIONS * torch.arange(1, num_blocks + 1, dtype=torch.int32, device=positions.device)
+    upto = torch.searchsorted(positions, ends.expand(*positions.shape[:-1], -1).contiguous(), out_int32=True)
+    counts = upto.diff(dim=-1, prepend=torch.zeros_like(upto[..., :1])).short()
+    return (positions % BLOCK_POSITIONS).to(torch.uint8), counts
 
 
 def decode_lists(lists: CompactLists, list_len: int, bits: int) -> tuple[Tensor, Tensor]:
@@ -95,28 +99,17 @@ def check_entries(places: Tensor, counts: Tensor, list_len: int, prefix_len: int
     `places` and `counts` of `CompactLists` are of the shapes that `check_lists` wants, counts in 0..256. Waits for the
     device.
     """
-    if not _positions_ascend(places, counts, list_len, prefix_len):
-        raise ValueError(f"expected {list_len} ascending positions below {prefix_len} in each list, got others")
-
-
-def _positions_ascend(places: Tensor, counts: Tensor, list_len: int, prefix_len: int) -> bool:
     ends = counts.cumsum(dim=-1)
-    if bool((ends[..., -1] != list_len).any()):
-        return False
-    # Entry i behind entry i - 1; behind those of another block it may have a lower place.
-    rises = places.new_ones((*places.shape[:-1], list_len + 1), dtype=torch.bool)
-    torch.gt(places[..., 1:], places[..., :-1], out=rises[..., 1:list_len])
-    rises.scatter_(-1, ends[..., :-1], True)
-    behind = (counts[..., -1] > 0) & (places[..., -1] > (prefix_len - 1) % BLOCK_POSITIONS)
-    return bool(rises.all()) and not bool(behind.any())
-
-
-def _block_counts(positions: Tensor, prefix_len: int) -> Tensor:
-    """Entries of each block: differences of the places at which the blocks begin, as positions ascend."""
-    num_blocks = -(-prefix_len // BLOCK_POSITIONS)
-    ends = BLOCK_POSITIONS * torch.arange(1, num_blocks + 1, dtype=torch.int32, device=positions.device)
-    upto = torch.searchsorted(positions, ends.expand(*positions.shape[:-1], -1).contiguous(), out_int32=True)
-    return upto.diff(dim=-1, prepend=torch.zeros_like(upto[..., :1])).short()
+    ascend = bool((ends[..., -1] == list_len).all())
+    if ascend:
+        # Entry i behind entry i - 1; behind those of another block it may have a lower place.
+        rises = places.new_ones((*places.shape[:-1], list_len + 1), dtype=torch.bool)
+        torch.gt(places[..., 1:], places[..., :-1], out=rises[..., 1:list_len])
+        rises.scatter_(-1, ends[..., :-1], True)
+        behind = (counts[..., -1] > 0) & (places[..., -1] > (prefix_len - 1) % BLOCK_POSITIONS)
+        ascend = bool(rises.all()) and not bool(behind.any())
+    if not ascend:
+        raise ValueError(f"expected {list_len} ascending positions below {prefix_len} in each list, got others")
 
 
 def _encode_scores(scores: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,12 +11,21 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from prefix_kernels.anchor_selection import Form
-from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import ITEM_FIELDS, ScoredTokens, item_table, make_items, stretches_of
+from prefix_kernels.anchor_selection.programs import (
+    CHUNKS_AT_ONCE,
+    LIST_WARPS,
+    POOL,
+    TOKENS_OF_A_THREAD,
+    Form,
+    Programs,
+    ScoredTokens,
+    check_groups,
+    check_queries,
+    check_rows,
+    check_sizes,
+)
 from prefix_kernels.csa_scores import BLOCK_POSITIONS
 from prefix_kernels.csa_selection.kernels import STEP_POSITIONS, pick_kernel, score_kernel
-from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.launching import (
     arguments_of,
     block_of,
@@ -28,21 +37,14 @@ from prefix_kernels.launching import (
 )
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import CandidateForm, SelectedLists, check_lists, new_lists
+from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GROUP_FIELDS = 5
 """int64 fields of a group: first of the members, requests, prefix_len, chunks, entries of a list."""
-_POOL = {Pooling.MAX: 1, Pooling.MEAN: 2}
-"""What the kernels call them."""
 _SLOTS = 2048
 """Entries of all lists of a row that are added at a time."""
 _CHANNELS_AT_ONCE = 4096
 """Channels of centroids that a query is multiplied with at a time."""
-_WARPS = 4
-_TOKENS_OF_A_THREAD = 16
-_CHUNKS_AT_ONCE = 32
-_MOST_TOKENS = 2**30
 _MOST_ENTRIES = 2**31
 """Of a KV head, that it can number."""
 
@@ -54,13 +56,10 @@ class CsaShape:
     Attributes:
         num_qo_heads, num_kv_heads: heads.
         head_dim: channels of a query.
-        num_subspaces: m, neighbouring channels each.
+        num_subspaces: m, of neighbouring channels, as many each.
         num_centroids: C of a subspace.
         bits: of a list's scores, 4 or 8.
         pooling: over the rows and query heads of a group.
-
-    Raises:
-        ValueError: sizes that do not divide, or other bits.
     """
 
     num_qo_heads: int
@@ -70,13 +69,6 @@ class CsaShape:
     num_centroids: int
     bits: int = 4
     pooling: Pooling = Pooling.MAX
-
-    def __post_init__(self) -> None:
-        if self.num_qo_heads % self.num_kv_heads or self.head_dim % self.num_subspaces or self.bits not in (4, 8):
-            raise ValueError(
-                "expected num_qo_heads as a multiple of num_kv_heads, head_dim of num_subspaces, and 4 or 8 bits, got "
-                f"{self}"
-            )
 
     @property
     def gqa(self) -> int:
@@ -161,23 +153,16 @@ class CsaSelection:
     twice as much. A step counts as often as a code says: scores of 32 lists of 8 bits are within 2^-12. Tokens rank by
     keys, as in `AnchorSelection`. Source: CSAttention, 3.3.
 
-    Runs of one object follow each other on one stream. If a launch dies half-way, make a new object: its programs'
-    counters are left behind.
+    Runs of one object follow each other on one stream, and none follows one that died half-way.
 
     Args:
         shape: of heads and tables.
-        max_batch: requests of a batch, at most.
-        max_groups: groups of a batch, at most.
-        max_prefix_len: tokens of a prefix, at most.
-        list_entries: of the lists of all groups and KV heads together, at most.
         config: schedule.
-        device: where the buffers are made.
         groups_of_a_row: that a request may stand in.
-        form: scores in one launch, or in one for each phase.
-        num_programs: of a launch, shared by the KV heads and then by the groups; None: as many as run at a time.
+        max_batch, max_groups, max_prefix_len, list_entries, device, form, num_programs: as of `AnchorSelection`.
 
     Raises:
-        ValueError: sizes below 1, or a prefix of 2^30 tokens or more.
+        ValueError: sizes below 1, or 2^30 tokens of all KV heads or more.
     """
 
     def __init__(
@@ -194,56 +179,41 @@ class CsaSelection:
         form: Form = Form.FUSED,
         num_programs: int | None = None,
     ) -> None:
-        sizes = (max_batch, max_groups, max_prefix_len, list_entries, groups_of_a_row)
-        if min(sizes) < 1 or max_prefix_len >= _MOST_TOKENS:
-            raise ValueError(
-                "expected max_batch, max_groups, max_prefix_len, list_entries and groups_of_a_row of at least 1 and "
-                f"max_prefix_len < 2^30, got {sizes}"
-            )
+        heads = shape.num_kv_heads
+        check_sizes(
+            max_prefix_len, heads, max_batch=max_batch, max_groups=max_groups, list_entries=list_entries,
+            groups_of_a_row=groups_of_a_row,
+        )  # fmt: skip
         # Of fewer entries than a program has threads some would add copies, see `kernels.add_counts`.
         if block_of(shape.num_subspaces) * config.entries < 32 * config.num_warps:
             raise ValueError(
                 f"expected entries of {shape.num_subspaces} lists for each of {32 * config.num_warps} threads, got "
                 f"{config.entries} of each list; raise entries"
             )
-        self.shape, self.config, self.form, self.device = shape, config, form, device
+        self.shape, self.config, self.form = shape, config, form
         self.max_batch, self.max_groups, self.groups_of_a_row = max_batch, max_groups, groups_of_a_row
         self.max_prefix_len, self.list_entries = max_prefix_len, list_entries
-        heads, max_members = shape.num_kv_heads, max_batch * groups_of_a_row
-        self.programs_of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
-        # Items of a batch are two to a program at most, and one to each group.
-        max_items = 2 * self.programs_of_a_head + max_groups
-        self._max_rows = max_members * shape.gqa
+        max_members = max_batch * groups_of_a_row
+        max_rows = max_members * shape.gqa
+        of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
+        self.programs = Programs(heads, of_a_head, max_groups, STEP_POSITIONS, device, max_rows=max_rows)
 
         def integers(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
-        def numbers(*sizes: int) -> Tensor:
-            return torch.zeros(sizes, dtype=torch.float32, device=device)
-
-        picks = (self._max_rows, heads)
-        interpreted = knobs.runtime.interpret
+        picks = (max_rows, heads)
         self._members = integers(max_members, 2)
         self._groups = integers(max_groups, _GROUP_FIELDS, dtype=torch.int64)
         self._heads = integers(max_groups, heads, 4, dtype=torch.int64)
         self._arrays = integers(max_groups, len(CsaArrays._fields), dtype=torch.int64)
         self._lists = integers(*picks, shape.num_subspaces)
         self._factors = integers(*picks, shape.num_subspaces, 2)
-        self._units = numbers(*picks)
-        self._max_chunks = min(self.programs_of_a_head, -(-max_prefix_len // STEP_POSITIONS))
+        self._units = torch.zeros(picks, dtype=torch.float32, device=device)
+        self._max_chunks = min(of_a_head, -(-max_prefix_len // STEP_POSITIONS))
         self._begins = integers(*picks, self._max_chunks, shape.num_subspaces)
-        self._scratch = integers(self.programs_of_a_head * heads if interpreted else 1, STEP_POSITIONS)
-        self._items = integers(max_items, ITEM_FIELDS, dtype=torch.int64)
-        self._at_least = integers(max_items, heads, COARSE.value + NUM_BINS.value)
-        self._arrived = integers(max_groups, heads, dtype=torch.int64)
-        self._peak, self._total = (numbers(heads, max_items, self._max_rows) for _ in range(2))
-        self._num_members = self._most_rows = self._slots_end = self._scores_end = self._lists_end = 0
+        self._scratch = integers(of_a_head * heads if knobs.runtime.interpret else 1, STEP_POSITIONS)
+        self._num_members = self._most_rows = self._scores_end = 0
         self.plan((), ())
-
-    def new_lists(self, *, with_slots: bool = False) -> SelectedLists:
-        """Buffers for `run()`, holding no selection. One for each layer whose lists must outlive the next run."""
-        counts = (self.max_groups, self.shape.num_kv_heads)
-        return new_lists(self.list_entries, counts, self.device, with_slots=with_slots)
 
     def plan(self, scored: Sequence[CsaGroup], selected: Sequence[SelectionGroup]) -> None:
         """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
@@ -257,40 +227,39 @@ class CsaSelection:
                 than there is room for; a group without rows, or a row out of range; scores that begin elsewhere; or
                 tables that the kernels cannot read. The plan before stays in force.
         """
-        self._check(scored, selected)
-        heads = self.shape.num_kv_heads
-        found = make_items(selected, self.programs_of_a_head)
-        self.stretches = stretches_of(found)
+        check_groups(scored, selected, self.shape.num_kv_heads, (self.max_prefix_len, self.list_entries))
+        rows = check_rows(scored, self.max_groups, len(self._members), self.max_batch, self.max_batch)
+        groups = list(zip(scored, selected, strict=True))
+        addresses = [array_addresses(self.shape, of.arrays, group.prefix_len) for of, group in groups]
+        self.programs.plan(selected)
+        stretches = self.stretches
         members = torch.full(self._members.shape, -1, dtype=torch.int32)
         tables = torch.zeros(self._groups.shape, dtype=torch.int64)
         begins = torch.zeros(self._heads.shape, dtype=torch.int64)
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
         first = 0
-        for number, (of, group) in enumerate(zip(scored, selected, strict=True)):
-            arrays[number] = torch.tensor(array_addresses(self.shape, of.arrays, group.prefix_len))
+        for number, (of, group) in enumerate(groups):
+            arrays[number] = torch.tensor(addresses[number])
             entries = of.arrays.places.shape[-1]
-            tables[number] = torch.tensor([first, len(of.rows), group.prefix_len, self.stretches[number][1], entries])
+            tables[number] = torch.tensor([first, len(of.rows), group.prefix_len, stretches[number][1], entries])
             begins[number, :, 0], begins[number, :, 3] = group.prefix_len, torch.tensor(of.score_begins)
             last = first + len(of.rows)
             # Who attends all of a prefix looks nothing up.
             members[first:last, 0] = number if group.count < group.prefix_len else -1
             members[first:last, 1] = torch.tensor(of.rows, dtype=torch.int32)
             first = last
-        items = item_table(found, self._items)
-        for table, buffer in (
-            (members, self._members),
-            (tables, self._groups),
-            (begins, self._heads),
-            (arrays, self._arrays),
-            (items, self._items),
-        ):
+        buffers = (self._members, self._groups, self._heads, self._arrays)
+        for table, buffer in zip((members, tables, begins, arrays), buffers, strict=True):
             send(table, buffer)
         self._num_members = first
-        self._most_rows = max((row for of in scored for row in of.rows), default=-1) + 1
-        ends = (max(of.score_begins) + group.prefix_len for of, group in zip(scored, selected, strict=True))
+        self._most_rows = max(rows, default=-1) + 1
+        ends = (max(of.score_begins) + group.prefix_len for of, group in groups)
         self._scores_end = -(-max(ends, default=0) // ALIGNED) * ALIGNED
-        self._lists_end = max((group.lists_end(heads) for group in selected), default=0)
-        self._slots_end = max((group.slot_start + group.prefix_len for group in selected), default=0)
+
+    @property
+    def stretches(self) -> dict[int, tuple[int, int]]:
+        """Of each planned group the number of its first item, and of its items."""
+        return self.programs.stretches
 
     def run(
         self,
@@ -307,56 +276,28 @@ class CsaSelection:
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries, fp32, fp16 or bf16.
             sm_scale: multiplies q.k before the softmax.
-            scores: fp32 arena, written at the groups' `score_begins`: natural log of the pooled share of attention,
-                -inf where no row's lists hold the position. Not written for a group whose budget holds all tokens.
-            lists: written, up to the counts.
             arrays: int64 [max_groups, 6], another layer's `array_addresses`; None for those of the plan.
-            slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
-
-        Raises:
-            ValueError: a tensor of another shape or dtype than planned for; slots without a table; or one launch in
-                Triton's interpreter.
-            RuntimeError: CUDA's, where one launch does not fit the GPU; take fewer `num_programs`, or `Form.UNFUSED`.
+            scores, lists, slot_table: as of `AnchorSelection.run`, as are the errors. Scores are -inf where no row's
+                lists hold the position.
         """
-        check_lists(lists, (self.max_groups, self.shape.num_kv_heads), self._lists_end, slot_table, self._slots_end)
-        arguments = self._arguments(q, float(sm_scale), scores, lists, arrays, slot_table)
-        self._score(q, arguments)
-        launch(list_kernel, self._grid, arguments_of(list_kernel, arguments), num_warps=_WARPS)
+        self.programs.make_lists(self.score(q, sm_scale, scores, arrays=arrays), lists, slot_table)
 
     def score(self, q: Tensor, sm_scale: float, scores: Tensor, *, arrays: Tensor | None = None) -> ScoredTokens:
         """The launches of `run` up to scores, whose counts and tables are returned: of fixed place."""
-        none = SelectedLists(self._lists, self._lists, None)
-        self._score(q, self._arguments(q, float(sm_scale), scores, none, arrays, None))
-        return ScoredTokens(scores, self._heads, self._at_least, CandidateForm.TOKEN)
+        check_scores(scores, self._scores_end)
+        rows = max(self._most_rows, -(-self._num_members // self.groups_of_a_row))
+        check_queries(q, (rows, self.max_batch), self.shape.num_qo_heads, self.shape.head_dim)
+        if arrays is not None:
+            check_table("arrays", arrays, tuple(self._arrays.shape), torch.int64)
+        arguments, shape, config = self._arguments(q, float(sm_scale), scores, arrays), self.shape, self.config
+        picks = (q.shape[0] * self.groups_of_a_row * shape.gqa, shape.num_kv_heads)
+        launch(pick_kernel, picks, arguments_of(pick_kernel, arguments), num_warps=LIST_WARPS)
+        options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+        self.programs.score(score_kernel, self.form, arguments, **options)
+        return ScoredTokens(scores, self._heads, self.programs.at_least, CandidateForm.TOKEN)
 
-    @property
-    def _grid(self) -> tuple[int, int]:
-        return self.programs_of_a_head, self.shape.num_kv_heads
-
-    def _score(self, q: Tensor, arguments: dict[str, Any]) -> None:
-        if self.form is Form.FUSED and knobs.runtime.interpret:
-            raise ValueError("expected Form.UNFUSED in Triton's interpreter, where no program waits for a later one")
-        shape, heads = self.shape, self.shape.num_kv_heads
-        rows = q.shape[0] * self.groups_of_a_row * shape.gqa
-        launch(pick_kernel, (rows, heads), arguments_of(pick_kernel, arguments), num_warps=_WARPS)
-        joined = self.form is Form.FUSED
-        options = {"num_warps": self.config.num_warps, "maxnreg": self.config.max_registers}
-        options |= {"launch_cooperative_grid": True} if joined else {}
-        for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
-            phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
-            launch(score_kernel, self._grid, arguments_of(score_kernel, arguments | phases), **options)
-
-    def _arguments(
-        self,
-        q: Tensor,
-        sm_scale: float,
-        scores: Tensor,
-        lists: SelectedLists,
-        arrays: Tensor | None,
-        slot_table: Tensor | None,
-    ) -> dict[str, Any]:
-        """What kernels are told, by parameter name."""
-        self._check_inputs(q, scores, arrays)
+    def _arguments(self, q: Tensor, sm_scale: float, scores: Tensor, arrays: Tensor | None) -> dict[str, Any]:
+        """What kernels are told, by parameter name; of programs apart."""
         shape, config = self.shape, self.config
         dim, subspaces = shape.head_dim // shape.num_subspaces, block_of(shape.num_subspaces)
         return {
@@ -370,21 +311,12 @@ class CsaSelection:
             "units_ptr": self._units,
             "begins_ptr": self._begins,
             "scratch_ptr": self._scratch,
-            "peak_ptr": self._peak,
-            "total_ptr": self._total,
             "scores_ptr": scores,
-            "items_ptr": self._items,
-            "at_least_ptr": self._at_least,
-            "arrived_ptr": self._arrived,
-            **lists.arguments(slot_table),
             "sm_scale": sm_scale,
             "q_stride_row": q.stride(0),
             "q_stride_head": q.stride(1),
-            "max_rows": self._max_rows,
-            "max_items": self._items.shape[0],
             "max_chunks": self._max_chunks,
             "GROUP_FIELDS": _GROUP_FIELDS,
-            "ITEM_FIELDS": ITEM_FIELDS,
             "GQA": shape.gqa,
             "SUBSPACES": shape.num_subspaces,
             "BLOCK_B": subspaces,
@@ -397,64 +329,10 @@ class CsaSelection:
             # Of so many lists a position may be in each.
             "FLAG": shape.num_subspaces.bit_length(),
             "ENTRIES": config.entries,
-            "POOL": _POOL[shape.pooling],
-            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
-            "KEYS_TILE": 32 * config.num_warps * _TOKENS_OF_A_THREAD,
-            "TILE": 32 * _WARPS * _TOKENS_OF_A_THREAD,
-            "STRETCH": STEP_POSITIONS,
-            "FORM": CandidateForm.TOKEN.value,
-            "ENTRY": 1,
-            "candidates_ptr": self._lists,
-            "OVERLAPPED": False,
+            "POOL": POOL[shape.pooling],
+            "BLOCK_CHUNKS": CHUNKS_AT_ONCE,
+            "KEYS_TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
         }
-
-    def _check(self, scored: Sequence[CsaGroup], selected: Sequence[SelectionGroup]) -> None:
-        heads = self.shape.num_kv_heads
-        if len(scored) != len(selected):
-            raise ValueError(
-                f"expected as many groups scored as selected, got {len(scored)} and {len(selected)}; plan both together"
-            )
-        rows = [row for of in scored for row in of.rows]
-        in_range = all(of.rows for of in scored) and all(0 <= row < self.max_batch for row in rows)
-        if len(scored) > self.max_groups or len(rows) > len(self._members) or not in_range:
-            raise ValueError(
-                f"expected at most {self.max_groups} groups of {len(self._members)} rows together, one or more each, "
-                f"of {self.max_batch}, got {len(scored)} of rows {rows}"
-            )
-        limits = (self.max_prefix_len, self.list_entries)
-        for of, group in zip(scored, selected, strict=True):
-            found = (group.prefix_len, group.lists_end(heads))
-            if any(one > most for one, most in zip(found, limits, strict=True)):
-                raise ValueError(
-                    f"expected at most {limits} tokens of a prefix and entries of lists, got {found}; raise the limits"
-                )
-            if len(of.score_begins) != heads or any(begin % ALIGNED for begin in of.score_begins):
-                raise ValueError(
-                    f"expected scores to begin at multiples of {ALIGNED}, for each of {heads} KV heads, got "
-                    f"{of.score_begins}; pad the rows"
-                )
-
-    def _check_inputs(self, q: Tensor, scores: Tensor, arrays: Tensor | None) -> None:
-        shape, like = self.shape, self._arrays
-        rows = max(self._most_rows, -(-self._num_members // self.groups_of_a_row))
-        good = q.dim() == 3 and tuple(q.shape[1:]) == (shape.num_qo_heads, shape.head_dim) and q.stride(2) == 1
-        if not good or not rows <= q.shape[0] <= self.max_batch or q.dtype not in _DTYPES:
-            raise ValueError(
-                f"expected q [{rows} to {self.max_batch}, {shape.num_qo_heads}, {shape.head_dim}] as planned, in fp32, "
-                f"fp16 or bf16 with adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
-            )
-        fits = scores.dim() == 1 and scores.dtype is torch.float32 and scores.shape[0] >= self._scores_end
-        if not fits or not scores.is_contiguous() or scores.data_ptr() % 16:
-            raise ValueError(
-                f"expected scores as a contiguous float32 arena [{self._scores_end} or more] at a multiple of 16 "
-                f"bytes, got {tuple(scores.shape)} {scores.dtype} at {scores.data_ptr() % 16}; was it planned so?"
-            )
-        if arrays is not None and (
-            arrays.shape != like.shape or arrays.dtype is not like.dtype or not arrays.is_contiguous()
-        ):
-            raise ValueError(
-                f"expected arrays {tuple(like.shape)} int64 contiguous, got {tuple(arrays.shape)} {arrays.dtype}"
-            )
 
 
 def array_addresses(shape: CsaShape, arrays: CsaArrays, prefix_len: int) -> list[int]:

@@ -20,10 +20,6 @@ _WIDE = 256
 """Channels of a key; wider ones are latent: shared memory has room for no values beside them."""
 _HOPPER = 9
 _SPECIALIZED_REGISTERS = {64: 112, 128: 168}
-_REGISTERS = 65536
-"""Of a multiprocessor."""
-_RESERVED = 1536
-"""Bytes of a specialized program's shared memory: 1,024 for the system, and its barriers."""
 
 
 @dataclass(frozen=True)
@@ -118,21 +114,6 @@ def passes_for(
     """For a group of `rows` requests and for single ones: a specialized one does for both, in one launch."""
     group = default_config(shape, rows, specialized=specialized, short=short)
     return [group, group if group.specialized else default_config(shape, 1)]
-
-
-def specialized_at_once(config: AttentionConfig, block_bytes: int, query_bytes: int, shared_memory: int) -> int:
-    """Specialized programs that one multiprocessor, of so much shared memory, can run at a time.
-
-    Args:
-        config: a specialized one.
-        block_bytes: of the keys and values of one block.
-        query_bytes: of a tile's queries.
-        shared_memory: bytes.
-    """
-    groups = config.block_m // SPECIALIZED_ROWS + 1
-    wanted = config.max_registers or (255 if groups == 2 else 168)
-    by_registers = _REGISTERS // (groups * 128 * (-(-wanted // 8) * 8))
-    return min(by_registers, shared_memory // (query_bytes + config.num_stages * block_bytes + _RESERVED))
 
 
 def has_specialized(device: torch.device, num_kv_heads: int = 1) -> bool:

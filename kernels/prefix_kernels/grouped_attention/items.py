@@ -48,6 +48,12 @@ class Segment:
             raise ValueError(f"expected rows, length, list_begin and head_stride of at least 0, got {self}")
 
 
+def check_rows(rows: Sequence[int], max_batch: int) -> None:
+    """Raise ValueError unless rows of a pass are of the batch, each once."""
+    if len(set(rows)) < len(rows) or max(rows, default=-1) >= max_batch:
+        raise ValueError(f"expected each batch row below {max_batch} once in a pass, got {sorted(rows)}")
+
+
 class Items(NamedTuple):
     """What a launch reads.
 
@@ -62,17 +68,6 @@ class Items(NamedTuple):
     rows: list[int]
     items: list[tuple[int, ...]]
     spans: list[tuple[int, int, int, int, int]]
-
-
-def requests_per_tile(block_m: int, gqa: int) -> int:
-    """Requests whose query heads of one KV head fit a tile.
-
-    Raises:
-        ValueError: not even one does.
-    """
-    if block_m < gqa:
-        raise ValueError(f"expected block_m of at least gqa={gqa} rows, got {block_m}; raise block_m")
-    return block_m // gqa
 
 
 def cut(
@@ -105,11 +100,11 @@ def cut(
         alone: batch rows that no other pass attends.
 
     Raises:
-        ValueError: a size out of range.
+        ValueError: not even one request's query heads fit a tile.
     """
-    if target < 1 or block_n < 1:
-        raise ValueError(f"expected target >= 1 and block_n >= 1, got {target} and {block_n}")
-    per_tile = requests_per_tile(block_m, gqa)
+    if block_m < gqa:
+        raise ValueError(f"expected block_m of at least gqa={gqa} rows, got {block_m}; raise block_m")
+    per_tile = block_m // gqa
     busy = [s for s in segments if s.rows and s.length]
     tiles = [-(-len(s.rows) // per_tile) for s in busy]
     chunk = _chunk([s.length for s in busy], tiles, block_n, target)

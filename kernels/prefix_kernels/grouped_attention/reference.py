@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention.items import Segment
+from prefix_kernels.grouped_attention.items import Segment, check_rows
 from prefix_kernels.types import PagedKV
 
 
@@ -26,9 +26,7 @@ class ReferenceAttention:
     def plan(self, *segments: Sequence[Segment]) -> None:
         """As `GroupedAttention.plan`. Raises ValueError for a row out of range or twice in a pass."""
         for of_pass in segments:
-            rows = [row for segment in of_pass for row in segment.rows if segment.length]
-            if len(set(rows)) < len(rows) or max(rows, default=-1) >= self.max_batch:
-                raise ValueError(f"expected each batch row below {self.max_batch} once in a pass, got {sorted(rows)}")
+            check_rows([row for segment in of_pass for row in segment.rows if segment.length], self.max_batch)
         self._segments = [segment for of_pass in segments for segment in of_pass]
 
     def run(

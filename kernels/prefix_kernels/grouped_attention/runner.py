@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +11,15 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import (
+    SPECIALIZED_ROWS,
     AttentionConfig,
     AttentionShape,
     has_specialized,
-    specialized_at_once,
 )
-from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, cut
+from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, check_rows, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.launching import block_of, launch, launch_behind, programs_at_once, send
-from prefix_kernels.types import PagedKV, check_arena, check_int32
+from prefix_kernels.launching import REGISTERS, arguments_of, block_of, launch, launch_behind, programs_at_once, send
+from prefix_kernels.types import PagedKV, check_arena, check_table
 
 _MERGED_AT_ONCE = 64
 """Parts of a row, at most."""
@@ -26,54 +27,35 @@ _MERGED_NUMBERS = 64 * 128
 """Values of these parts, at most: what the registers hold."""
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
-
-
-class _Pass:
-    """Segments of one kind, as groups or single requests: at most one segment of a batch row.
-
-    Args:
-        config: tile and schedule.
-        max_batch: requests of a batch, at most.
-        target: items that fill the GPU once.
-    """
-
-    def __init__(self, config: AttentionConfig, max_batch: int, target: int) -> None:
-        self.config = config
-        self.target = target
-        self.max_items = target + max_batch
-
-    def partial_rows(self, num_kv_heads: int) -> int:
-        """Partial rows that its items may write."""
-        return self.max_items * num_kv_heads * self.config.block_m
+_RESERVED = 1536
+"""Bytes of a specialized program's shared memory: 1,024 for the system, and its barriers."""
 
 
 class _Launch:
-    """One launch of an attention kernel: the items of its passes, in fixed device buffers."""
+    """One launch of an attention kernel: the items of its passes, in fixed device buffers.
 
-    def __init__(self, passes: Sequence[int], all_passes: Sequence[_Pass], max_batch: int, device: torch.device):
-        self.passes = passes
-        self.config = all_passes[passes[0]].config
-        self.target = all_passes[passes[0]].target
-        self.max_items = sum(all_passes[number].max_items for number in passes)
-        self.items = torch.zeros(self.max_items, ITEM_FIELDS, dtype=torch.int32, device=device)
+    Args:
+        passes: numbers and configurations: neighbours of one specialized configuration, or one.
+        target: items of a pass that fill the GPU once.
+        max_batch: requests of a batch, at most.
+        device: where the buffers are made.
+    """
+
+    def __init__(
+        self, passes: Sequence[tuple[int, AttentionConfig]], target: int, max_batch: int, device: torch.device
+    ) -> None:
+        self.passes = [number for number, _ in passes]
+        self.config, self.target = passes[0][1], target
+        self.items_of_a_pass = target + max_batch
+        self.items = torch.zeros(len(passes) * self.items_of_a_pass, ITEM_FIELDS, dtype=torch.int32, device=device)
         self.rows = torch.zeros(len(passes) * max_batch, dtype=torch.int32, device=device)
         self.num_items = torch.zeros(2, dtype=torch.int32, device=device)
+        # Per KV head: one an item, or, where each takes item after item, what fills the GPU.
+        self.programs = target if self.config.specialized else len(self.items)
 
-    @property
-    def programs(self) -> int:
-        """Programs per KV head: one an item, or, where each takes item after item, what fills the GPU."""
-        return self.target if self.config.specialized else self.max_items
-
-
-def _joined(passes: Sequence[AttentionConfig]) -> list[list[int]]:
-    """Numbers of the passes by launch: neighbours of one specialized configuration together, others alone."""
-    found: list[list[int]] = []
-    for number, config in enumerate(passes):
-        if found and config.specialized and config == passes[found[-1][0]]:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
+    def partial_rows(self, num_kv_heads: int) -> int:
+        """Partial rows that the items of a pass may write."""
+        return self.items_of_a_pass * num_kv_heads * self.config.block_m
 
 
 class GroupedAttention:
@@ -108,36 +90,29 @@ class GroupedAttention:
     ) -> None:
         if not passes or max_batch < 1:
             raise ValueError(f"expected one pass or more and max_batch >= 1, got {len(passes)} and {max_batch}")
-        for config in passes:
+        self.shape, self.max_batch, heads = shape, max_batch, shape.num_kv_heads
+        self._launches: list[_Launch] = []
+        # Neighbours of one specialized configuration together, others alone.
+        joined = itertools.groupby(enumerate(passes), lambda one: one[1] if one[1].specialized else one[0])
+        for _, same in joined:
+            (_, config), *_ = of_launch = list(same)
+            target = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
             if config.specialized:
-                _check_fits(config, shape, device, num_programs)
-        self.shape = shape
-        self.max_batch = max_batch
-        self.passes = [
-            _Pass(
-                config,
-                max_batch,
-                max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // shape.num_kv_heads),
-            )
-            for config in passes
-        ]
-        self._launches = [_Launch(same, self.passes, max_batch, device) for same in _joined(passes)]
+                _check_fits(config, shape, device, heads * target)
+            self._launches.append(_Launch(of_launch, target, max_batch, device))
         self._merges_itself = len(self._launches) == 1 and passes[0].specialized
-        self._arrived = torch.zeros(shape.num_kv_heads, dtype=torch.int64, device=device)
-        num_rows = sum(one.partial_rows(shape.num_kv_heads) for one in self.passes)
-        self._make_workspace(num_rows, device, scratch_of)
+        self._arrived = torch.zeros(heads, dtype=torch.int64, device=device)
+        num_rows = sum(len(one.passes) * one.partial_rows(heads) for one in self._launches)
+        if scratch_of is not None and scratch_of.shape == shape and len(scratch_of._partial_lse) >= num_rows:
+            self._partial_out: Tensor = scratch_of._partial_out
+            self._partial_lse: Tensor = scratch_of._partial_lse
+        else:
+            self._partial_out = torch.empty(num_rows, shape.v_head_dim, dtype=torch.float32, device=device)
+            self._partial_lse = torch.empty(num_rows, dtype=torch.float32, device=device)
         self._spans = torch.zeros(max_batch, len(passes), SPAN_FIELDS, dtype=torch.int32, device=device)
-        self._own_heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=device)
-        self._no_counts = torch.zeros(1, shape.num_kv_heads, dtype=torch.int32, device=device)
+        self._own_heads = torch.arange(heads, dtype=torch.int32, device=device)
+        self._no_counts = torch.zeros(1, heads, dtype=torch.int32, device=device)
         self._most_rows = self._most_lists = 0
-
-    def _make_workspace(self, num_rows: int, device: torch.device, shared: GroupedAttention | None) -> None:
-        if shared is not None and shared.shape == self.shape and shared._partial_lse.shape[0] >= num_rows:
-            self._partial_out: Tensor = shared._partial_out
-            self._partial_lse: Tensor = shared._partial_lse
-            return
-        self._partial_out = torch.empty(num_rows, self.shape.v_head_dim, dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(num_rows, dtype=torch.float32, device=device)
 
     @property
     def workspace_bytes(self) -> int:
@@ -154,14 +129,14 @@ class GroupedAttention:
             ValueError: more passes than there are, or a row out of range or twice in a pass. The plan before stays in
                 force.
         """
-        if len(segments) > len(self.passes):
-            raise ValueError(f"expected segments of at most {len(self.passes)} passes, got {len(segments)}")
+        most = self._spans.shape[1]
+        if len(segments) > most:
+            raise ValueError(f"expected segments of at most {most} passes, got {len(segments)}")
         attended = Counter(row for of_pass in segments for s in of_pass if s.length for row in s.rows)
         alone = {row for row, times in attended.items() if times == 1}
         spans = torch.zeros(self._spans.shape, dtype=torch.int32)
         tables: list[tuple[Tensor, Tensor]] = [(spans, self._spans)]
         first_partial = 0
-        most_rows = max((row + 1 for row in attended), default=0)
         for one in self._launches:
             rows: list[int] = []
             listed: list[tuple[int, ...]] = []
@@ -177,14 +152,14 @@ class GroupedAttention:
                     first_row=len(rows),
                     alone=alone,
                 )
-                self._check(items.rows, number)
-                assert len(items.items) <= self.passes[number].max_items
+                check_rows(items.rows, self.max_batch)
+                assert len(items.items) <= one.items_of_a_pass
                 if items.spans:
                     at = torch.tensor(items.spans, dtype=torch.int32)
                     spans[at[:, 0].long(), number] = at[:, 1:]
                 rows += items.rows
                 listed += items.items
-                first_partial += self.passes[number].partial_rows(self.shape.num_kv_heads)
+                first_partial += one.partial_rows(self.shape.num_kv_heads)
             table = torch.zeros(one.items.shape, dtype=torch.int32)
             if listed:
                 table[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
@@ -195,14 +170,8 @@ class GroupedAttention:
             ]
         for table, buffer in tables:
             send(table, buffer)
-        self._most_rows = most_rows
+        self._most_rows = max(attended, default=-1) + 1
         self._most_lists = max((s.list_id + 1 for of_pass in segments for s in of_pass), default=0)
-
-    def _check(self, rows: list[int], number: int) -> None:
-        if len(set(rows)) < len(rows) or (rows and max(rows) >= self.max_batch):
-            raise ValueError(
-                f"expected each batch row below {self.max_batch} once in a pass, got {sorted(rows)} in pass {number}"
-            )
 
     def run(
         self,
@@ -246,82 +215,22 @@ class GroupedAttention:
         if any(one.config.specialized for one in self._launches):
             _check_inputs(q, kv, sm_scale)
         shape = self.shape
-        counts = self._no_counts if counts is None else counts
-        head_map = self._own_heads if head_map is None else head_map
-        scales = {"sm_scale": float(sm_scale * kv.k_scale), "v_scale": float(kv.v_scale)}
-        for one in self._launches:
-            arguments = {**self._arguments(one, q, kv, slots, head_slots, out, lse, counts, head_map), **scales}
-            if one.config.specialized:
-                num_spans = len(self.passes) if self._merges_itself else 0
-                merging = {"spans_ptr": self._spans, "arrived_ptr": self._arrived, "NUM_SPANS": num_spans}
-                _launch_specialized(one, {**arguments, **merging}, shape.num_kv_heads)
-                continue
-            launch(
-                attend_items_kernel,
-                (shape.num_kv_heads, one.programs),
-                {
-                    **arguments,
-                    "BLOCK_D": block_of(shape.head_dim - kv.latent * shape.v_head_dim, _LEAST_BLOCK),
-                    "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
-                    "STAGES": one.config.num_stages,
-                    "LATENT": kv.latent,
-                    "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
-                },
-                num_warps=one.config.num_warps,
-                num_stages=one.config.num_stages,
-                maxnreg=one.config.max_registers,
-            )
-        if self._merges_itself:
-            return
-        launch(
-            merge_items_kernel,
-            (shape.num_qo_heads, q.shape[0]),
-            {
-                "partial_out_ptr": self._partial_out,
-                "partial_lse_ptr": self._partial_lse,
-                "spans_ptr": self._spans,
-                "out_ptr": out,
-                "lse_ptr": lse,
-                "v_scale": float(kv.v_scale),
-                "out_stride_row": out.stride(0),
-                "out_stride_head": out.stride(1),
-                "GQA": shape.gqa,
-                "V_DIM": shape.v_head_dim,
-                "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
-                "NUM_SPANS": len(self.passes),
-                "BLOCK_S": min(_merged_at_once(shape), block_of(max(one.target for one in self.passes), _LEAST_BLOCK)),
-            },
-            num_warps=4,
-        )
-
-    def _arguments(
-        self,
-        one: _Launch,
-        q: Tensor,
-        kv: PagedKV,
-        slots: Tensor,
-        head_slots: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        counts: Tensor,
-        head_map: Tensor,
-    ) -> dict[str, Any]:
-        """Of both attention kernels; without scales."""
-        shape = self.shape
-        return {
+        arguments: dict[str, Any] = {
             "q_ptr": q,
             "k_ptr": kv.k_cache,
             "v_ptr": kv.v_cache,
             "slots_ptr": slots,
             "head_slots_ptr": head_slots,
-            "rows_ptr": one.rows,
-            "counts_ptr": counts,
-            "head_map_ptr": head_map,
-            "items_ptr": one.items,
+            "counts_ptr": self._no_counts if counts is None else counts,
+            "head_map_ptr": self._own_heads if head_map is None else head_map,
             "partial_out_ptr": self._partial_out,
             "partial_lse_ptr": self._partial_lse,
+            "spans_ptr": self._spans,
+            "arrived_ptr": self._arrived,
             "out_ptr": out,
             "lse_ptr": lse,
+            "sm_scale": float(sm_scale * kv.k_scale),
+            "v_scale": float(kv.v_scale),
             "batch": q.shape[0],
             "q_stride_row": q.stride(0),
             "q_stride_head": q.stride(1),
@@ -333,10 +242,56 @@ class GroupedAttention:
             "out_stride_head": out.stride(1),
             "GQA": shape.gqa,
             "HEAD_DIM": shape.head_dim,
+            "BLOCK_D": block_of(shape.head_dim - kv.latent * shape.v_head_dim, _LEAST_BLOCK),
             "V_DIM": shape.v_head_dim,
-            "BLOCK_M": one.config.block_m,
-            "BLOCK_N": one.config.block_n,
+            "BLOCK_V": block_of(shape.v_head_dim, _LEAST_BLOCK),
+            "LATENT": kv.latent,
+            "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
+            "NUM_SPANS": self._spans.shape[1],
         }
+        for one in self._launches:
+            self._attend(one, arguments)
+        if not self._merges_itself:
+            most = block_of(max(one.target for one in self._launches), _LEAST_BLOCK)
+            arguments["BLOCK_S"] = min(_MERGED_AT_ONCE, _MERGED_NUMBERS // arguments["BLOCK_V"], most)
+            merged = arguments_of(merge_items_kernel, arguments)
+            launch(merge_items_kernel, (shape.num_qo_heads, q.shape[0]), merged, num_warps=4)
+
+    def _attend(self, one: _Launch, arguments: dict[str, Any]) -> None:
+        config = one.config
+        arguments = arguments | {
+            "rows_ptr": one.rows,
+            "items_ptr": one.items,
+            "num_items_ptr": one.num_items,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "STAGES": config.num_stages,
+            "RING": config.num_stages,
+        }
+        grid = (self.shape.num_kv_heads, one.programs)
+        if not config.specialized:
+            launch(
+                attend_items_kernel,
+                grid,
+                arguments_of(attend_items_kernel, arguments),
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+                maxnreg=config.max_registers,
+            )
+            return
+        from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
+
+        if not self._merges_itself:
+            arguments["NUM_SPANS"] = 0
+        launch_behind(
+            attend_items_sm90_kernel,
+            grid,
+            arguments_of(attend_items_sm90_kernel, arguments),
+            num_warps=config.num_warps,
+            maxnreg=config.max_registers,
+            # Its programs wait for each other: started together, or refused with an error where they do not fit.
+            launch_cooperative_grid=self._merges_itself,
+        )
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, head_slots: Tensor, out: Tensor, lse: Tensor) -> None:
         shape = self.shape
@@ -346,11 +301,9 @@ class GroupedAttention:
                 f"expected queries and KV of {shape} and at most {self.max_batch} rows, got q {tuple(q.shape)} "
                 f"{q.dtype} and k_cache {tuple(kv.k_cache.shape)} {kv.k_cache.dtype}"
             )
-        for name, tensor, wanted in (("out", out, (*heads, shape.v_head_dim)), ("lse", lse, heads)):
-            if tuple(tensor.shape) != wanted:
-                raise ValueError(f"expected {name} {wanted}, got {tuple(tensor.shape)}")
-        if lse.dtype is not torch.float32 or not lse.is_contiguous():
-            raise ValueError(f"expected lse contiguous in float32, got {lse.dtype}")
+        check_table("lse", lse, heads, torch.float32)
+        if tuple(out.shape) != (*heads, shape.v_head_dim):
+            raise ValueError(f"expected out {(*heads, shape.v_head_dim)}, got {tuple(out.shape)}")
         check_arena("slots", slots)
         check_arena("head_slots", head_slots)
         if head_slots.dtype is not slots.dtype:
@@ -371,17 +324,14 @@ class GroupedAttention:
                 f"expected counts of {self._most_lists} lists or more, as planned, got {lists}; hand in counts"
             )
         if counts is not None:
-            check_int32("counts", counts, (lists, heads))
+            check_table("counts", counts, (lists, heads))
         if head_map is not None:
-            check_int32("head_map", head_map, (heads,))
+            check_table("head_map", head_map, (heads,))
 
 
-def _merged_at_once(shape: AttentionShape) -> int:
-    return min(_MERGED_AT_ONCE, _MERGED_NUMBERS // block_of(shape.v_head_dim, _LEAST_BLOCK))
-
-
-def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, num_programs: int | None) -> None:
-    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
+def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, wanted: int) -> None:
+    """A specialized configuration, of `wanted` programs; on a CPU, where it can be compiled only, the device is not
+    asked."""
     if not shape.fits_specialized(config.block_m):
         raise ValueError(
             "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
@@ -392,16 +342,13 @@ def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.de
     properties = torch.cuda.get_device_properties(device)
     if not has_specialized(device):
         raise ValueError(f"expected sm_90 for the specialized kernel, got {properties.name}; use a portable one")
-    item = shape.dtype.itemsize
-    at_once = specialized_at_once(
-        config,
-        config.block_n * (shape.head_dim + shape.v_head_dim) * item,
-        config.block_m * shape.head_dim * item,
-        properties.shared_memory_per_multiprocessor,
-    )
+    groups = config.block_m // SPECIALIZED_ROWS + 1
+    registers = config.max_registers or (255 if groups == 2 else 168)
+    block = config.block_n * (shape.head_dim + shape.v_head_dim)
+    shared = (config.block_m * shape.head_dim + config.num_stages * block) * shape.dtype.itemsize + _RESERVED
+    by_registers = REGISTERS // (groups * 128 * (-(-registers // 8) * 8))
+    at_once = min(by_registers, properties.shared_memory_per_multiprocessor // shared)
     most = at_once * properties.multi_processor_count
-    heads = shape.num_kv_heads
-    wanted = heads * max((num_programs or programs_at_once(device, config.programs_per_sm)) // heads, 1)
     if wanted > most:
         # They wait for each other.
         raise ValueError(
@@ -420,17 +367,3 @@ def _check_inputs(q: Tensor, kv: PagedKV, scale: float) -> None:
                 f"expected {name} aligned to 16 bytes with strides of multiples of 16 elements, got "
                 f"{tensor.data_ptr() % 16} bytes off and strides {tensor.stride()}; use a portable configuration"
             )
-
-
-def _launch_specialized(one: _Launch, arguments: dict[str, Any], num_kv_heads: int) -> None:
-    from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
-
-    launch_behind(
-        attend_items_sm90_kernel,
-        (num_kv_heads, one.programs),
-        {**arguments, "num_items_ptr": one.num_items, "RING": one.config.num_stages},
-        num_warps=one.config.num_warps,
-        maxnreg=one.config.max_registers,
-        # Its programs wait for each other: started together, or refused with an error where they do not fit.
-        launch_cooperative_grid=arguments["NUM_SPANS"] > 0,
-    )

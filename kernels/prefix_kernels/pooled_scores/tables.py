@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
-from prefix_kernels.launching import send
 from prefix_kernels.pooling import MOST_APART, Pooling
 from prefix_kernels.types import CandidateForm
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_FIELDS = 4
 """int64 fields of a group's KV head: candidates; first row of codes; of blocks the log2 of their tokens, of tokens that
 of those of a row, of listed candidates where their list begins; first score."""
@@ -41,6 +37,9 @@ class ScoreShape:
         entry_tokens: that an entry of a list stands for, 1 or 16: of the list of listed candidates, or of the lists
             that blocks make. Entry e is the tokens from 16 e on, and all counts of blocks are then of entries.
         shared_rows: whether tokens may share a row of codes (`ScoredGroup.row_tokens`).
+
+    Raises:
+        ValueError: query heads that do not divide, bits that are no code's, or sums of nothing.
     """
 
     num_qo_heads: int
@@ -53,6 +52,24 @@ class ScoreShape:
     form: CandidateForm = CandidateForm.TOKEN
     entry_tokens: int = 1
     shared_rows: bool = False
+
+    def __post_init__(self) -> None:
+        quarters = self.bits < 8 and self.channels % 4
+        if self.num_qo_heads % self.num_kv_heads or self.bits not in (2, 4, 8, 16) or quarters:
+            raise ValueError(
+                "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4, 8 or 16, and with codes of 2 and 4 "
+                f"bits channels as a multiple of 4, got {self}"
+            )
+        if not 1 <= self.sum_every <= MOST_APART:
+            raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {self.sum_every}; 1 sums all candidates")
+        if self.shared_rows and self.form is not CandidateForm.TOKEN:
+            raise ValueError(f"expected shared_rows of form TOKEN alone, got {self.form.name}; leave it out")
+        entries = (1,) if self.form is CandidateForm.TOKEN else (1, LEAST_BLOCK)
+        if self.entry_tokens not in entries:
+            raise ValueError(
+                f"expected entry_tokens of {' or '.join(map(str, entries))} for candidates of form {self.form.name}, "
+                f"got {self.entry_tokens}; 1 lists every token"
+            )
 
     @property
     def gqa(self) -> int:
@@ -150,196 +167,6 @@ class Layers(NamedTuple):
     scores: int
     lists: int
 
-    @property
-    def number(self) -> int:
-        """How many layers these are."""
-        return self.arrays.shape[0]
-
-
-class ScoreTables:
-    """The tables of a plan in fixed device buffers.
-
-    Args:
-        shape: of heads and index.
-        max_batch: requests of a batch, at most; of all layers of `plan`, where it has several.
-        max_groups: groups of a batch, at most; likewise.
-        device: where the buffers are made.
-        max_group: requests of a group, at most; None: all of a batch.
-
-    Raises:
-        ValueError: query heads that do not divide, bits that are no code's, or sums of nothing.
-    """
-
-    def __init__(
-        self, shape: ScoreShape, max_batch: int, max_groups: int, device: torch.device, max_group: int | None = None
-    ) -> None:
-        quarters = shape.bits < 8 and shape.channels % 4
-        if shape.num_qo_heads % shape.num_kv_heads or shape.bits not in (2, 4, 8, 16) or quarters:
-            raise ValueError(
-                "expected num_qo_heads as a multiple of num_kv_heads, bits of 2, 4, 8 or 16, and with codes of 2 and 4 "
-                f"bits channels as a multiple of 4, got {shape}"
-            )
-        if not 1 <= shape.sum_every <= MOST_APART:
-            raise ValueError(f"expected sum_every of 1 to {MOST_APART}, got {shape.sum_every}; 1 sums all candidates")
-        if shape.shared_rows and shape.form is not CandidateForm.TOKEN:
-            raise ValueError(f"expected shared_rows of form TOKEN alone, got {shape.form.name}; leave it out")
-        entries = (1,) if shape.form is CandidateForm.TOKEN else (1, LEAST_BLOCK)
-        if shape.entry_tokens not in entries:
-            raise ValueError(
-                f"expected entry_tokens of {' or '.join(map(str, entries))} for candidates of form {shape.form.name}, "
-                f"got {shape.entry_tokens}; 1 lists every token"
-            )
-        self.shape = shape
-        self.max_batch, self.max_groups = max_batch, max_groups
-        self.max_rows = (max_group or max_batch) * shape.gqa
-        heads = (max_groups, shape.num_kv_heads)
-        self._rows = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._groups = torch.zeros(max_groups, 4, dtype=torch.int32, device=device)
-        self._heads = torch.zeros(*heads, HEAD_FIELDS, dtype=torch.int64, device=device)
-        self._arrays = torch.zeros(max_groups, ARRAYS, dtype=torch.int64, device=device)
-        self._most_rows = self._scores_end = 0
-        self._own_arrays = True
-
-    def plan(self, groups: Sequence[ScoredGroup], layers: Layers | None = None) -> None:
-        """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
-
-        Args:
-            groups: of the batch; with `layers` those of the first layer.
-            layers: that are scored together; None: one, of the groups' own arrays.
-
-        Raises:
-            ValueError: more groups or rows than the buffers hold, a row out of range, a group without rows or of
-                another number of KV heads, or arrays that the kernel cannot read. The plan before stays in force.
-        """
-        rows = [row for group in groups for row in group.rows]
-        most = max((len(group.rows) for group in groups), default=0) * self.shape.gqa
-        count, apart = (1, 0) if layers is None else (layers.number, layers.rows)
-        self._check_groups(groups, rows, most, count, apart)
-        tables = torch.zeros(self._groups.shape, dtype=torch.int32)
-        heads = torch.zeros(self._heads.shape, dtype=torch.int64)
-        arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
-        sizes, addresses, first = list[tuple[int, ...]](), list[list[int]](), 0
-        for group in groups:
-            if group.arrays:
-                check_group(self.shape, group)
-                addresses.append(array_addresses(self.shape, group.arrays))
-            sizes.append((first, len(group.rows), max(group.counts), 0))
-            first += len(group.rows)
-        if groups:
-            tables[: len(groups)] = torch.tensor(sizes, dtype=torch.int32)
-            heads[: len(groups)] = torch.tensor([group.heads for group in groups])
-        if addresses:
-            arrays[: len(groups)] = torch.tensor(addresses)
-        of_rows = torch.tensor(rows, dtype=torch.int32)
-        if layers is not None and groups:
-            of_layer, number = torch.arange(count), len(groups)
-            places = heads[:number, :, -1] + layers.scores * of_layer[:, None, None]
-            heads[: count * number] = torch.cat([layers.heads[..., :-1], places[..., None]], dim=-1).flatten(0, 1)
-            arrays[: count * number] = layers.arrays.flatten(0, 1)
-            tables[: count * number] = tables[:number].repeat(count, 1)
-            tables[: count * number, 0] += (len(rows) * of_layer).repeat_interleave(number)
-            of_rows = (of_rows + apart * of_layer[:, None]).flatten().int()
-        for source, buffer in (
-            (of_rows, self._rows),
-            (tables, self._groups),
-            (heads, self._heads),
-            (arrays, self._arrays),
-        ):
-            send(source, buffer)
-        self._own_arrays = layers is not None or bool(addresses) or not groups
-        self._most_rows = max(rows, default=-1) + 1 + (count - 1) * apart
-        self._scores_end = max((group.scores_end for group in groups), default=0)
-        self._scores_end += 0 if layers is None else (count - 1) * layers.scores
-
-    def _check_groups(
-        self, groups: Sequence[ScoredGroup], rows: Sequence[int], most: int, count: int, apart: int
-    ) -> None:
-        """Of `plan`: their rows, the most query rows of one, and how many layers with queries how far apart."""
-        in_range = all(0 <= row < self.max_batch - (count - 1) * apart for row in rows)
-        many = count * len(groups) > self.max_groups or count * len(rows) > self.max_batch or most > self.max_rows
-        if many or not in_range:
-            raise ValueError(
-                f"expected at most {self.max_groups} groups of {self.max_batch} rows together, and "
-                f"{self.max_rows // self.shape.gqa} each, got {count} times {len(groups)} of rows {rows}"
-            )
-        if not all(group.rows for group in groups):
-            raise ValueError(f"expected a row or more in each group, got {groups}; leave a group without rows out")
-        heads, with_arrays = self.shape.num_kv_heads, sum(bool(group.arrays) for group in groups)
-        if with_arrays not in (0, len(groups)):
-            raise ValueError(
-                f"expected arrays of all groups or of none, got {with_arrays} of {len(groups)}; hand in the others' "
-                "arrays, or none and a layer's `array_addresses` to each run"
-            )
-        for group in groups:
-            if not len(group.first_rows) == len(group.score_begins) == heads:
-                raise ValueError(f"expected first_rows and score_begins for each of {heads} KV heads, got {group}")
-
-    def arguments(self, inputs: ScoreInputs, scores: Tensor) -> dict[str, Any]:
-        """What kernels are told of the plan, the queries and the index, by parameter name.
-
-        Raises:
-            ValueError: a tensor that the source needs is missing, or of another shape.
-        """
-        self._check_queries(inputs, scores)
-        shape, q, arrays = self.shape, inputs.q, inputs.arrays
-        half = q.dtype is not torch.float32
-        return {
-            "q_ptr": q,
-            "rows_ptr": self._rows,
-            "groups_ptr": self._groups,
-            "heads_ptr": self._heads if inputs.heads is None else inputs.heads,
-            "arrays_ptr": self._arrays if arrays is None else arrays,
-            "scores_ptr": scores,
-            "sm_scale": float(inputs.sm_scale),
-            "q_stride_row": q.stride(0),
-            "q_stride_head": q.stride(1),
-            "max_rows": self.max_rows,
-            "GQA": shape.gqa,
-            "CHANNELS": shape.channels,
-            "ROW_UNITS": shape.row_units,
-            "BITS": shape.bits,
-            "LISTED_CHANNELS": shape.listed_channels,
-            "FORM": shape.form.value,
-            "ENTRY": shape.entry_tokens,
-            "SHARED_ROWS": shape.shared_rows,
-            "candidates_ptr": self._rows if inputs.candidates is None else inputs.candidates,
-            "SUM_EVERY": shape.sum_every,
-            # Codes are exact in fp16, and a query's channel keeps 11 bits there.
-            "COMPUTE": tl.float16 if half else tl.float32,
-            "PRECISION": "tf32" if half else "ieee",
-            # The interpreter knows no assembly.
-            "ASSEMBLY": half and not knobs.runtime.interpret,
-        }
-
-    def _check_queries(self, inputs: ScoreInputs, scores: Tensor) -> None:
-        q = inputs.q
-        wide = self.shape.listed_channels or q.shape[-1] == self.shape.channels
-        good = q.dim() == 3 and q.shape[1] == self.shape.num_qo_heads and q.shape[0] <= self.max_batch and wide
-        if not good or q.stride(2) != 1 or q.dtype not in _DTYPES:
-            width = "head_dim" if self.shape.listed_channels else self.shape.channels
-            raise ValueError(
-                f"expected q [at most {self.max_batch}, {self.shape.num_qo_heads}, {width}] in fp32, fp16 or bf16 with "
-                f"adjacent channels, got {tuple(q.shape)} {q.dtype} of strides {q.stride()}"
-            )
-        if q.shape[0] < self._most_rows:
-            raise ValueError(
-                f"expected q of {self._most_rows} rows or more, as planned, got {q.shape[0]}; plan for this batch"
-            )
-        if scores.dtype is not torch.float32 or not scores.is_contiguous() or scores.numel() < self._scores_end:
-            raise ValueError(
-                f"expected scores as a contiguous float32 arena of {self._scores_end} entries or more, got "
-                f"{tuple(scores.shape)} {scores.dtype}; was it planned so?"
-            )
-        if inputs.arrays is None and not self._own_arrays:
-            raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
-        for name, table, like in (("arrays", inputs.arrays, self._arrays), ("heads", inputs.heads, self._heads)):
-            if table is not None and (
-                table.shape != like.shape or table.dtype is not like.dtype or not table.is_contiguous()
-            ):
-                raise ValueError(
-                    f"expected {name} {tuple(like.shape)} int64 contiguous, got {tuple(table.shape)} {table.dtype}"
-                )
-
 
 def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[int]:
     """A group's row of the table of addresses that the kernels read: 5 of them, 0 for what is not there.
@@ -350,11 +177,6 @@ def array_addresses(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> list[
         ValueError: another number of arrays than `ScoredGroup` names, another dtype or shape, strided, or codes that
             begin elsewhere.
     """
-    _check_arrays(shape, arrays)
-    return [0 if array is None else array.data_ptr() for array in arrays] + [0] * (ARRAYS - len(arrays))
-
-
-def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
     of_codes = "halves" if shape.bits == 16 else "codes"
     kinds = ["channels", of_codes, "scale"]
     if shape.form is CandidateForm.MINMAX:
@@ -370,6 +192,7 @@ def _check_arrays(shape: ScoreShape, arrays: Sequence[Tensor | None]) -> None:
                 raise ValueError(f"expected {kind} of a group's arrays, got none; hand them in")
             continue
         _check_array(shape, kind, array)
+    return [0 if array is None else array.data_ptr() for array in arrays] + [0] * (ARRAYS - len(arrays))
 
 
 def _check_array(shape: ScoreShape, kind: str, array: Tensor) -> None:

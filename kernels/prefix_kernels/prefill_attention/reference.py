@@ -78,7 +78,8 @@ class Reference:
         Returns:
             Of all rows of q, new memory; 0 in `out` where there is no request.
         """
-        state = _nothing(q, kv)
+        out = torch.zeros(*q.shape[:2], kv.v_cache.shape[2], dtype=torch.float32, device=q.device)
+        state = State(out, torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device))
         for rows, slots in self._spans:
             part, seen = None, len(slots) - (rows.stop - rows.start) + 1
             for piece in torch.split(slots, KEY_BLOCK):
@@ -138,11 +139,6 @@ def merged(one: State, other: State) -> State:
     lse = torch.logaddexp(one.lse, other.lse)
     shares = (torch.exp(part.lse - lse)[..., None] * part.out for part in (one, other))
     return State(sum(shares, torch.zeros_like(one.out)), lse)
-
-
-def _nothing(q: Tensor, kv: PagedKV) -> State:
-    out = torch.zeros(q.shape[0], q.shape[1], kv.v_cache.shape[2], dtype=torch.float32, device=q.device)
-    return State(out, torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device))
 
 
 def _floats(kv: PagedKV, slots: Tensor) -> tuple[Tensor, Tensor]:

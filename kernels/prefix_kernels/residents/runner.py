@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import arguments_of, block_of, launch_behind, send
+from prefix_kernels.launching import arguments_of, block_of, launch_behind, runs_triton, send
 from prefix_kernels.residents import reference
 from prefix_kernels.residents.state import PAGE_TOKENS, ResidentGroup, ResidentShape, ResidentState
-from prefix_kernels.types import PagedKV, SelectedLists, check_int32
+from prefix_kernels.types import PagedKV, SelectedLists, check_table
 
 _FIELDS = 7
 """int64 fields of a group, see `kernels.GROUP_FIELDS`."""
@@ -22,9 +22,9 @@ _STRETCHES = 16
 _FETCH_WARPS, _FETCH_TOKENS = 4, 16
 _LEAST_BLOCK = 2
 """Triton 3.6 does not compile a search in one entry."""
-_WORD = 4
-"""Bytes of what is copied; four are loaded at a time."""
-COPYING = 64
+_WORD = torch.int32
+"""What is copied; four are loaded at a time."""
+_COPYING = 64
 """Programs that copy: 16 tokens of K and of V each are on their way, 8 KiB of heads of 128 in 16 bits."""
 
 
@@ -42,7 +42,6 @@ class Residents:
         list_entries: of the lists of all groups and KV heads together, at most.
         device: of the GPU's pool.
         implementation: "reference" or "triton"; None: Triton on a GPU, else the reference.
-        num_copying: programs of a launch that copies.
 
     Attributes:
         state: may be read, and told of what is gone (`ResidentState.forget`).
@@ -59,22 +58,12 @@ class Residents:
         device: torch.device,
         *,
         implementation: str | None = None,
-        num_copying: int = COPYING,
     ) -> None:
-        if min(max_groups, list_entries, num_copying) < 1:
-            raise ValueError(
-                "expected max_groups, list_entries and num_copying of at least 1, got "
-                f"{(max_groups, list_entries, num_copying)}"
-            )
-        if implementation not in (None, "reference", "triton"):
-            raise ValueError(
-                f"residents have no implementation {implementation!r}; expected one of: reference, triton. Nothing is "
-                "substituted for it"
-            )
+        if min(max_groups, list_entries) < 1:
+            raise ValueError(f"expected max_groups and list_entries of at least 1, got {max_groups} and {list_entries}")
         self.shape, self.max_groups, self.list_entries, self.device = shape, max_groups, list_entries, device
         self.state = ResidentState.empty(shape, device)
-        self._triton = implementation == "triton" or (implementation is None and device.type == "cuda")
-        self._num_copying = num_copying
+        self._triton = runs_triton("residents", implementation, device)
 
         def integers(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
@@ -185,7 +174,7 @@ class Residents:
         """
         self._check(number, host, pool)
         if head_map is not None:
-            check_int32("head_map", head_map, (self.shape.num_kv_heads,))
+            check_table("head_map", head_map, (self.shape.num_kv_heads,))
         if self._triton:
             self._fetch(number, host, pool, head_map, None)
         else:
@@ -234,7 +223,7 @@ class Residents:
         heads = self.shape.num_kv_heads
         placing = 0 if slots is None else heads * _STRETCHES
         arguments = self._arguments(number) | {
-            "host_ptr": _words(host),
+            "host_ptr": host.view(_WORD),
             "head_map_ptr": self._entries if head_map is None else head_map,
             "slots_ptr": self._entries if slots is None else slots,
             "HAS_MAP": head_map is not None,
@@ -243,10 +232,10 @@ class Residents:
             "BLOCK_H": block_of(heads, _LEAST_BLOCK),
         }
         for name, cache in (("K", pool.k_cache), ("V", pool.v_cache)):
-            words = _words(cache)
+            words = cache.view(_WORD)
             arguments |= {f"pool_{name.lower()}_ptr": words, f"POOL_{name}_STRIDE": words.stride(0)}
             arguments |= {f"{name}_WORDS": words.shape[2], f"BLOCK_{name}": block_of(words.shape[2])}
-        launch_behind(fetch_kernel, (placing + self._num_copying,), arguments, num_warps=_FETCH_WARPS)
+        launch_behind(fetch_kernel, (placing + _COPYING,), arguments, num_warps=_FETCH_WARPS)
 
     def _check(self, number: int, host: Tensor, pool: PagedKV) -> None:
         shape = self.shape
@@ -259,9 +248,9 @@ class Residents:
                     f"{tuple(cache.shape)}; are the sizes those of the pool?"
                 )
             dense = cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]
-            if not dense or any(n * cache.dtype.itemsize % _WORD for n in (cache.shape[2], cache.stride(0))):
+            if not dense or any(n * cache.dtype.itemsize % _WORD.itemsize for n in (cache.shape[2], cache.stride(0))):
                 raise ValueError(
-                    f"expected pool with adjacent heads of whole words of {_WORD} bytes, got {tuple(cache.shape)} of "
+                    f"expected pool with adjacent heads of whole words of 4 bytes, got {tuple(cache.shape)} of "
                     f"{cache.dtype} with strides {cache.stride()}"
                 )
         width = pool.k_cache.shape[2] + pool.v_cache.shape[2]
@@ -278,12 +267,7 @@ class Residents:
         if lists.slots is None:
             raise ValueError("expected lists with slots, got none; use new_lists(with_slots=True)")
         entries, rows = max(lists.positions.shape[0], self._lists_end), max(lists.counts.shape[0], self._counts_end)
-        check_int32("positions", lists.positions, (entries,))
-        check_int32("slots", lists.slots, (entries,))
-        check_int32("counts", lists.counts, (rows, self.shape.num_kv_heads))
-        check_int32("host_pages", host_pages, (max(host_pages.shape[0], self._tables_end),))
-
-
-def _words(cache: Tensor) -> Tensor:
-    """A buffer whose last dimension is words; the same memory."""
-    return cache.view(torch.int32)
+        check_table("positions", lists.positions, (entries,))
+        check_table("slots", lists.slots, (entries,))
+        check_table("counts", lists.counts, (rows, self.shape.num_kv_heads))
+        check_table("host_pages", host_pages, (max(host_pages.shape[0], self._tables_end),))

@@ -175,19 +175,3 @@ class ResidentState:
         gone.index_fill_(0, rows, True)
         self.row_of_cell.masked_fill_(gone[self.row_of_cell], -1)
         self.cell_of_row.index_fill_(2, rows, -1)
-
-    def check_integrity(self) -> None:
-        """Raise unless each cell holds the token that is said to lie in it. Reads device memory.
-
-        Raises:
-            ValueError: naming how many cells and tokens disagree.
-        """
-        held = self.row_of_cell >= 0
-        cells = torch.arange(held.shape[2], dtype=torch.int32, device=held.device).expand_as(held)
-        back = self.cell_of_row.gather(2, self.row_of_cell.clamp(min=0).long())
-        wrong, resident = int((held & (back != cells)).sum()), int((self.cell_of_row >= 0).sum())
-        if wrong or resident != int(held.sum()):
-            raise ValueError(
-                f"expected each resident token in one cell, got {wrong} cells of other tokens, {int(held.sum())} cells "
-                f"that are held and {resident} resident tokens; make a new state"
-            )

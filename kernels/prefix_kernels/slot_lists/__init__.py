@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import block_of, launch
+from prefix_kernels.launching import block_of, launch, runs_triton
+from prefix_kernels.types import check_table
 
 LIST_FIELDS = 5
 _BLOCK = 1024
@@ -47,18 +48,11 @@ def copy_slot_lists(
         ValueError: tensors of another shape or dtype, or an unknown implementation. What `lists` holds is not checked:
             that would wait for the device.
     """
-    triton = _is_triton("copy_slot_lists", implementation, table)
+    triton = runs_triton("copy_slot_lists", implementation, table.device)
     _check_table(table, rows, seq_lens)
-    if lists.dim() != 2 or lists.shape[1] != LIST_FIELDS or lists.dtype is not torch.int32:
-        raise ValueError(f"expected lists [num_lists, {LIST_FIELDS}] int32, got {tuple(lists.shape)} {lists.dtype}")
-    if slots.dim() != 1 or slots.dtype is not torch.int32:
-        raise ValueError(f"expected slots [arena_size] int32, got {tuple(slots.shape)} {slots.dtype}")
-    good = counts.dim() == 2 and counts.shape[0] >= lists.shape[0] and counts.dtype is torch.int32
-    if not good or not counts.is_contiguous():
-        raise ValueError(
-            f"expected counts [{lists.shape[0]} or more, num_kv_heads] int32 contiguous, got {tuple(counts.shape)} "
-            f"{counts.dtype}"
-        )
+    check_table("lists", lists, (len(lists), LIST_FIELDS))
+    check_table("slots", slots, (slots.numel(),))
+    check_table("counts", counts, (max(len(lists), len(counts)), counts.shape[1]))
     if not triton:
         for i, (row, first, end, at, capacity) in enumerate(lists.tolist()):
             last = int(seq_lens[row]) if end < 0 else end
@@ -100,12 +94,11 @@ def common_slots(
     Raises:
         ValueError: tensors of another shape or dtype, `which` out of range, or an unknown implementation.
     """
-    triton = _is_triton("common_slots", implementation, table)
+    triton = runs_triton("common_slots", implementation, table.device)
     _check_table(table, rows, seq_lens)
     if not 0 <= which < len(rows):
         raise ValueError(f"expected a batch row below {len(rows)}, got {which}")
-    if out.shape != rows.shape or out.dtype is not torch.int32 or not out.is_contiguous():
-        raise ValueError(f"expected out {tuple(rows.shape)} int32 contiguous, got {tuple(out.shape)} {out.dtype}")
+    check_table("out", out, tuple(rows.shape))
     if not triton:
         own = table[int(rows[which])]
         for i, row in enumerate(rows.tolist()):
@@ -126,17 +119,6 @@ def common_slots(
         "BLOCK": _BLOCK,
     }
     launch(common_slots_kernel, (rows.shape[0], _PARTS), arguments, num_warps=4)
-
-
-def _is_triton(operation: str, implementation: str | None, table: Tensor) -> bool:
-    if implementation is None:
-        return table.is_cuda
-    if implementation not in ("reference", "triton"):
-        raise ValueError(
-            f"{operation} has no implementation {implementation!r}; expected one of: reference, triton. Nothing is "
-            "substituted for it"
-        )
-    return implementation == "triton"
 
 
 def _check_table(table: Tensor, rows: Tensor, seq_lens: Tensor) -> None:

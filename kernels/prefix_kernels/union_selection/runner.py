@@ -12,26 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import (
-    ITEM_FIELDS,
-    LIST_WARPS,
-    TOKENS_OF_A_THREAD,
-    ScoredTokens,
-    item_table,
-    make_items,
-)
-from prefix_kernels.kernels import COARSE, NUM_BINS
+from prefix_kernels.anchor_selection.programs import LIST_WARPS, TOKENS_OF_A_THREAD, Programs, ScoredTokens
+from prefix_kernels.kernels import NUM_BINS
 from prefix_kernels.launching import arguments_of, launch, programs_at_once, send
 from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, place_scores
-from prefix_kernels.types import CandidateForm, SelectedLists, check_lists
+from prefix_kernels.types import CandidateForm, SelectedLists
 from prefix_kernels.union_selection.kernels import depth_kernel, merge_kernel
 
 _STRETCH = 128
 """Tokens that a program's stretch is a multiple of."""
 _PARTS = 8
 """Programs that look up the depths of a group, KV head and method."""
-_CHUNKS_AT_ONCE = 32
 _PROGRAMS = 2
 """Of a multiprocessor."""
 
@@ -52,21 +43,17 @@ class UnionSelection:
         self._heads, self._max_groups = num_kv_heads, max_groups
         on_gpu = device.type == "cuda"
         programs = programs_at_once(device, _PROGRAMS) if on_gpu else 2 * num_kv_heads
-        self._programs = max(1, programs // num_kv_heads)
-        max_items = 2 * self._programs + max_groups
+        self._programs = Programs(num_kv_heads, max(1, programs // num_kv_heads), max_groups, _STRETCH, device)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._items = integers(max_items, ITEM_FIELDS)
         self._stretches = integers(max_groups, 4)
         self._windows = integers(max_groups, dtype=torch.int32)
         self._tables = integers(max_groups, num_kv_heads, 4)
-        self._at_least = integers(max_items, num_kv_heads, COARSE.value + NUM_BINS.value, dtype=torch.int32)
         depths = (2, max_groups, num_kv_heads, NUM_BINS.value)
         self._depths = torch.zeros(depths, dtype=torch.float32, device=device)
         self._scores = torch.zeros(num_kv_heads * (room + ALIGNED * max_groups), device=device)
-        self._lists_end = self._slots_end = 0
 
     def plan(
         self,
@@ -80,7 +67,6 @@ class UnionSelection:
             groups: as the methods' own selections were planned with.
             first, second: `stretches` of these selections.
         """
-        items = item_table(make_items(groups, self._programs), self._items)
         stretches = torch.zeros(self._stretches.shape, dtype=torch.int64)
         windows = torch.full(self._windows.shape, -1, dtype=torch.int32)
         tables = torch.zeros(self._tables.shape, dtype=torch.int64)
@@ -93,15 +79,9 @@ class UnionSelection:
         end = begins[-1][-1] + groups[-1].prefix_len if groups else 0
         if end > len(self._scores):
             raise ValueError(f"expected groups of at most {len(self._scores)} scores, got {end}; leave some out")
-        for table, buffer in (
-            (items, self._items),
-            (stretches, self._stretches),
-            (windows, self._windows),
-            (tables, self._tables),
-        ):
+        self._programs.plan(groups)
+        for table, buffer in ((stretches, self._stretches), (windows, self._windows), (tables, self._tables)):
             send(table, buffer)
-        self._lists_end = max((group.lists_end(self._heads) for group in groups), default=0)
-        self._slots_end = max((group.slot_start + group.prefix_len for group in groups), default=0)
 
     def run(
         self,
@@ -120,8 +100,7 @@ class UnionSelection:
             slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
             num_groups: that a plan of this batch size may have; None: as many as ever.
         """
-        check_lists(lists, (self._max_groups, self._heads), self._lists_end, slot_table, self._slots_end)
-        arguments: dict[str, Any] = {
+        arguments: dict[str, Any] = self._programs.arguments | {
             "stretches_ptr": self._stretches,
             "windows_ptr": self._windows,
             "first_ptr": first.at_least,
@@ -135,24 +114,15 @@ class UnionSelection:
             "first_scores_ptr": first.scores,
             "second_scores_ptr": second.scores,
             "scores_ptr": self._scores,
-            "items_ptr": self._items,
-            "at_least_ptr": self._at_least,
-            "ITEM_FIELDS": ITEM_FIELDS,
             "FIRST_BLOCKS": first.form.is_block,
             "SECOND_BLOCKS": second.form.is_block,
-            "STRETCH": _STRETCH,
             "TILE": 32 * LIST_WARPS * TOKENS_OF_A_THREAD,
-            "candidates_ptr": lists.positions,
-            **lists.arguments(slot_table),
-            "BLOCK_CHUNKS": _CHUNKS_AT_ONCE,
-            "OVERLAPPED": False,
-            "FORM": CandidateForm.TOKEN.value,
-            "ENTRY": 1,
         }
-        grid = (self._programs, self._heads)
         depths = (_PARTS * min(num_groups or self._max_groups, self._max_groups), self._heads, 2)
-        for kernel, programs in ((depth_kernel, depths), (merge_kernel, grid), (list_kernel, grid)):
-            launch(kernel, programs, arguments_of(kernel, arguments), num_warps=LIST_WARPS)
+        for kernel, grid in ((depth_kernel, depths), (merge_kernel, self._programs.grid)):
+            launch(kernel, grid, arguments_of(kernel, arguments), num_warps=LIST_WARPS)
+        found = ScoredTokens(self._scores, self._tables, self._programs.at_least, CandidateForm.TOKEN)
+        self._programs.make_lists(found, lists, slot_table)
 
     @property
     def nbytes(self) -> int:

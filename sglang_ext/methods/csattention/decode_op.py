@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from prefix_kernels.anchor_selection import Form
-from prefix_kernels.anchor_selection.runner import ScoredTokens
+from prefix_kernels.anchor_selection import Form, ScoredTokens
 from prefix_kernels.csa_scores import encode_positions
 from prefix_kernels.csa_selection import (
     CsaArrays,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.anchor_selection.runner import make_items
+from prefix_kernels.anchor_selection.programs import make_items
 from prefix_kernels.launching import recording
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import HEADROOM, Pooling
@@ -27,12 +27,12 @@ from tests.prefix_kernels.selecting import (
     TokenProblem,
     best,
     check,
+    lists_of,
     problem,
     select,
 )
-from tests.prefix_kernels.triton.conftest import FORMS, INTERPRETED
+from tests.prefix_kernels.triton.conftest import DTYPES, FORMS, INTERPRETED
 
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 SM_SCALE = 0.3
 CONFIG = AnchorConfig(block_n=64)
 
@@ -144,12 +144,6 @@ def test_listed_candidates(
     check(made, *select(runner(made, form), made))
 
 
-def test_a_sample_is_of_one_in_64_at_least(device: torch.device) -> None:
-    for every in (0, 65):
-        with pytest.raises(ValueError, match=f"1 to 64, got {every}"):
-            AnchorSelection(ScoreShape(8, 2, 32, sum_every=every), 1, 1, 100, 100, CONFIG, device)
-
-
 @pytest.mark.parametrize("windows", [(0, 0), (16, 0), (5, 20), (150, 60)], ids=str)
 def test_where_all_tie_the_most_recent_are_chosen(windows: tuple[int, int], form: Form, device: torch.device) -> None:
     made = problem(device, [((0, 1), 1301, 211)], windows=windows, same=True)
@@ -245,7 +239,7 @@ def test_a_last_few_chunks_are_not_worth_a_round_of_their_own(device: torch.devi
     """What programs read of all chunks they read 32 at a time."""
     made = problem(device, SHORT)
     runners = [runner(made, Form.UNFUSED, chunks) for chunks in (16, 31, 33, 36, 37, 49, 66)]
-    assert [one.programs_of_a_head for one in runners] == [16, 31, 32, 32, 37, 49, 64]
+    assert [one.programs.of_a_head for one in runners] == [16, 31, 32, 32, 37, 49, 64]
     with recording() as kept:
         for one in runners:
             select(one, made)
@@ -274,11 +268,13 @@ def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> Non
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ((0, 1, 1, 1), {}, "list_entries of at least 1"),
-        ((1, 1, 2**30, 1), {}, "max_prefix_len < 2.30, got"),
+        ((0, 1, 1, 1), {}, "expected sizes of at least 1"),
+        ((1, 1, 2**30, 1), {}, "max_prefix_len < 2.30 / 1, got"),
         ((1, 1, 1, 1), {"bits": 3}, "bits of 2, 4, 8 or 16"),
         ((1, 1, 1, 1), {"bits": 32}, "bits of 2, 4, 8 or 16"),
         ((1, 1, 1, 1), {"num_kv_heads": 3}, "num_qo_heads as a multiple"),
+        ((1, 1, 1, 1), {"sum_every": 0}, "1 to 64, got 0"),
+        ((1, 1, 1, 1), {"sum_every": 65}, "1 to 64, got 65"),
         ((1, 1, 1, 1), {"channels": 18}, "channels as a multiple of 4"),
         ((1, 1, 1, 1), {"entry_tokens": 16}, "entry_tokens of 1 for candidates of form TOKEN, got 16"),
         (
@@ -299,12 +295,10 @@ def test_arrays_come_with_the_plan_or_with_each_run(device: torch.device) -> Non
     made = problem(device, [((0,), 300, 30)])
     (scored,), (selected,) = made.scored, made.selected
     one = AnchorSelection(made.shape, 2, 2, 300, 124, CONFIG, device, form=FORMS[0])
-    with pytest.raises(ValueError, match="arrays of all groups or of none, got 1 of 2"):
-        one.plan([scored, replace(scored, arrays=())], [selected] * 2)
     one.plan([replace(scored, arrays=())], [selected])
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
     with pytest.raises(ValueError, match="expected arrays, as the plan has none"):
-        one.run(inputs, scores, one.new_lists())
+        one.run(inputs, scores, lists_of(one, with_slots=False))
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
@@ -316,14 +310,13 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ([scored], [replace(selected, prefix_len=301)], r"at most .300, 62. tokens of a prefix and entries of"),
         ([scored], [replace(selected, list_begin=1)], "got .300, 63."),
         ([scored], [replace(selected, head_stride=29)], "head_stride of at least 30, the tokens selected, got 29"),
-        ([scored], [replace(selected, prefix_len=299)], "expected 299 candidates, .* got 300"),
-        ([replace(scored, score_begins=(0, 301))], [selected], r"multiples of 4, got .0, 301."),
+        ([replace(scored, score_begins=(0, 301))], [selected], r"multiples of 4, .* got .0, 301."),
         ([scored] * 2, [selected] * 2, "at most 1 groups"),
         ([replace(scored, rows=(0, 0))], [selected], "expected at most 1 groups of 1 rows"),
         ([replace(scored, rows=(1,))], [selected], "expected at most 1 groups of 1 rows"),
         ([replace(scored, rows=(-1,))], [selected], "expected at most 1 groups of 1 rows"),
-        ([replace(scored, rows=())], [selected], "expected a row or more in each group"),
-        ([replace(scored, first_rows=(0,))], [selected], "for each of 2 KV heads"),
+        ([replace(scored, rows=())], [selected], "expected at most 1 groups of 1 rows together, 1 to 1 each"),
+        ([replace(scored, score_begins=(0,))], [selected], "for each of 2 KV heads"),
         ([replace(scored, first_rows=(1, 301))], [selected], "expected 601 rows of codes, got .*; are they of all KV"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -341,17 +334,17 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             one.plan([replace(scored, arrays=arrays)], [selected])
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
     one.plan(made.scored, made.selected)
-    lists, bare = one.new_lists(with_slots=True), one.new_lists()
+    lists, bare = lists_of(one), lists_of(one, with_slots=False)
     for arguments, table, message in (
-        ((inputs, scores[:599], bare), None, "arena of 600 entries or more"),
+        ((inputs, scores[:599], bare), None, "contiguous float32 arena of 600 entries or more"),
         ((inputs, torch.zeros(601, device=device)[1:], bare), None, "at a multiple of 16 bytes"),
         ((inputs, scores, lists), None, "both or none"),
         ((inputs, scores, lists), made.slot_table[:299], "a slot_table of 300 entries, got 299"),
         ((inputs, scores.half(), bare), None, "contiguous float32 arena of 600 entries or more"),
-        ((replace(inputs, q=made.q[:0]), scores, bare), None, "q of 1 rows or more, as planned, got 0"),
-        ((replace(inputs, q=made.q[..., :32]), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
-        ((replace(inputs, q=made.q.double()), scores, bare), None, "q .at most 1, 8, 64. in fp32, fp16 or bf16"),
-        ((replace(inputs, q=made.q.expand(2, -1, -1)), scores, bare), None, "q .at most 1, 8, 64. in fp32"),
+        ((replace(inputs, q=made.q[:0]), scores, bare), None, "q .1 to 1, 8, 64. as planned"),
+        ((replace(inputs, q=made.q[..., :32]), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
+        ((replace(inputs, q=made.q.double()), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
+        ((replace(inputs, q=made.q.expand(2, -1, -1)), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
         ((replace(inputs, arrays=torch.zeros(1, 5).int()), scores, bare), None, "arrays .1, 5. int64 contiguous, got"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -360,14 +353,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     odd = problem(device, [((0,), 301, 30)])
     other = AnchorSelection(odd.shape, 1, 1, 301, 62, CONFIG, device, form=FORMS[0])
     other.plan([replace(odd.scored[0], score_begins=(0, 304))], odd.selected)
-    with pytest.raises(ValueError, match=r"scores .arena. of 608 entries or more"):
-        other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), other.new_lists())
-
-
-@pytest.mark.parametrize("tile", [(8, 128, 8), (8, 128, 2), (256, 64, 4)])
-def test_tiles_that_hoppers_own_kernel_has_not_are_refused(tile: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="expected 4 warps"):
-        AnchorConfig(*tile, specialized=True)
+    with pytest.raises(ValueError, match=r"float32 arena of 608 entries or more"):
+        other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), lists_of(other, with_slots=False))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="programs wait for each other on a GPU only")
@@ -381,7 +368,7 @@ def test_one_launch_is_four_on_a_whole_gpu(dtype: torch.dtype, device: torch.dev
 
     def build(form: Form) -> tuple[AnchorSelection, torch.Tensor, SelectedLists]:
         one = AnchorSelection(made.shape, 8, 4, 70_001, KV_HEADS * 1036, CONFIG, device, form=form)
-        return one, torch.full((made.room,), torch.nan, device=device), one.new_lists(with_slots=True)
+        return one, torch.full((made.room,), torch.nan, device=device), lists_of(one)
 
     def same(first: tuple[torch.Tensor, SelectedLists], second: tuple[torch.Tensor, SelectedLists]) -> None:
         assert torch.equal(first[0].view(torch.int32), second[0].view(torch.int32))

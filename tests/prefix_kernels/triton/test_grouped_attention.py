@@ -16,18 +16,16 @@ from prefix_kernels import PagedKV
 from prefix_kernels.grouped_attention import (
     AttentionConfig,
     AttentionShape,
-    GroupedAttention,
     Segment,
     default_config,
     passes_for,
 )
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
+from prefix_kernels.grouped_attention.runner import GroupedAttention
 from sglang_ext.decode.self_test import ERROR_BUDGET
 from tests.planted import dense_attention
-from tests.prefix_kernels.triton.conftest import INTERPRETED, paged_kv
+from tests.prefix_kernels.triton.conftest import DTYPES, paged_kv
 
-#: The interpreter multiplies bf16 wrongly, so it is left to a GPU.
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 LSE_BUDGET = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TALL = AttentionConfig(64, 16, 4, 3, 2)
 FLAT = AttentionConfig(16, 16, 4, 3, 2)
@@ -107,14 +105,15 @@ def run(
 
 
 def attended(
-    q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, segments: list[Segment], sm_scale: float, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the portable kernel, of a tile that holds the first segment's rows."""
+    q: torch.Tensor, kv: PagedKV, slots: torch.Tensor, segments: list[Segment], sm_scale: float,
+    config: AttentionConfig | None = None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """In one pass; without a configuration in the portable kernel, of a tile that holds the first segment's rows."""
     shape = AttentionShape.of(q, kv)
-    config = default_config(shape, len(segments[0].rows))
-    attention = GroupedAttention(shape, q.shape[0], [config], q.device)
+    config = config or default_config(shape, len(segments[0].rows))
+    attention = GroupedAttention(shape, q.shape[0], [config], q.device, **options)
     attention.plan(segments)
-    return run(attention, q, kv, slots, sm_scale, **options)
+    return run(attention, q, kv, slots, sm_scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -259,9 +258,8 @@ def test_a_split_list_gives_what_an_unsplit_one_does(
     q, keys, values, kv, slots = paged(length, 21, 2, 4, dim, dim, dtype, device)
     oracle = dense_attention(q, keys, values, 0.125)
     for num_programs in (2, 6, 40):
-        attention = GroupedAttention(AttentionShape.of(q, kv), 21, [config], device, num_programs=num_programs)
-        attention.plan([Segment(tuple(range(21)), length)])
-        close(*run(attention, q, kv, slots, 0.125), oracle, dtype)
+        found = attended(q, kv, slots, [Segment(tuple(range(21)), length)], 0.125, config, num_programs=num_programs)
+        close(*found, oracle, dtype)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +304,8 @@ def test_fp8_keys_and_values_with_scales(device: torch.device) -> None:
     q, keys, values = inputs(70, 3, 2, 4, 64, 64, torch.float16, device)
     kv, slots = paged_kv((keys / 0.5).to(torch.float8_e4m3fn).half(), (values / 2.0).to(torch.float8_e4m3fn).half())
     stored = PagedKV(kv.k_cache.to(torch.float8_e4m3fn), kv.v_cache.to(torch.float8_e4m3fn), 0.5, 2.0)
-    attention = GroupedAttention(AttentionShape.of(q, stored), 3, [FLAT], q.device, num_programs=8)
-    attention.plan([Segment((0, 1, 2), 70)])
-    out, lse = run(attention, q, stored, slots, 0.1)
-    oracle = dense_attention(q, kv.k_cache[slots] * 0.5, kv.v_cache[slots] * 2.0, 0.1)
-    close(out, lse, oracle, torch.float16)
+    found = attended(q, stored, slots, [Segment((0, 1, 2), 70)], 0.1, FLAT, num_programs=8)
+    close(*found, dense_attention(q, kv.k_cache[slots] * 0.5, kv.v_cache[slots] * 2.0, 0.1), torch.float16)
 
 
 def test_strided_pool_and_query(device: torch.device) -> None:
@@ -368,9 +363,8 @@ def test_a_replayed_plan_for_more_rows_than_were_captured_writes_nothing_behind_
 @pytest.mark.parametrize("gqa", [1, 2, 4, 5, 6, 7, 8, 16])
 def test_every_group_size_and_batch(gqa: int, rows: int, device: torch.device) -> None:
     q, keys, values, kv, slots = paged(300, rows, 2, gqa, 128, 128, torch.bfloat16, device)
-    attention = GroupedAttention(AttentionShape.of(q, kv), rows, [OWN], device)
-    attention.plan([Segment(tuple(range(rows)), 300)])
-    close(*run(attention, q, kv, slots, 0.09), dense_attention(q, keys, values, 0.09), torch.bfloat16)
+    found = attended(q, kv, slots, [Segment(tuple(range(rows)), 300)], 0.09, OWN)
+    close(*found, dense_attention(q, keys, values, 0.09), torch.bfloat16)
 
 
 @of_kernels(PORTABLE, *HOPPERS[:2])

@@ -7,7 +7,8 @@ import torch
 
 from prefix_kernels import PagedKV
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.prefill_attention import PrefillAttention, Reference, Span
+from prefix_kernels.prefill_attention import Reference, Span
+from prefix_kernels.prefill_attention.runner import PrefillAttention
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 STAGING, SPARE = 96, 5

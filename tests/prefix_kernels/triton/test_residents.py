@@ -85,13 +85,11 @@ def test_steps_as_the_reference(
     monkeypatch.setattr(residents_runner, "_LOOK_UP_TILE", 32)
     monkeypatch.setattr(residents_runner, "_CELL_TILE", 32)
     monkeypatch.setattr(residents_runner, "_FETCH_TOKENS", 4)
+    monkeypatch.setattr(residents_runner, "_COPYING", 3)
     prefixes = Prefixes.of(pages, heads, dtype, dims)
     steps = steps_of(prefixes, 8, num_cells, most)
     num_cells = max(num_cells, most_wanted(steps))
     of = Steps(pinned(prefixes), num_cells, "triton", device)
-    of.residents = type(of.residents)(
-        of.shape, of.max_groups, of.entries, device, implementation="triton", num_copying=3
-    )
     wanted_of = Steps(prefixes, num_cells, "reference")
     for number, wanted in enumerate(steps):
         lists, should = of.run(wanted, number % 2), wanted_of.run(wanted, number % 2)

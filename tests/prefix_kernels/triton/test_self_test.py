@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.grouped_attention import GroupedAttention
+from prefix_kernels.grouped_attention.runner import GroupedAttention
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode import self_test
 from sglang_ext.decode.self_test import run_self_test

@@ -73,9 +73,9 @@ def test_bad_tensors_are_named(device: torch.device) -> None:
     for arguments, message in (
         ((table.long(), rows, seq_lens, lists, slots, counts), r"expected table .* int32"),
         ((table, rows, seq_lens[:1], lists, slots, counts), r"expected seq_lens \[batch_size=2\]"),
-        ((table, rows, seq_lens, lists[:, :4], slots, counts), r"expected lists \[num_lists, 5\]"),
-        ((table, rows, seq_lens, lists, slots, counts[:0]), r"expected counts \[1 or more"),
-        ((table, rows, seq_lens, lists, slots.long(), counts), r"expected slots \[arena_size\] int32"),
+        ((table, rows, seq_lens, lists[:, :4], slots, counts), r"expected lists \(1, 5\) int32"),
+        ((table, rows, seq_lens, lists, slots, counts[:0]), r"expected counts \(1, 2\) int32"),
+        ((table, rows, seq_lens, lists, slots.long(), counts), r"expected slots \(8,\) int32"),
     ):
         with pytest.raises(ValueError, match=message):
             copy_slot_lists(*arguments)
