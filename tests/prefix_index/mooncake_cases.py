@@ -20,11 +20,10 @@ from prefix_index import ArrayKey, IndexNotFound, IndexPayload, StoreClosed, Sto
 from prefix_index.remote import Blobs, BlobsFailed, MooncakeBlobs, RemoteStore
 from tests.examples import examples
 from tests.prefix_index.balance import balanced
-from tests.prefix_index.machine import STEPS
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
 from tests.prefix_index.remote_stores import check_values, killed_writers
 from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.test_store_machines import RemoteMachine
+from tests.prefix_index.test_store_machines import STEPS, RemoteMachine
 from tests.prefix_index.tiers import eventually
 
 DIGEST = sample_identity().digest

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from prefix_index import ArrayKey, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
-from prefix_index.format import ALIGN, aligned
+from prefix_index.format import ALIGN, aligned, sealed
 from tests.prefix_index.samples import IDS, sample_payload
 
 ONE = IndexWriter(sample_payload()).nbytes
@@ -42,9 +42,7 @@ def in_threads(*works: Callable[[], object]) -> None:
             work.result()
 
 
-def refuse_call(
-    patch: pytest.MonkeyPatch, name: str, when: Callable[..., bool] = lambda *_: True, error: int = errno.EIO
-) -> None:
+def refuse_call(patch: pytest.MonkeyPatch, name: str, when: Callable[..., bool], error: int) -> None:
     """A call of ``os`` fails from now on where ``when`` says so of its arguments."""
     real = getattr(os, name)
 
@@ -59,6 +57,17 @@ def refuse_call(
 def refuse(patch: pytest.MonkeyPatch, path: Path, error: int) -> None:
     """Opening this file, or folder, fails from now on, whoever asks."""
     refuse_call(patch, "open", lambda at, flags, *_: Path(at).name == path.name and not flags & os.O_CREAT, error)
+
+
+@contextlib.contextmanager
+def refused(what: str | Path, when: Callable[..., bool] = lambda *_: True, error: int = errno.EIO) -> Iterator[None]:
+    """The same in the block: of a call of ``os``, or of opening a path."""
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(what, Path):
+            refuse(patch, what, error)
+        else:
+            refuse_call(patch, what, when, error)
+        yield
 
 
 def flip(path: Path, at: int, mask: int = 1) -> None:
@@ -86,6 +95,11 @@ def dump(payload: IndexPayload) -> bytes:
     writer.write(out)
     assert writer.nbytes == len(out.getvalue())
     return out.getvalue()
+
+
+def of_version(version: int, raw: bytes) -> bytes:
+    """A file, or a value of a remote store, that says so, with the right checksum."""
+    return sealed(raw[:8] + bytes([version]) + raw[9:64]) + raw[64:]
 
 
 def drop_from_page_cache(path: Path) -> None:
@@ -131,6 +145,14 @@ class Clock:
 def opened(path: Path, **options: Any) -> FileStore:
     store = FileStore(path, **{"create": True, **options})
     store.open()
+    return store
+
+
+def holding(path: Path, *identities: IndexIdentity, retention: Retention | None = None, **options: Any) -> FileStore:
+    """A store that is open, and has these."""
+    store = opened(path, **options)
+    for identity in identities:
+        store.put(sample_payload(identity), retention=retention)
     return store
 
 

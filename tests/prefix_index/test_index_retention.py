@@ -18,7 +18,6 @@ import pytest
 import xxhash
 
 from prefix_index import (
-    FileStore,
     IndexCorrupt,
     IndexEntry,
     IndexForeign,
@@ -28,17 +27,16 @@ from prefix_index import (
     StoreFull,
     file,
 )
-from prefix_index.folder import Signature
+from prefix_index.folder import Signature, folder_fd
 from prefix_index.removals import NAME
 from prefix_index.retention import Candidate, choose_victims, remove_orphans
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, sample_payload
-from tests.prefix_index.small_stores import ONE, Clock, held, index_file, keep_file, opened, refuse_call
+from tests.prefix_index.small_stores import ONE, Clock, held, holding, index_file, keep_file, opened, refused
 
 
 def test_a_sidecar_on_disk(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         path = keep_file(folder, IDS[0])
         assert not path.exists()
         store.retain(IDS[0], Retention(pinned=True, expires=4e9))
@@ -51,16 +49,15 @@ def test_a_sidecar_on_disk(folder: Path) -> None:
 
 
 def test_a_sidecar_from_before_names_is_read(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         seal(keep_file(folder, IDS[0]), b'{"pinned":true,"expires":null}')
         store.rescan()
         assert [e.retention for e in store.list()] == [Retention(pinned=True)]
 
 
 def test_expiry_set_elsewhere_does_not_hide_what_was_put_since(folder: Path, clock: Clock) -> None:
-    with opened(folder, clock=clock) as store, opened(folder, clock=clock) as other:
-        store.put(sample_payload(IDS[0]), retention=Retention(expires=clock.now + 10))
+    over = Retention(expires=clock.now + 10)
+    with holding(folder, IDS[0], retention=over, clock=clock) as store, opened(folder, clock=clock) as other:
         clock.now += 20
         other.put(sample_payload(IDS[0], fill=1))
         assert store.contains(IDS[0])
@@ -96,8 +93,7 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
     plant, error, message = PLANTS[kind]
     target = tmp_path / "target"
     target.write_bytes(b'{"pinned":true}')
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         path = keep_file(folder, IDS[0])
         plant(path, target)
         for full in (False, True):
@@ -135,8 +131,7 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
 
 
 def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=Retention(expires=1.0))
+    with holding(folder, IDS[0], retention=Retention(expires=1.0)) as store:
         index_file(folder, IDS[0]).unlink()
         assert store.put(sample_payload(IDS[0])).retention == Retention()
         assert store.contains(IDS[0])
@@ -144,17 +139,11 @@ def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, PINNED, Retention(expires=1.0)])
 @pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
-def test_a_failed_put_leaves_the_retention(
-    folder: Path, before: Retention | None, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(folder) as store:
-        if before is not None:
-            store.put(sample_payload(IDS[0], fill=1), retention=before)
+def test_a_failed_put_leaves_the_retention(folder: Path, before: Retention | None, suffix: str) -> None:
+    with holding(folder, *([] if before is None else [IDS[0]]), retention=before) as store:
         files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-        with monkeypatch.context() as patch:
-            refuse_call(patch, "rename", lambda _, to: to.endswith(suffix), errno.ENOSPC)
-            with pytest.raises(StoreFull):
-                store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
+        with refused("rename", lambda _, to: to.endswith(suffix), errno.ENOSPC), pytest.raises(StoreFull):
+            store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
         store.rescan()
         balanced(store)
         if suffix == ".pfxkeep" and before is not None:
@@ -165,9 +154,7 @@ def test_a_failed_put_leaves_the_retention(
 
 def test_an_index_that_is_gone_keeps_the_sidecar_of_who_is_about_to_name_it(folder: Path) -> None:
     kept = Retention(expires=4e9)
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        store.retain(IDS[0], kept)
+    with holding(folder, IDS[0], retention=kept) as store:
         path = index_file(folder, IDS[0])
         seen = Signature.of(os.lstat(path)), kept
         path.unlink()
@@ -177,52 +164,44 @@ def test_an_index_that_is_gone_keeps_the_sidecar_of_who_is_about_to_name_it(fold
 
 def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:
     """The clock was set back."""
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        shard = index_file(folder, IDS[0]).parent
-        index_file(folder, IDS[0]).unlink()
-        left = [shard / ".partial-1-deadbeefdeadbeef", shard / f".lease-{IDS[0].digest}", keep_file(folder, IDS[0])]
-        for path in left:
+
+    def leave(*paths: Path) -> None:
+        for path in paths:
             path.touch()
             os.utime(path, (time.time() + 3600, time.time() + 3600))
+
+    with holding(folder, IDS[0], retention=PINNED) as store:
+        kept, shard = keep_file(folder, IDS[0]), index_file(folder, IDS[0]).parent
+        index_file(folder, IDS[0]).unlink()
+        partial, lease = shard / ".partial-1-deadbeefdeadbeef", shard / f".lease-{IDS[0].digest}"
+        leave(partial, lease, kept)
         store.collect()
-        assert [path.name for path in left if path.exists()] == []
-        left[0].touch()
-        os.utime(left[0], (time.time() + 3600, time.time() + 3600))
+        assert [path.name for path in (partial, lease, kept) if path.exists()] == []
+        leave(partial, kept)
         store._clean(60.0)
-        assert not left[0].exists()
-        fd = os.open(shard, os.O_RDONLY)
-        keep_file(folder, IDS[0]).touch()
-        os.utime(keep_file(folder, IDS[0]), (time.time() + 3600, time.time() + 3600))
-        remove_orphans(fd, [IDS[0].digest], grace_s=60.0)
-        os.close(fd)
-        assert not keep_file(folder, IDS[0]).exists()
+        assert not partial.exists()
+        with folder_fd(shard) as fd:
+            remove_orphans(fd, [IDS[0].digest], grace_s=60.0)
+        assert not kept.exists()
 
 
 @pytest.mark.parametrize("what", ["retain", "put"])
 def test_nothing_fails_behind_the_rename_of_a_retention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    rename, fstat, armed = os.rename, os.fstat, []
+    rename, armed = os.rename, list[bool]()
 
     def renaming(*args: Any, **options: Any) -> None:
         rename(*args, **options)
-        armed.extend([1] if str(args[1]).endswith(".pfxkeep") else [])
+        armed.extend([True] if str(args[1]).endswith(".pfxkeep") else [])
 
-    def looking(fd: int) -> os.stat_result:
-        if armed:
-            armed.clear()
-            raise OSError(errno.EIO, "Input/output error")
-        return fstat(fd)
-
-    with FileStore(tmp_path / "store", create=True) as store:
-        store.put(sample_payload(fill=1))
+    with holding(folder, IDS[0]) as store:
         monkeypatch.setattr(os, "rename", renaming)
-        monkeypatch.setattr(os, "fstat", looking)
-        if what == "retain":
-            store.retain(sample_payload().identity, Retention(pinned=True))
-        else:
-            store.put(sample_payload(fill=2), retention=Retention(pinned=True))
+        with refused("fstat", lambda _: bool(armed) and armed.pop()):
+            if what == "retain":
+                store.retain(IDS[0], Retention(pinned=True))
+            else:
+                store.put(sample_payload(fill=2), retention=Retention(pinned=True))
         monkeypatch.undo()
         store.rescan(full=True)
         assert [entry.retention.pinned for entry in store.list()] == [True]
@@ -268,8 +247,7 @@ def test_a_use_in_the_future_is_the_latest() -> None:
 
 
 def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:
-    with opened(folder, max_bytes=2 * ONE) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0], max_bytes=2 * ONE) as store:
         store.put(sample_payload(IDS[1]), retention=Retention(expires=1.0))
         with pytest.raises(StoreFull, match=r"store: index store: expected room for \d+ bytes \(max_bytes=90112, min"):
             store.put(sample_payload(IDS[2], values_per_array=1 << 16))
@@ -303,8 +281,7 @@ def test_collect_brings_a_folder_under_a_smaller_cap_and_removes_nothing_without
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_write_under_way_takes_room_and_a_dead_one_does_not(folder: Path, alive: bool) -> None:
-    with opened(folder, max_bytes=2 * ONE) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0], max_bytes=2 * ONE) as store:
         partial = index_file(folder, IDS[0]).with_name(".partial-1-other")
         with partial.open("wb") as writer:
             writer.truncate(ONE)
@@ -356,9 +333,8 @@ def test_free_space_floor(
 # Recency
 
 
-def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder, clock=clock) as store, opened(folder) as other:
-        store.put(sample_payload(IDS[0]))
+def test_recency_is_the_access_time(folder: Path, clock: Clock) -> None:
+    with holding(folder, IDS[0], clock=clock) as store, opened(folder) as other:
         path = index_file(folder, IDS[0])
         put = path.stat()
         assert put.st_atime == clock.now
@@ -381,5 +357,5 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pyt
         store.get(IDS[0]).close()
         assert path.stat().st_atime == got.st_atime + 2
         clock.now += 20_000
-        refuse_call(monkeypatch, "utime")
-        store.get(IDS[0]).close()  # whose time cannot be set is read all the same
+        with refused("utime"):
+            store.get(IDS[0]).close()  # whose time cannot be set is read all the same
