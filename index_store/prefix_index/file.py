@@ -420,7 +420,7 @@ class FileStore(IndexStore):
         """Removes partial files whose writer is dead and that are older. Always allowed. With ``orphans_s`` also what
         dead builders left, and sidecars without an index that are older than that.
         """
-        for shard in self._books.shards:
+        for shard in tuple(self._books.shards):
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
                 remove_unlocked(fd, PARTIAL, grace_s=grace_s)
                 if orphans_s is not None:

@@ -78,14 +78,10 @@ def test_hashing_128k_tokens_is_quick() -> None:
     tokens = list(range(131072))
     best, until = float("inf"), time.monotonic() + 30
     while best >= 0.1 and time.monotonic() < until:
-        best = min(best, _timed(tokens))
+        start = time.thread_time()
+        assert len(page_hashes(tokens)) == 8192
+        best = min(best, time.thread_time() - start)
     assert best < 0.1, f"{best * 1e3:.1f} ms; 9 ms on the machine of record"
-
-
-def _timed(tokens: list[int]) -> float:
-    start = time.thread_time()
-    assert len(page_hashes(tokens)) == 8192
-    return time.thread_time() - start
 
 
 @given(FIELDS, FIELDS)
@@ -102,22 +98,21 @@ def test_namespace_does_not_depend_on_the_order_of_fields_and_stays_when_a_field
     assert namespace_digest({"extra_key": "\ud800"}) != namespace_digest({})
 
 
-OTHER_IDENTITIES = {
-    "namespace": ("0" * 64, "namespace"),
-    "prefix_hash": ("1" * 64, "prefix_hash"),
-    "num_tokens": (48, "num_tokens"),
-    "page_tokens": (8, "page_tokens"),
-    "profile_digest": ("profile-2", "profile_digest"),
-    "format_version": (2, "format_version"),
-}
-
-
-@pytest.mark.parametrize("name", OTHER_IDENTITIES)
-def test_mismatch_names_the_field_and_both_values(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("namespace", "0" * 64),
+        ("prefix_hash", "1" * 64),
+        ("num_tokens", 48),
+        ("page_tokens", 8),
+        ("profile_digest", "profile-2"),
+        ("format_version", 2),
+    ],
+)
+def test_mismatch_names_the_field_and_both_values(name: str, value: object) -> None:
     identity = sample_identity()
-    value, said = OTHER_IDENTITIES[name]
     other = msgspec.structs.replace(identity, **{name: value})
-    assert identity.mismatch(other) == f"{said}: expected {getattr(identity, name)}, found {value}"
+    assert identity.mismatch(other) == f"{name}: expected {getattr(identity, name)}, found {value}"
     assert identity.digest != other.digest
 
 
