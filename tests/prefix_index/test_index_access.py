@@ -20,7 +20,7 @@ from prefix_index.service import StoreServer
 from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, read_fill, sample_payload
 from tests.prefix_index.small_stores import ONE, fork, holding, index_file, keep_file, opened, python, reap
-from tests.prefix_index.tiers import copies_in
+from tests.prefix_index.tiers import copies_in, endpoint_in
 
 NOBODY = 65534
 
@@ -128,10 +128,9 @@ def test_another_users_store_is_read(public: Path) -> None:
 def test_two_tiers_are_never_one_folder(folder: Path, tmp_path: Path) -> None:
     """Dropping a copy would remove the index."""
     folder.mkdir()
-    (tmp_path / "run").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(StoreFolderError, match=r"tiers of a store: expected different folders, found .* twice; give"):
-        StoreServer(FileStore(folder, copies=copies_in(tmp_path / "link")), f"ipc://{tmp_path}/run/s").open()
+        StoreServer(FileStore(folder, copies=copies_in(tmp_path / "link")), endpoint_in(tmp_path)).open()
     for addresses in ([folder, tmp_path / "link"], [folder, "memory:///", "file://" + str(folder)]):
         with pytest.raises(StoreFolderError, match="expected different folders"):
             open_store(addresses)

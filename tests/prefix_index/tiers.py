@@ -126,13 +126,18 @@ def two_tiers(tmp_path: Path, **options: Any) -> FileStore:
     return FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram"), **options)
 
 
+def endpoint_in(tmp_path: Path) -> str:
+    """A place where a service may listen."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    return f"ipc://{tmp_path}/run/s"
+
+
 @contextlib.contextmanager
 def served(tmp_path: Path, own: FileStore | None = None, limits: Limits | None = None) -> Iterator[str]:
     """A service in another thread; gives its endpoint. By default of ``tmp_path/store`` alone, and one that collects
     nothing by itself: how long a test takes does not matter.
     """
-    (tmp_path / "run").mkdir(mode=0o700)
-    endpoint = f"ipc://{tmp_path}/run/s"
+    endpoint = endpoint_in(tmp_path)
     own = own or FileStore(tmp_path / "store", create=True)
     server = StoreServer(own, endpoint, limits or Limits(collect_s=3600.0))
     server.open()
