@@ -339,7 +339,7 @@ class FolderBooks:
     def _read_header(self, dir_fd: int, digest: str) -> None:
         try:
             with closing_fd(open_fd(digest + SUFFIX, dir_fd=dir_fd, follow=False)) as fd:
-                entry, _ = read_entry(fd)
+                entry = read_entry(fd)
                 signature = Signature.of(status_of(fd))
             check_identity(digest, entry.identity)
             # Thousands of indexes belong to a handful of models: one copy of those.

@@ -219,7 +219,7 @@ class FileStore(IndexStore):
         try:
             fd, _ = self._open_offered(digest)
             with closing_fd(fd):
-                entry, _ = read_entry(fd)
+                entry = read_entry(fd)
         except IndexStoreError:
             return False
         return entry.identity.digest == digest and not self._has_expired(digest)

@@ -316,8 +316,7 @@ def owned_file(fd: int, mode: str) -> io.FileIO:
 
 
 def unreadable(err: OSError, what: str = "file") -> IndexUnreadable:
-    found = err.strerror or str(err)
-    return IndexUnreadable(what, "readable bytes", found, "check its permissions and the disk")
+    return IndexUnreadable(what, "readable bytes", err.strerror or str(err), "check its permissions and the disk")
 
 
 # ---- reading ----

@@ -12,7 +12,6 @@ import re
 import string
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -250,7 +249,6 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 """
 
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
-_ADDRESS = attrgetter("name", "layer", "kv_head")
 _REBUILD = "delete the file and build the index again"
 
 
@@ -544,8 +542,3 @@ def _form_problem(key: tuple[str, int, int], dtype: str, shape: tuple[int, ...])
     if math.prod(d or 1 for d in shape) * DTYPES[dtype].itemsize > MAX_NBYTES:
         return f"shape of {key}", f"sizes, those of 0 aside, of at most {MAX_NBYTES} bytes together", shape
     return None
-
-
-def records_by_key(records: Sequence[ArrayRecord]) -> dict[ArrayKey, ArrayRecord]:
-    """Address -> row, in the order of the rows."""
-    return dict(zip(map(ArrayKey._make, map(_ADDRESS, records)), records, strict=True))

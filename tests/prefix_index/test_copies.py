@@ -28,9 +28,19 @@ from prefix_index import (
 )
 from prefix_index.copies import TierCounters
 from prefix_index.store import digest_of
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, fill_of, read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import SOON, flip, fork, in_threads, index_file, place_of, python, reap, remove
+from tests.prefix_index.small_stores import (
+    SOON,
+    balanced,
+    flip,
+    fork,
+    in_threads,
+    index_file,
+    place_of,
+    python,
+    reap,
+    remove,
+)
 from tests.prefix_index.tiers import copies_in, eventually
 
 OTHER = sample_identity(range(48))

@@ -17,9 +17,8 @@ import pytest
 from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
 from prefix_index.connect import open_store
 from prefix_index.service import StoreServer
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, read_fill, sample_payload
-from tests.prefix_index.small_stores import ONE, fork, holding, index_file, keep_file, opened, python, reap
+from tests.prefix_index.small_stores import ONE, balanced, fork, holding, index_file, keep_file, opened, python, reap
 from tests.prefix_index.tiers import copies_in, endpoint_in
 
 NOBODY = 65534

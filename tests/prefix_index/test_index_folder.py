@@ -25,9 +25,8 @@ from prefix_index import (
     IndexTooNew,
     StoreFolderError,
 )
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import of_version, opened
+from tests.prefix_index.small_stores import balanced, of_version, opened
 
 
 def put_file(folder: Path, **options: Any) -> Path:

@@ -17,11 +17,11 @@ from unittest.mock import Mock
 import pytest
 
 from prefix_index import FileStore, IndexCorrupt, IndexStoreError, IndexUnreadable, Retention, StoreFolderError, books
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, find, read_fill, sample_payload
 from tests.prefix_index.small_stores import (
     ONE,
     Clock,
+    balanced,
     flip,
     fork,
     held,

@@ -30,9 +30,8 @@ from prefix_index import (
 from prefix_index.folder import Signature, folder_fd
 from prefix_index.removals import NAME
 from prefix_index.retention import Candidate, choose_victims, remove_orphans
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, sample_payload
-from tests.prefix_index.small_stores import ONE, Clock, held, holding, index_file, keep_file, opened, refused
+from tests.prefix_index.small_stores import ONE, Clock, balanced, held, holding, index_file, keep_file, opened, refused
 
 
 def test_a_sidecar_on_disk(folder: Path) -> None:

@@ -31,7 +31,6 @@ from prefix_index import (
     SharedStore,
     StoreClosed,
 )
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import (
     PINNED,
     PROMPT,
@@ -43,7 +42,7 @@ from tests.prefix_index.samples import (
     sample_model,
     sample_payload,
 )
-from tests.prefix_index.small_stores import SOON, in_threads
+from tests.prefix_index.small_stores import SOON, balanced, in_threads
 from tests.prefix_index.tiers import eventually
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")

@@ -21,7 +21,6 @@ import pytest
 from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew, Retention
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore, claims
 from prefix_index.remote.values import CHUNK, HEADER, LEASE, LEASES, unpack_record, value_header
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import (
     DIGEST,
     MANIFEST,
@@ -37,7 +36,7 @@ from tests.prefix_index.remote_stores import (
     machine,
 )
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import Clock, in_threads, of_version, python
+from tests.prefix_index.small_stores import Clock, balanced, in_threads, of_version, python
 from tests.prefix_index.tiers import eventually
 
 

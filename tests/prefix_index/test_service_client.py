@@ -25,9 +25,8 @@ from prefix_index import (
 from prefix_index.folder import come_back
 from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import fill_of, read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import SOON, fork, reap, remove
+from tests.prefix_index.small_stores import SOON, balanced, fork, reap, remove
 from tests.prefix_index.tiers import PATIENCE_S, Service, endpoint_in, eventually, patient, served, two_tiers
 
 

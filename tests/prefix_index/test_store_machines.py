@@ -34,10 +34,9 @@ from prefix_index import (
 )
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
 from tests.examples import examples
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, Shaky, flushed, machine
 from tests.prefix_index.samples import read_fill, sample_identity, sample_model, sample_payload
-from tests.prefix_index.small_stores import ONE, SOON, Clock
+from tests.prefix_index.small_stores import ONE, SOON, Clock, balanced
 from tests.prefix_index.tiers import TIERS, new_bucket
 
 PROMPT = tuple(range(64))
