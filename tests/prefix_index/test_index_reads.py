@@ -268,8 +268,7 @@ READ_ALL_RECORDS = """
 import sys
 import prefix_index.remote
 from prefix_index import FileStore
-from prefix_index.remote.claims import LeaseRecord
-from prefix_index.remote.values import LEASE, LEASES, pack_record, unpack_record
+from prefix_index.remote.values import LEASE, LEASES, LeaseRecord, pack_record, unpack_record
 
 worked_out = set()
 

@@ -19,7 +19,8 @@ import msgspec
 import pytest
 
 from prefix_index import IndexCorrupt, IndexForeign, IndexFormatError, IndexNotFound, IndexTooNew, Retention
-from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore, claims
+from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
+from prefix_index.remote import store as remote_store
 from prefix_index.remote.values import CHUNK, HEADER, LEASE, LEASES, unpack_record, value_header
 from tests.prefix_index.remote_stores import (
     DIGEST,
@@ -307,7 +308,7 @@ def test_a_writer_killed_at_any_moment_leaves_an_index_or_none(tmp_path: Path) -
 def test_a_lease_outlives_its_time_only_while_its_holder_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of this machine that the test sets: how soon the holder gets its turn does not matter."""
     blobs, clock = file_blobs(tmp_path), Clock()
-    monkeypatch.setattr(claims, "time", SimpleNamespace(time=clock))
+    monkeypatch.setattr(remote_store, "time", SimpleNamespace(time=clock))
     code = (
         "import sys, time; from prefix_index.remote import *\n"
         "store = RemoteStore(ObjectBlobs(sys.argv[1]), lease_ttl_s=0.6); store.open()\n"

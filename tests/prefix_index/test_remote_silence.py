@@ -13,7 +13,7 @@ import pytest
 
 from prefix_index import IndexCorrupt, OutOfMemory, StoreUnavailable, link
 from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
-from prefix_index.remote.calls import Calls
+from prefix_index.remote.values import Calls
 from prefix_index.store import Catalog
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, LONG, Make, Shaky, forge_manifest
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
