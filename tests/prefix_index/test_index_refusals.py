@@ -16,20 +16,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from prefix_index import FileStore, IndexCorrupt, IndexStoreError, IndexUnreadable, Retention, StoreFolderError, books
+from prefix_index import FileStore, IndexCorrupt, IndexUnreadable, Retention, StoreFolderError, books
 from tests.prefix_index.samples import IDS, PINNED, find, read_fill, sample_payload
 from tests.prefix_index.small_stores import (
     ONE,
     Clock,
     balanced,
     flip,
-    fork,
     held,
     holding,
     index_file,
     keep_file,
     opened,
-    reap,
     refused,
     settled,
 )
@@ -313,23 +311,6 @@ def stuck_listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             yield begun
         finally:
             over.set()
-
-
-# ---- reading, not mapping ----
-
-
-def test_a_file_that_is_cut_while_it_is_carried_is_an_error_and_no_signal(folder: Path) -> None:
-    def work() -> None:
-        with opened(folder) as store, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("prefix_index.reader._READ_AHEAD_NBYTES", 0)
-            store.put(sample_payload(IDS[0], values_per_array=1 << 14))
-            first, *_, last = (array for array in store.get(IDS[0]).payload().arrays.values())
-            first.load()  # type: ignore[union-attr]
-            os.truncate(index_file(folder, IDS[0]), 8192)
-            with pytest.raises(IndexStoreError):
-                last.load()  # type: ignore[union-attr]
-
-    assert reap(fork(work), 120) == 0
 
 
 # Reports of damage

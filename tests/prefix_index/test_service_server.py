@@ -42,7 +42,7 @@ def test_who_was_heard_from_least_recently_is_forgotten_first(tmp_path: Path) ->
             eventually(lambda: sorted(text.split("(")[1][0] for text in c.status().clients) == ["a", "c"])
 
 
-def test_a_service_that_was_restarted_hears_from_its_clients_again(tmp_path: Path, process: Service) -> None:
+def test_a_service_that_was_restarted_hears_from_its_clients_again(process: Service) -> None:
     with patient(process.endpoint, name="stays") as client:
         client.put(sample_payload(fill=1))
         process.kill()
@@ -114,9 +114,11 @@ def test_an_open_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreFolderError, match="expected a usable folder"):
         SocketPlace(tmp_path / "file" / "s").take()
+    with pytest.raises(StoreFolderError, match=r"/file/x: socket's folder: expected .*, found Not a directory; give"):
+        StoreClient(f"ipc://{tmp_path}/file/x/store").open()
 
 
-def test_a_live_service_keeps_its_socket_and_a_dead_ones_is_replaced(process: Service, tmp_path: Path) -> None:
+def test_a_live_service_keeps_its_socket_and_a_dead_ones_is_replaced(process: Service) -> None:
     path = socket_path(process.endpoint)
     with pytest.raises(StoreFolderError, match=f"expected no running service, found process {process.pid}"):
         SocketPlace(path).take()
@@ -137,20 +139,6 @@ def test_a_file_in_the_sockets_place_stays(tmp_path: Path) -> None:
     place = SocketPlace(path)
     place.take()
     place.give_back()
-
-
-def test_a_socket_below_a_file_is_no_socket(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreFolderError, match=r"/file/x: socket's folder: expected .*, found Not a directory; give"):
-        StoreClient(f"ipc://{tmp_path}/file/x/store").open()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_somebody_elses_socket_is_not_asked(tmp_path: Path) -> None:
-    (tmp_path / "s").touch()
-    os.chown(tmp_path / "s", 12345, -1)
-    with pytest.raises(StoreFolderError, match="service socket: expected owner 0, found owner 12345"):
-        StoreClient(f"ipc://{tmp_path}/s").open()
 
 
 def test_each_store_has_a_dram_folder_of_its_own() -> None:
@@ -338,7 +326,11 @@ def test_a_folder_that_others_can_write_to_is_no_place_for_a_socket(tmp_path: Pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_socket_in_somebody_elses_folder_is_not_asked(tmp_path: Path) -> None:
+def test_somebody_elses_socket_and_one_in_somebody_elses_folder_are_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "s").touch()
+    os.chown(tmp_path / "s", 12345, -1)
+    with pytest.raises(StoreFolderError, match="service socket: expected owner 0, found owner 12345"):
+        StoreClient(f"ipc://{tmp_path}/s").open()
     with served(tmp_path) as endpoint, patient(endpoint) as client:
         folder = socket_path(endpoint).parent
         (tmp_path / "link").symlink_to(folder)
