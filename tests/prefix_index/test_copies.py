@@ -363,9 +363,7 @@ def test_jobs_are_one_a_digest_few_and_cancelled(folder: Path, monkeypatch: pyte
     assert len(store._copier._pending) <= background.MAX_PENDING
     closing = threading.Thread(target=store.close)
     closing.start()
-    until = time.monotonic() + 60
-    while not store._copier._closed and time.monotonic() < until:
-        time.sleep(0.01)
+    eventually(lambda: store._copier._closed)
     go.set()  # not before: a job that goes on earlier is right to take its second step
     closing.join(60)
     assert not closing.is_alive()

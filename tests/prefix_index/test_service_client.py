@@ -93,7 +93,7 @@ def test_a_service_that_does_not_answer_and_one_that_says_something_else(
 def test_the_services_limits_hold_for_its_clients(tmp_path: Path) -> None:
     options = {"max_bytes": 5000, "min_free_bytes": 7}
     with served(tmp_path, two_tiers(tmp_path, **options)) as endpoint, patient(endpoint) as client:
-        assert client.limits == (5000, 7)
+        assert (client.max_bytes, client.min_free_bytes) == (5000, 7)
         with pytest.raises(StoreFull, match="max_bytes=5000, min_free_bytes=7"):
             client.put(sample_payload())
 

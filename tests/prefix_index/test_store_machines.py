@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from prefix_index import (
     page_hashes,
 )
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
+from prefix_index.store import has_expired
 from tests.examples import examples
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, Shaky, flushed, machine
 from tests.prefix_index.samples import read_fill, sample_identity, sample_model, sample_payload
@@ -52,6 +54,12 @@ def prefix_of(pages: int, tenant: str | None) -> IndexIdentity:
 
 
 Key = tuple[int, str | None]
+
+
+def one_of(data: st.DataObject, some: Iterable[Key]) -> Key:
+    return data.draw(st.sampled_from(sorted(some, key=repr)))
+
+
 DEFAULT = Retention()
 RETENTION = st.sampled_from(("default", "pinned", "an hour", "pinned an hour", "expired"))
 
@@ -102,15 +110,12 @@ class StoreMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         if self.clock is not None:
             self.clock.now = max(self.clock.now + seconds, 1e6)
-        for key, fill in (self.model | self.expired).items():
-            over, there = (
-                (self.expired, self.model) if self.is_over(self.retention[key]) else (self.model, self.expired)
-            )
-            there.pop(key, None)
-            over[key] = fill
+        everything = self.model | self.expired
+        self.expired = {key: fill for key, fill in everything.items() if self.is_over(key)}
+        self.model = {key: fill for key, fill in everything.items() if key not in self.expired}
 
-    def is_over(self, retention: Retention) -> bool:
-        return retention.expires is not None and retention.expires <= self.now()
+    def is_over(self, key: Key) -> bool:
+        return has_expired(self.retention[key], self.now())
 
     def use(self, key: Key) -> None:
         self.uses += 1
@@ -185,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.leases.pop(data.draw(st.sampled_from(sorted(self.leases, key=repr)))).release()
+        self.leases.pop(one_of(data, self.leases)).release()
 
     @rule(pages=PAGES, tenant=TENANT)
     def get(self, pages: int, tenant: str | None) -> None:
@@ -215,7 +220,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
         """About what was read, which may be an older version by now."""
-        key = data.draw(st.sampled_from(sorted(self.read, key=repr)))
+        key = one_of(data, self.read)
         index, version = self.read[key]
         there = key in self.model and version == self.versions[key]
         told = self.store.report(index, IndexCorrupt("a test", expected="a", found="b", remedy="none"))
@@ -296,7 +301,7 @@ class FileMachine(StoreMachine):
         self.pass_time(10)
         key = (pages, tenant)
         entry = self.other.put(sample_payload(prefix_of(pages, tenant), fill=fill))
-        kept = key in self.model or (key in self.reported and not self.is_over(self.retention[key]))
+        kept = key in self.model or (key in self.reported and not self.is_over(key))
         assert entry.retention == (self.retention[key] if kept else DEFAULT)
         for place in (self.folder, *self.folder.iterdir()) if moment is not None else ():
             os.utime(place, ns=(0, moment * 10**9 + next(self.ticks)))
@@ -306,7 +311,7 @@ class FileMachine(StoreMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data(), name=RETENTION)
     def retain_elsewhere(self, data: st.DataObject, name: str) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        key = one_of(data, self.model)
         self.retention[key] = self.retention_of(name)
         self.other.retain(prefix_of(*key), self.retention[key])
         self.store.rescan()
@@ -315,7 +320,7 @@ class FileMachine(StoreMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def delete_elsewhere(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+        key = one_of(data, self.model)
         assert self.other.delete(prefix_of(*key))
         self.drop(key)
         if data.draw(st.booleans()):
@@ -340,7 +345,7 @@ class FileMachine(StoreMachine):
     def get_elsewhere(self, data: st.DataObject) -> None:
         self.pass_time(10)
         if self.model:
-            key = data.draw(st.sampled_from(sorted(self.model, key=repr)))
+            key = one_of(data, self.model)
             self.other.get(prefix_of(*key)).close()
             self.use(key)
 
@@ -483,13 +488,6 @@ class SharedMachine(StoreMachine):
         self.patch.undo()
         shutil.rmtree(self.folder)
 
-    def is_here(self, key: Key) -> bool:
-        return self.shared.local.contains(prefix_of(*key))
-
-    def is_known_bad(self, key: Key) -> bool:
-        """Reported, and still there: local keeps it out of sight until it is opened again, whatever remote loses."""
-        return any(prefix_of(*key).digest in str(problem.path) for problem in self.shared.local.problems())
-
     @precondition(lambda self: not self.blobs.fails)
     @rule(pages=PAGES, tenant=TENANT)
     def evict(self, pages: int, tenant: str | None) -> None:
@@ -516,8 +514,10 @@ class SharedMachine(StoreMachine):
             self.release_all()
             assert flushed(self.shared)
             self.shared.rescan(full=True)
+            # Reported, and still there: local keeps it out of sight until it is opened again, whatever remote loses.
+            known_bad = {Path(problem.path).stem for problem in self.shared.local.problems()}
             for key in (*self.model, *self.reported):
-                if not self.is_here(key) and not self.shared.contains(prefix_of(*key)) and not self.is_known_bad(key):
+                if not self.shared.contains(prefix_of(*key)) and prefix_of(*key).digest not in known_bad:
                     self.drop(key)
 
     @rule()
@@ -537,8 +537,7 @@ class SharedMachine(StoreMachine):
 
     @rule(pages=PAGES, tenant=TENANT)
     def delete(self, pages: int, tenant: str | None) -> None:
-        deleted = self.store.delete(prefix_of(pages, tenant))
-        assert deleted or (pages, tenant) not in self.model
+        assert self.store.delete(prefix_of(pages, tenant)) or (pages, tenant) not in self.model
         self.drop((pages, tenant))
 
     @precondition(lambda self: not self.shared._links[0].deleted)

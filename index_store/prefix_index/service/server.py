@@ -207,13 +207,13 @@ class StoreServer:
             most = f"at most {admission.most} connections (its own limit, or `ulimit -n` of its process)"
             return Failed(expected=most, found=f"{admission.count} of them")
         self._remember(client, f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else ""))
-        limits, copies = self.store.limits, self.store.copies
+        copies = self.store.copies
         return Welcome(
             version=PROTOCOL,
             folder=str(self.store.folder.absolute()),
             memory=None if copies is None else str(copies.folder.absolute()),
-            max_bytes=limits.max_bytes,
-            min_free_bytes=limits.min_free_bytes,
+            max_bytes=self.store.max_bytes,
+            min_free_bytes=self.store.min_free_bytes,
         )
 
     def _remember(self, client: bytes, name: str | None) -> None:
@@ -307,7 +307,7 @@ class StoreServer:
             folder=str(store.folder),
             indexes=len(entries),
             nbytes=sum(entry.nbytes for entry in entries),
-            max_bytes=store.limits.max_bytes,
+            max_bytes=store.max_bytes,
             hits=0,
             evicted=self._evicted if store is self.store else None,
             error=None if error is None else printable(error)[:MAX_TEXT],
