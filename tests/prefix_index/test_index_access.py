@@ -9,16 +9,18 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
+from prefix_index import FileStore, IndexNotFound, InvalidPayload, Retention, StoreFolderError
+from prefix_index import folder as folder_module
 from prefix_index.connect import open_store
 from prefix_index.service import StoreServer
-from tests.prefix_index.samples import IDS, PINNED, read_fill, sample_payload
-from tests.prefix_index.small_stores import ONE, balanced, fork, holding, index_file, keep_file, opened, python, reap
+from tests.prefix_index.samples import IDS, PINNED, identity_of, read_fill, sample_payload
+from tests.prefix_index.small_stores import ONE, SOON, balanced, fork, holding, index_file, keep_file, opened, reap
 from tests.prefix_index.tiers import copies_in, endpoint_in
 
 NOBODY = 65534
@@ -154,37 +156,30 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
             os.close(fd)
 
 
-# Each index is written once: while one is replaced, the old and the new file are there, above the cap.
-WRITER = """
-import sys
-from prefix_index import FileStore, IndexNotFound, folder
-from tests.prefix_index.samples import sample_identity, sample_payload
-folder._EXCLUSIVE_WAIT_S = 120.0  # who gives up waiting may exceed the cap: here nobody does, however slow
-with FileStore(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
-    for step in range(60):
-        i = 1000 * int(sys.argv[2]) + step
-        store.put(sample_payload(sample_identity(range(i, i + 32)), fill=i))
-        for entry in store.list():
-            try:
-                with store.get(entry.digest) as index:
-                    index.verify()
-            except IndexNotFound:
-                pass
-        if step % 10 == 0:
-            store.collect()
-    assert not store.problems(), store.problems()
-"""
+def write(path: Path, number: int, cap: int) -> None:
+    """Each index once: while one is replaced, the old and the new file are there, above the cap."""
+    folder_module._EXCLUSIVE_WAIT_S = 120.0  # type: ignore[misc]  # who gives up waiting may exceed the cap
+    with opened(path, max_bytes=cap) as store:
+        for step in range(60):
+            store.put(sample_payload(identity_of(100 * number + step), fill=step))
+            for entry in store.list():
+                with contextlib.suppress(IndexNotFound):
+                    read_fill(store, entry.digest)
+            if step % 10 == 0:
+                store.collect()
+        assert list(store.problems()) == []
 
 
 def test_processes_keep_one_cap_together(folder: Path) -> None:
     cap = 5 * ONE + 100
     with opened(folder) as store:
-        children = [python(WRITER, folder, i, cap, stdout=None) for i in range(3)]
+        children = [fork(partial(write, folder, number, cap)) for number in range(3)]
         most = 0
         fd = os.open(folder, os.O_RDONLY)
         running = True
         while running:
-            running = any(child.poll() is None for child in children)  # so the last look is at what they leave
+            ended = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in children]
+            running = None in ended  # so the last look is at what they leave
             fcntl.flock(fd, fcntl.LOCK_EX)  # so that nothing gets a name, or takes room, while files are counted
             sizes = 0
             for path in (*folder.rglob("*.pfxindex"), *folder.rglob(".partial-*")):
@@ -194,7 +189,7 @@ def test_processes_keep_one_cap_together(folder: Path) -> None:
             most = max(most, sizes)
             time.sleep(0.03)
         os.close(fd)
-        assert [child.wait() for child in children] == [0, 0, 0]
+        assert [reap(pid, SOON) for pid in children] == [0, 0, 0]
         store.rescan()
         assert store._books.used_bytes <= cap
         assert cap - ONE < most <= cap

@@ -25,8 +25,8 @@ from prefix_index import (
     IndexTooNew,
     StoreFolderError,
 )
-from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import balanced, of_version, opened
+from tests.prefix_index.samples import IDS, read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import balanced, index_file, of_version, opened
 
 
 def put_file(folder: Path, **options: Any) -> Path:
@@ -79,36 +79,27 @@ def test_changes_within_one_tick_of_the_clock_are_seen(folder: Path, monkeypatch
 def test_bad_files_are_problems_with_names(folder: Path, fixture_file: Path) -> None:
     good = put_file(folder)
     raw = fixture_file.read_bytes()
-    others = {i: sample_identity(range(i, i + 32)).digest for i in range(1, 6)}
-
-    def plant(digest: str, data: bytes) -> Path:
-        path = folder / digest[:2] / f"{digest}.pfxindex"
+    notes, readme = good.parent / "notes", folder / "README.txt"
+    link, pipe = (good.with_name(f"{good.parent.name}{digit * 62}.pfxindex") for digit in "01")
+    link.symlink_to(good)
+    os.mkfifo(pipe)
+    (folder / ".hidden").write_text("ignored")
+    planted: dict[Path, tuple[bytes, type[Exception]]] = {
+        index_file(folder, IDS[1]): (raw[:5000], IndexCorrupt),
+        index_file(folder, IDS[2]): (b"not an index at all", IndexForeign),
+        index_file(folder, IDS[3]): (raw, IndexMismatch),
+        index_file(folder, IDS[4]): (of_version(9, raw), IndexTooNew),
+        index_file(folder, IDS[5]): (b"", IndexCorrupt),
+        readme: (b"hello", IndexForeign),
+        notes: (b"hello", IndexForeign),
+    }
+    for path, (data, _) in planted.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-        return path
-
-    expected: dict[Path, type[Exception]] = {
-        plant(others[1], raw[:5000]): IndexCorrupt,
-        plant(others[2], b"not an index at all"): IndexForeign,
-        plant(others[3], raw): IndexMismatch,
-        plant(others[4], of_version(9, raw)): IndexTooNew,
-        plant(others[5], b""): IndexCorrupt,
-        folder / "README.txt": IndexForeign,
-        good.parent / "notes": IndexForeign,
-    }
-    (folder / "README.txt").write_text("hello")
-    (good.parent / "notes").write_text("hello")
-    link = good.parent / (good.parent.name + "0" * 62 + ".pfxindex")
-    link.symlink_to(good)
-    expected[link] = IndexForeign
-    pipe = good.parent / (good.parent.name + "1" * 62 + ".pfxindex")
-    os.mkfifo(pipe)
-    expected[pipe] = IndexForeign
-    (folder / ".hidden").write_text("ignored")
+    expected = {path: error for path, (_, error) in planted.items()} | {link: IndexForeign, pipe: IndexForeign}
     with opened(folder) as store:
         assert [e.digest for e in store.list()] == [sample_identity().digest]
-        found = {Path(p.path): type(p.error) for p in store.problems()}
-        assert found == expected
+        assert {Path(p.path): type(p.error) for p in store.problems()} == expected
         for problem in store.problems():
             assert problem.path in str(problem.error)
         for path in expected:
@@ -119,7 +110,7 @@ def test_bad_files_are_problems_with_names(folder: Path, fixture_file: Path) -> 
                     store.get(digest)
                 assert store.delete(digest)
         balanced(store)
-        assert {Path(p.path) for p in store.problems()} == {folder / "README.txt", good.parent / "notes"}
+        assert {Path(p.path) for p in store.problems()} == {readme, notes}
         assert good.exists()
 
 
