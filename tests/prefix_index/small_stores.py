@@ -175,6 +175,16 @@ def holding(path: Path, *identities: IndexIdentity, retention: Retention | None 
     return store
 
 
+def filled(path: Path, count: int, clock: Clock | None = None, **options: Any) -> FileStore:
+    """A store that is open, and was given the first of IDS, one every ten seconds."""
+    clock = clock or Clock()
+    store = opened(path, clock=clock, **options)
+    for identity in IDS[:count]:
+        clock.now += 10
+        store.put(sample_payload(identity))
+    return store
+
+
 def stored_files(path: Path) -> list[str]:
     """Names of everything in the shards of a store's folder, hidden names included."""
     return sorted(p.name for p in path.glob("*/*"))

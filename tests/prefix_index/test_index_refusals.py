@@ -22,6 +22,7 @@ from tests.prefix_index.small_stores import (
     ONE,
     Clock,
     balanced,
+    filled,
     flip,
     held,
     holding,
@@ -118,15 +119,6 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
 
 
 # ---- what stands still ----
-
-
-def filled(folder: Path, count: int, **options: Any) -> FileStore:
-    clock = Clock()
-    store = opened(folder, clock=clock, **options)
-    for identity in IDS[:count]:
-        clock.now += 10
-        store.put(sample_payload(identity))
-    return store
 
 
 def standing() -> contextlib.AbstractContextManager[None]:

@@ -31,7 +31,18 @@ from prefix_index.folder import Signature, folder_fd
 from prefix_index.removals import NAME
 from prefix_index.retention import Candidate, choose_victims, remove_orphans
 from tests.prefix_index.samples import IDS, PINNED, sample_payload
-from tests.prefix_index.small_stores import ONE, Clock, balanced, held, holding, index_file, keep_file, opened, refused
+from tests.prefix_index.small_stores import (
+    ONE,
+    Clock,
+    balanced,
+    filled,
+    held,
+    holding,
+    index_file,
+    keep_file,
+    opened,
+    refused,
+)
 
 
 def test_a_sidecar_on_disk(folder: Path) -> None:
@@ -263,10 +274,7 @@ def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:
 def test_collect_brings_a_folder_under_a_smaller_cap_and_removes_nothing_without_one(
     folder: Path, clock: Clock
 ) -> None:
-    with opened(folder, clock=clock) as store:
-        for identity in IDS[:4]:
-            clock.now += 10
-            store.put(sample_payload(identity))
+    with filled(folder, 4, clock) as store:
         assert list(store.collect()) == []
     with opened(folder, max_bytes=2 * ONE, clock=clock) as store:
         assert held(store) == {0, 1, 2, 3}
