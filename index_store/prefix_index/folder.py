@@ -222,9 +222,6 @@ def touch(fd: int, used: float) -> None:
         os.utime(fd, ns=(max(int(used * 1e9), 0), os.fstat(fd).st_mtime_ns))
 
 
-# ---- opening ----
-
-
 def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
     """Opens a file, never blocking, and, where that is allowed, without making it look used.
 
@@ -317,9 +314,6 @@ def unreadable(err: OSError, what: str = "file") -> IndexUnreadable:
     return IndexUnreadable(what, "readable bytes", err.strerror or str(err), "check its permissions and the disk")
 
 
-# ---- reading ----
-
-
 def pread(fd: int, nbytes: int, offset: int) -> bytes:
     """``nbytes`` bytes at ``offset``, fewer only where the file ends. Raises IndexUnreadable."""
     out = bytearray(nbytes)
@@ -399,9 +393,6 @@ def open_direct(fd: int) -> int | None:
         with contextlib.suppress(OSError):
             return os.open(f"/proc/self/fd/{fd}", flags | more)
     return None
-
-
-# ---- locks ----
 
 
 @contextlib.contextmanager

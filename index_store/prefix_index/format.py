@@ -214,8 +214,6 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a positive integer below 2**53, found {value!r}")
 
 
-# ---- the file ----
-
 MAGIC: Final = b"\x89PFXIDX\n"
 END_MAGIC: Final = b"PFXEND\r\n"
 ALIGN: Final = 4096
@@ -359,9 +357,6 @@ def _clip(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-# ---- building a header ----
-
-
 def lay_out(shapes: Iterable[tuple[ArrayKey, str, Sequence[int]]]) -> list[ArrayRecord]:
     """Places (key, dtype tag, shape) rows one after the other, 4 KiB apart, unsummed. Raises InvalidPayload."""
     records: list[ArrayRecord] = []
@@ -438,9 +433,6 @@ def unsealed(raw: bytes, form: struct.Struct, magic: bytes, version: int, what: 
     if found != version:
         raise corrupt(f"format version of {what}", version, found)
     return tuple(fields)
-
-
-# ---- checking a header ----
 
 
 def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:

@@ -291,9 +291,6 @@ def _read_head(fd: int, nbytes: int) -> tuple[Prelude, Entry]:
     return prelude, parse_entry(head[PRELUDE.size : prelude.table_offset], prelude)
 
 
-# ---- bulk reads ----
-
-
 @dataclass
 class Piece:
     """Neighbouring arrays: ``nbytes`` (whole pages) from ``offset`` of the container to ``at`` of the buffer."""

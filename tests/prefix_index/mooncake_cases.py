@@ -88,16 +88,10 @@ def put_and_get(store: RemoteStore, payload: IndexPayload) -> None:
     eventually(works, but=(StoreUnavailable,))
 
 
-# Values
-
-
 def test_values() -> None:
     blobs = shared_blobs()
     blobs.open(60)
     check_values(blobs, next(FOLDERS))
-
-
-# What dies
 
 
 def test_a_holder_killed_takes_its_values_and_nothing_else(cluster: Cluster) -> None:
@@ -187,9 +181,6 @@ def test_a_writer_killed_at_any_moment(store: RemoteStore) -> None:
     store.put(sample_payload())
     for found in killed_writers(4, store, BLOBS, shared().address, shared().listing_url, HOST):
         assert found or not store.contains(DIGEST)  # a manifest whose writer died in the middle of it is a miss
-
-
-# Ends
 
 
 def test_no_call_reaches_a_closed_client(cluster: Cluster) -> None:

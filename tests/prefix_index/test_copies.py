@@ -304,9 +304,6 @@ def test_threads_never_see_an_older_index_than_the_last_that_was_put(folder: Pat
         assert read_fill(store) == 59
 
 
-# Work in the background
-
-
 class SlowInParent(FileStore):
     """Copying from it begins, and does not end before ``go``; not so in a child."""
 

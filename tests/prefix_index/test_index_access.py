@@ -137,9 +137,6 @@ def test_two_tiers_are_never_one_folder(folder: Path, tmp_path: Path) -> None:
             open_store(addresses)
 
 
-# Two processes
-
-
 def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefix_index.folder._EXCLUSIVE_WAIT_S", 0.05)
     with opened(folder, max_bytes=2 * ONE) as store:

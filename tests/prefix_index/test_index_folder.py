@@ -149,8 +149,6 @@ def test_partials_are_ignored_and_the_dead_ones_removed(folder: Path) -> None:
     assert left(partial_grace_s=0.0) == []
 
 
-# Build leases
-
 DIGEST = sample_identity().digest
 
 

@@ -255,9 +255,6 @@ def test_an_error_leaves_no_thread_behind(index: IndexFile) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("index-read")]
 
 
-# First reads of a process
-
-
 READ_ALL_RECORDS = """
 import sys
 import prefix_index.remote

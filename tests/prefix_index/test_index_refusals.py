@@ -44,9 +44,6 @@ def retentions(store: FileStore) -> list[Retention]:
     return [entry.retention for entry in store.list()]
 
 
-# ---- what passes is no verdict ----
-
-
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("what", ["index", "shard"])
 def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str) -> None:
@@ -118,9 +115,6 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
         assert index_file(dram, IDS[0]).exists()
 
 
-# ---- what stands still ----
-
-
 def standing() -> contextlib.AbstractContextManager[None]:
     """The first index cannot be removed in the block."""
     return refused("unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
@@ -154,9 +148,6 @@ def test_collect_tells_what_it_could_not_remove(folder: Path) -> None:
             balanced(store)
         assert [e.identity for e in store.collect()] == [IDS[0]]
         assert list(store.problems()) == []
-
-
-# ---- retention ----
 
 
 def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path) -> None:
@@ -209,9 +200,6 @@ def test_nothing_leaves_by_what_was_known_of_a_folder_that_cannot_be_listed(fold
         for one in (other, store):
             one.rescan()
             assert (held(one), retentions(one)) == ({0}, [PINNED])
-
-
-# ---- looking ----
 
 
 @pytest.fixture
@@ -303,9 +291,6 @@ def stuck_listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             yield begun
         finally:
             over.set()
-
-
-# Reports of damage
 
 
 def test_a_file_that_another_process_replaced_is_offered_again(folder: Path) -> None:

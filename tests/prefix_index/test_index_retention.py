@@ -217,9 +217,6 @@ def test_nothing_fails_behind_the_rename_of_a_retention(
         assert [entry.retention.pinned for entry in store.list()] == [True]
 
 
-# Eviction
-
-
 def candidate(number: int, last_used: float, retention: Retention | None = None) -> Candidate:
     entry = IndexEntry(
         identity=IDS[number], nbytes=100, created=0.0, build_seconds=1.0, retention=retention or Retention()
@@ -251,9 +248,6 @@ def test_order_of_leaving_expired_then_unpinned_then_pinned() -> None:
 def test_a_use_in_the_future_is_the_latest() -> None:
     assert leave([candidate(0, 1e9), candidate(1, 99)], 1) == [1]
     assert leave([candidate(0, 1e9), candidate(1, 2e9), candidate(2, 100)], 200) == [2, 0]
-
-
-# A folder's byte cap.
 
 
 def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:
@@ -300,9 +294,6 @@ def test_a_write_under_way_takes_room_and_a_dead_one_does_not(folder: Path, aliv
             assert partial.exists() == alive
 
 
-# The disk's free space.
-
-
 @pytest.mark.parametrize("max_bytes", [None, 1 << 40])
 def test_free_space_floor(
     tmp_path: Path, folder: Path, clock: Clock, max_bytes: int | None, monkeypatch: pytest.MonkeyPatch
@@ -335,9 +326,6 @@ def test_free_space_floor(
         assert held(store) == {4, 5}
         store.put(sample_payload(IDS[5], fill=1))  # for a while the disk holds both
         assert held(store) == {5}
-
-
-# Recency
 
 
 def test_recency_is_the_access_time(folder: Path, clock: Clock) -> None:

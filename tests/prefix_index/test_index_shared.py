@@ -41,9 +41,6 @@ def store(make: Make) -> SharedStore:
     return store
 
 
-# Between machines
-
-
 def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: Path) -> None:
     one, two = make("a"), make("b")
     entry = one.put(sample_payload(fill=7), retention=Retention(pinned=True))
@@ -118,9 +115,6 @@ def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(store: Shar
     assert [entry.retention for entry in two.local.list()] == [kept]
 
 
-# A remote store that loses
-
-
 def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(store: SharedStore) -> None:
     path = store.local.path_of(DIGEST)
     raw = bytearray(path.read_bytes())
@@ -188,9 +182,6 @@ def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_repo
     assert (read_fill(store), read_fill(store, sample_identity(LONG))) == (5, 6)
     assert store.remotes[0].contains(sample_identity(LONG))
     assert list(store.problems()) == []
-
-
-# Local comes first
 
 
 def test_what_local_refuses_is_refused(make: Make, blobs: Shaky) -> None:
@@ -292,9 +283,6 @@ def test_a_lease_that_ends_in_a_garbage_collection_stops_nobody(tmp_path: Path) 
             process.kill()
 
 
-# A remote store that is away, hangs or fails
-
-
 def test_the_store_opens_without_its_remote_store_and_finds_it_later(make: Make, blobs: Shaky) -> None:
     with RemoteStore(blobs) as other:
         other.put(sample_payload(sample_identity(LONG)))
@@ -376,9 +364,6 @@ def test_closing_while_something_is_published_takes_a_bounded_time(make: Make, b
     assert read_fill(store) == 5
     assert flushed(store), "what was not published then is now"
     eventually(lambda: store.remotes[0].contains(DIGEST))
-
-
-# What a machine does to a store that others use, when it starts
 
 
 @pytest.mark.parametrize("what", ["manifest", "000001"])

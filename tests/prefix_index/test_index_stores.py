@@ -272,9 +272,6 @@ def test_each_lazy_array_is_loaded_once(store: IndexStore) -> None:
     assert len(loads) == 1
 
 
-# ---- leases ----
-
-
 def test_one_lease_per_index(store: IndexStore) -> None:
     first = store.lease(sample_identity())
     assert first is not None

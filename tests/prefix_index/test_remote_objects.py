@@ -55,9 +55,6 @@ def store(blobs: ObjectBlobs) -> Iterator[RemoteStore]:
         yield store
 
 
-# Values
-
-
 def test_values(blobs: ObjectBlobs) -> None:
     check_values(blobs, "a")
     assert blobs.create("a/x", memoryview(b"one")) is True
@@ -67,9 +64,6 @@ def test_values(blobs: ObjectBlobs) -> None:
     blobs.write("a/x", memoryview(b"three"))
     assert blobs.names("a").keys() == before.keys()
     assert blobs.names("a") != before
-
-
-# Damage: a clear error, never a wrong byte
 
 
 def test_every_bit_of_a_chunk_header_and_of_the_manifest_counts(tmp_path: Path) -> None:
@@ -168,9 +162,6 @@ def test_lost_chunks_are_a_miss_and_then_garbage(store: RemoteStore, blobs: Obje
     assert chunks_of(blobs) == []
 
 
-# Edges
-
-
 def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
     """As a disk says it, through obstore: a limit on the size of this process's files."""
     code = (
@@ -200,9 +191,6 @@ def test_credentials_show_nowhere() -> None:
         blobs.open(1)
     assert "hidden-value" not in str(caught.value)
     assert caught.value.__cause__ is None
-
-
-# Several machines
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -201,9 +201,6 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
     assert "start `sglang-ext store serve`" in missing.stderr
 
 
-# Messages
-
-
 @pytest.mark.parametrize("digest", ["../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ""])
 def test_what_is_no_digest_is_no_message(digest: str) -> None:
     with pytest.raises(messages.BadMessageError):

@@ -213,8 +213,6 @@ class RemoteStore(IndexSource):
         self._check_open()
         self._scan(full=full)
 
-    # ---- what it knows without asking ----
-
     def _clear(self) -> None:
         with self._lock:
             for book in (self.catalog, self._bad, self._seen, self._touched):
@@ -272,8 +270,6 @@ class RemoteStore(IndexSource):
             self._hide(digest, not_found(digest, found, "build it again"))
         elif self._bad.get(digest) != outcome.generation:
             self._learn(outcome)
-
-    # ---- what it asks ----
 
     def _is_taken(self, digest: str) -> bool:
         """Whether an index is there that stays. Makes way for another where it is damaged."""

@@ -150,8 +150,6 @@ class StoreServer:
         self._place.give_back()
         self.store.close()
 
-    # ---- in and out ----
-
     def _receive(self) -> None:
         for _ in range(self._limits.burst):
             try:
@@ -236,8 +234,6 @@ class StoreServer:
     def _count_connections(self) -> None:
         if self._admission is not None and (ended := self._admission.update()):
             self.counts["cut"] += ended
-
-    # ---- the folders ----
 
     def _keep_house(self) -> None:
         collect_at = self._began + self._limits.collect_s

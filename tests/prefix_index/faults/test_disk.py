@@ -181,9 +181,6 @@ def test_a_disk_that_turns_read_only(tmp_path: Path) -> None:
     mounting(work)
 
 
-# A folder that goes
-
-
 def replace(place: Path, other: Path) -> None:
     place.rename(place.parent / "moved")
     other.rename(place)

@@ -161,9 +161,6 @@ def test_a_service_is_killed_under_its_clients(tmp_path: Path) -> None:
         service.start()
 
 
-# Build leases
-
-
 def hold(path: Path, line: Line, kind: str) -> None:
     """The victim. It holds a lease when it says so, and has a child that outlives it, or takes and gives for ever."""
     with opened(path) as store:
