@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
-from .folder import SUFFIX, Signature, closing_fd, is_old, pread, stat_named
+from .folder import SUFFIX, Signature, closing_fd, is_old, open_regular, pread, stat_named
 from .format import xxh3_hex
 from .store import DEFAULT, IndexEntry, Retention, has_expired
 from .writer import PartialFile
@@ -30,13 +30,12 @@ _RETENTION: Final = msgspec.json.Decoder(Retention)
 
 def read_retention(dir_fd: int, digest: str) -> Retention:
     """The default where there is no sidecar. Raises IndexForeign for no file, IndexCorrupt, IndexUnreadable."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     what, remedy = "retention", "remove it, or set the retention again"
     try:
         status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise IndexForeign(what, "a regular file", "a link, folder, pipe or device", remedy)
-        fd = os.open(digest + KEEP_SUFFIX, flags, dir_fd=dir_fd)
+        fd = open_regular(digest + KEEP_SUFFIX, os.O_RDONLY, dir_fd=dir_fd)
     except FileNotFoundError:
         return DEFAULT
     except OSError as err:

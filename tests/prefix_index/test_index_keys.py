@@ -1,4 +1,4 @@
-"""Namespaces, page hashes and identities: equal everywhere, different wherever they have to be."""
+"""Namespaces, page hashes, identities: equal everywhere, different wherever they have to be. And the tree of errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from prefix_index import (
     IndexIdentity,
+    IndexStoreError,
     InvalidPayload,
     ModelFingerprint,
     canonical_digest,
+    errors,
     model_mismatch,
     namespace_digest,
     page_hashes,
@@ -151,3 +153,30 @@ def test_identity_survives_json_and_rejects_unknown_fields() -> None:
     assert msgspec.json.decode(raw, type=IndexIdentity) == sample_identity()
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(raw[:-1] + b',"salt":"s"}', type=IndexIdentity)
+
+
+ALL = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, IndexStoreError)]
+ROOTS = "InvalidPayload IndexNotFound IndexUnreadable IndexFormatError IndexMismatch StoreFolderError StoreFull"
+TREE = {
+    "IndexStoreError": {*ROOTS.split(), "StoreUnavailable", "StoreClosed"},
+    "IndexFormatError": {"IndexForeign", "IndexTooNew", "IndexCorrupt"},
+    "IndexUnreadable": {"OutOfMemory"},
+}
+
+
+def test_the_tree_is_the_drawn_one() -> None:
+    found = {e.__name__: {sub.__name__ for sub in ALL if sub.__bases__[0] is e} for e in ALL}
+    assert {name: below for name, below in found.items() if below} == TREE
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_message_and_parts(kind: type[IndexStoreError]) -> None:
+    error = kind("thing", expected="a", found="b", remedy="do c")
+    assert str(error) == "thing: expected a, found b; do c"
+    placed = error.at("/store/x")
+    assert type(placed) is kind
+    assert str(placed) == "/store/x: thing: expected a, found b; do c"
+    assert (placed.what, placed.expected, placed.found, placed.remedy, placed.path) == (
+        "thing", "a", "b", "do c", "/store/x"
+    )  # fmt: skip
+    assert kind.reason in {"no_index", "index_mismatch", "index_corrupt", "index_memory", "store_unavailable"}
