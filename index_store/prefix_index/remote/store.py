@@ -328,21 +328,19 @@ class SharedLeases:
         if local is None:
             return None
         holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
-        try:
+        with contextlib.ExitStack() as owned:
+            owned.callback(local.release)
             claimed = self._claim(digest, holder)
-        except BaseException:
-            local.release()
-            raise
-        if claimed:
-            stop = threading.Event()
-            # It refers to no lease object, so that a forgotten one ends.
-            beat = threading.Thread(target=self._beat, args=(digest, holder, stop), name="build lease", daemon=True)
-            beat.start()
-            return BuildLease(digest, local.release, beat.join, stop.set, forgotten=stop.set)
+            if claimed is False:
+                return None
+            owned.pop_all()
         if claimed is None:
             return local
-        local.release()
-        return None
+        stop = threading.Event()
+        # It refers to no lease object, so that a forgotten one ends.
+        beat = threading.Thread(target=self._beat, args=(digest, holder, stop), name="build lease", daemon=True)
+        beat.start()
+        return BuildLease(digest, local.release, beat.join, stop.set, forgotten=stop.set)
 
     def remove_expired(self, digest: str, *, grace_s: float) -> None:
         """Removes a lease value whose time passed more than ``grace_s`` ago, and one that cannot be read."""
