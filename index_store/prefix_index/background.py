@@ -44,11 +44,6 @@ class Promotion:
             self._done = done
             self._ended.set()
 
-    def give_up(self) -> None:
-        """``end(done=False)`` where another thread, which is no more, may hold the event's lock."""
-        self._ended, self._done = threading.Event(), False
-        self._ended.set()
-
 
 class Promoter:
     """Runs ``work(digest, check)`` on a thread of its own, one job after the other; a job that raises has failed.
@@ -85,7 +80,7 @@ class Promoter:
                 job.end(done=False)
                 return job
             if len(self._pending) >= MAX_PENDING:
-                self._drop(next((j for j in self._pending.values() if not j.urgent), None))
+                self._drop_one()
             self._pending[digest] = job
             self._start_thread()
             self._changed.notify()
@@ -111,13 +106,15 @@ class Promoter:
         self._changed = threading.Condition()
         self._pending, self._running, self._thread = {}, None, None
         for job in jobs:
-            job.give_up()
+            job._ended = threading.Event()  # the other one's lock may be held by a thread that is no more
+            job.end(done=False)
 
     def _jobs(self) -> list[Promotion]:
         return [*([] if self._running is None else [self._running]), *self._pending.values()]
 
-    def _drop(self, job: Promotion | None) -> None:
-        job = job or next(iter(self._pending.values()))
+    def _drop_one(self) -> None:
+        waiting = self._pending.values()
+        job = next((j for j in waiting if not j.urgent), None) or next(iter(waiting))
         del self._pending[job.digest]
         job.end(done=False)
         self._on_drop()
@@ -131,7 +128,7 @@ class Promoter:
             self._thread = thread
         except RuntimeError:  # no more threads: the system's limit, or the interpreter is ending
             while self._pending:
-                self._drop(None)
+                self._drop_one()
 
     def _run(self) -> None:
         while (job := self._take()) is not None:

@@ -112,7 +112,7 @@ class FolderBooks:
         self._foreign: dict[str, tuple[str, ...]] = {}
         self._root = str(folder)
         self._folder = folder
-        self._shards: dict[str, _Shard] = {}
+        self.shards: dict[str, _Shard] = {}
         self._root_look = Look()
         self._models: dict[ModelFingerprint, ModelFingerprint] = {}
         self._clock = clock
@@ -120,23 +120,18 @@ class FolderBooks:
         """When any index was used last (seconds), as far as this process knows."""
 
     @property
-    def shards(self) -> tuple[str, ...]:
-        return tuple(self._shards)
-
-    @property
     def used_bytes(self) -> int:
         """Bytes of all index files, usable or not, and of those that are being written."""
-        every = [held.index for shard in self._shards.values() for held in shard.held.values()]
-        files = [signature.nbytes for signature in every if signature is not None]
-        return sum(files) + sum(self.partials)
+        every = (held.index for shard in self.shards.values() for held in shard.held.values())
+        return sum(signature.nbytes for signature in every if signature is not None) + sum(self.partials)
 
     @property
     def partials(self) -> list[int]:
         """Bytes of each file that is being written, or whose writer died."""
-        return [nbytes for shard in self._shards.values() for nbytes in shard.partials.values()]
+        return [nbytes for shard in self.shards.values() for nbytes in shard.partials.values()]
 
     def clear(self) -> None:
-        for book in (self.catalog, self.unremovable, self._foreign, self._shards, self._models):
+        for book in (self.catalog, self.unremovable, self._foreign, self.shards, self._models):
             book.clear()
         self._root_look = Look()
         self.latest_use = 0.0
@@ -159,11 +154,11 @@ class FolderBooks:
         return f"{self._root}/{shard_of(digest)}/{digest}{suffix}"
 
     def _held(self, digest: str) -> Held | None:
-        shard = self._shards.get(shard_of(digest))
+        shard = self.shards.get(shard_of(digest))
         return None if shard is None else shard.held.get(digest)
 
     def _hold(self, digest: str) -> Held:
-        return self._shards.setdefault(shard_of(digest), _Shard()).held.setdefault(digest, Held())
+        return self.shards.setdefault(shard_of(digest), _Shard()).held.setdefault(digest, Held())
 
     def signature(self, digest: str) -> Signature | None:
         """Of the index's file, when it was last seen."""
@@ -177,7 +172,7 @@ class FolderBooks:
 
     def orphans(self, shard: str) -> list[str]:
         """Digests of the sidecars in a shard folder beside which no index file lies."""
-        return [d for d, held in self._shards[shard].held.items() if held.index is None and held.keep is not None]
+        return [d for d, held in self.shards[shard].held.items() if held.index is None and held.keep is not None]
 
     def report(self, digest: str, signature: Signature, error: IndexStoreError) -> None:
         """Hides an index for as long as its file is this version."""
@@ -199,7 +194,7 @@ class FolderBooks:
         self._clear_problem(digest)
         self.catalog.add(digest, listed)
         held.index = signature
-        self._shards[shard_of(digest)].look.settled = False
+        self.shards[shard_of(digest)].look.settled = False
         return listed
 
     def _clear_problem(self, digest: str) -> None:
@@ -227,7 +222,7 @@ class FolderBooks:
         """Takes out an index whose file has gone. The next scan looks whether it is back."""
         self.catalog.remove(digest)
         self._clear_problem(digest)
-        shard = self._shards.get(shard_of(digest))
+        shard = self.shards.get(shard_of(digest))
         if shard is not None:
             shard.look.settled = False
             if (held := shard.held.get(digest)) is not None:
@@ -240,7 +235,7 @@ class FolderBooks:
             settled = self._root_look.begin(status)
             self._list_root()
             self._root_look.settled = settled
-        for name in sorted(self._shards):
+        for name in sorted(self.shards):
             self.scan_shard(name, full=full)
 
     def _list_root(self) -> None:
@@ -253,12 +248,12 @@ class FolderBooks:
                 elif not item.name.startswith("."):
                     foreign.append(item.name)
         self._tell_foreign(self._root, "a folder named by two hex digits", foreign)
-        for gone in self._shards.keys() - names:
+        for gone in self.shards.keys() - names:
             self.problems.pop(f"{self._root}/{gone}", None)
             self._take_in(gone, -1, _Shard(), full=True)
-            del self._shards[gone]
-        for name in names - self._shards.keys():
-            self._shards[name] = _Shard()
+            del self.shards[gone]
+        for name in names - self.shards.keys():
+            self.shards[name] = _Shard()
 
     def _tell_foreign(self, folder: str, expected: str, names: list[str]) -> None:
         """Problems of a folder's names that mean nothing here, in place of those told before."""
@@ -274,7 +269,7 @@ class FolderBooks:
 
     def look_again(self, digest: str) -> None:
         """Lists the digest's shard folder now, whatever its mtime says."""
-        self._shards.setdefault(shard_of(digest), _Shard()).look.settled = False
+        self.shards.setdefault(shard_of(digest), _Shard()).look.settled = False
         self.scan_shard(shard_of(digest))
 
     def unread(self, digest: str, suffix: str = SUFFIX) -> IndexUnreadable | None:
@@ -284,7 +279,7 @@ class FolderBooks:
 
     def scan_shard(self, name: str, *, full: bool = False) -> None:
         """Brings one shard's part up to date. One that cannot be listed is a problem, and stays as it was known."""
-        shard = self._shards.setdefault(name, _Shard())
+        shard = self.shards.setdefault(name, _Shard())
         path = f"{self._root}/{name}"
         try:
             with shard_fd(self._folder, name) as fd:
@@ -302,15 +297,13 @@ class FolderBooks:
                 self._take_in(name, -1, _Shard(), full=full)
             else:
                 remedy = "check its permissions and the disk; until then it counts as it was"
-                found_instead = err.strerror or str(err)
-                self.problems[path] = StoreFolderError(
-                    "folder of indexes", "one that can be listed", found_instead, remedy, path
-                )
+                what, expected = "folder of indexes", "one that can be listed"
+                self.problems[path] = StoreFolderError(what, expected, err.strerror or str(err), remedy, path)
         # What the system did not give is asked for again by the next scan.
         shard.look.settled = settled and not any(self.unread(d) or self.unread(d, KEEP_SUFFIX) for d in shard.held)
 
     def _take_in(self, name: str, dir_fd: int, found: _Shard, *, full: bool) -> None:
-        shard = self._shards[name]
+        shard = self.shards[name]
         shard.partials = found.partials
         folder = f"{self._root}/{name}"
         self._tell_foreign(folder, f"{name}<62 hex digits>{SUFFIX} or {KEEP_SUFFIX}", found.foreign)
@@ -346,7 +339,7 @@ class FolderBooks:
     def _read_header(self, dir_fd: int, digest: str) -> None:
         try:
             with closing_fd(open_fd(digest + SUFFIX, dir_fd=dir_fd, follow=False)) as fd:
-                entry, _ = read_entry(fd)
+                entry = read_entry(fd)
                 signature = Signature.of(status_of(fd))
             check_identity(digest, entry.identity)
             # Thousands of indexes belong to a handful of models: one copy of those.

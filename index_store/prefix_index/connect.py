@@ -22,7 +22,6 @@ ADDRESS_FORMS: Final = (
     "a folder, file:///FOLDER, ipc://SOCKET (a service), s3://BUCKET/PREFIX, gs://..., az://..., memory:///, "
     "or mooncake://HOST:PORT"
 )
-_OBJECT_SCHEMES: Final = frozenset(("s3", "gs", "az", "memory"))
 _MOONCAKE_OPTIONS: Final = {
     one.name: int if one.type == "int" else str for one in fields(MooncakeBlobs) if one.name != "master"
 }
@@ -56,7 +55,7 @@ def locate(address: StoreAddress) -> Location:
         return Location("file", unquote(parts.path))
     if parts.scheme == "ipc" and text != "ipc://":
         return Location("service", text)
-    if parts.scheme in _OBJECT_SCHEMES and bool(parts.netloc) == (parts.scheme != "memory"):
+    if parts.scheme in ("s3", "gs", "az", "memory") and bool(parts.netloc) == (parts.scheme != "memory"):
         return Location("objects", text)
     if parts.scheme == "mooncake" and parts.hostname and port:
         return Location("mooncake", parts.netloc, options)

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from .background import Check, Promoter
 from .books import FolderBooks
@@ -48,17 +48,6 @@ from .store import DEFAULT, BuildLease, IndexEntry, IndexStore, Problem, Retenti
 from .writer import IndexPayload, IndexWriter, PartialFile
 
 _CLOSE_S: Final = 2.0
-
-
-class FolderLimits(NamedTuple):
-    """``max_bytes`` for all index files together (None: any), ``min_free_bytes`` to leave free on the disk."""
-
-    max_bytes: int | None
-    min_free_bytes: int
-
-    @property
-    def any(self) -> bool:
-        return self.max_bytes is not None or self.min_free_bytes > 0
 
 
 class FileStore(IndexStore):
@@ -102,7 +91,8 @@ class FileStore(IndexStore):
         self._access = Access.found(self.folder) if own else Access.of(0o700 if mode is None else mode, group)
         self._partial_grace_s = partial_grace_s
         self._clock = clock
-        self.limits = FolderLimits(max_bytes, min_free_bytes)
+        self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
+        self._is_limited = max_bytes is not None or min_free_bytes > 0
         self.copies = copies
         self._books = FolderBooks(self.folder, clock)
         self.catalog = self._books.catalog
@@ -219,7 +209,7 @@ class FileStore(IndexStore):
         try:
             fd, _ = self._open_offered(digest)
             with closing_fd(fd):
-                entry, _ = read_entry(fd)
+                entry = read_entry(fd)
         except IndexStoreError:
             return False
         return entry.identity.digest == digest and not self._has_expired(digest)
@@ -287,7 +277,7 @@ class FileStore(IndexStore):
                 self._books.unremovable.clear()
                 expired = self.catalog.expired()
             removed = [entry for entry in expired if self._remove_unchanged(entry)]
-            if self.limits.any:
+            if self._is_limited:
                 removed += self._evict(self._shortage(0, None), set())[0]
         self._tidy_copies(collect=True)
         return tuple(removed)
@@ -399,7 +389,7 @@ class FileStore(IndexStore):
 
     def _make_room(self, nbytes: int, replaced: str) -> None:
         """Evicts until ``nbytes`` fit. Raises StoreFull, having evicted nothing unless some cannot be removed."""
-        if not self.limits.any:
+        if not self._is_limited:
             return
         short = self._shortage(nbytes, replaced)
         if short > 0:
@@ -411,7 +401,7 @@ class FileStore(IndexStore):
         if missing > 0:
             with self._lock:
                 evictable = sum(entry.nbytes for digest, entry, _ in self._books.uses() if digest not in staying)
-            limits = f"(max_bytes={self.limits.max_bytes}, min_free_bytes={self.limits.min_free_bytes})"
+            limits = f"(max_bytes={self.max_bytes}, min_free_bytes={self.min_free_bytes})"
             found = f"{missing} bytes too few and {evictable} to evict"
             remedy = "raise the limit, free disk space, or delete what problems() lists"
             raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self.folder)
@@ -420,7 +410,7 @@ class FileStore(IndexStore):
         """Removes partial files whose writer is dead and that are older. Always allowed. With ``orphans_s`` also what
         dead builders left, and sidecars without an index that are older than that.
         """
-        for shard in self._books.shards:
+        for shard in tuple(self._books.shards):
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
                 remove_unlocked(fd, PARTIAL, grace_s=grace_s)
                 if orphans_s is not None:
@@ -441,9 +431,9 @@ class FileStore(IndexStore):
             used = self._books.used_bytes
         gone = 0 if old is None else old.nbytes
         free = free_bytes(self.folder)
-        needs = [nbytes - free, nbytes + self.limits.min_free_bytes - free - gone]
-        if self.limits.max_bytes is not None:
-            needs.append(used + nbytes - gone - self.limits.max_bytes)
+        needs = [nbytes - free, nbytes + self.min_free_bytes - free - gone]
+        if self.max_bytes is not None:
+            needs.append(used + nbytes - gone - self.max_bytes)
         return max(needs)
 
     def _evict(self, nbytes: int, staying: set[str]) -> tuple[list[IndexEntry], int]:

@@ -84,10 +84,8 @@ class Access(NamedTuple):
         """That of a folder that is there; the default where none is."""
         try:
             there = os.stat(folder)
-        except ValueError:  # a NUL: no path
-            return cls()
-        except OSError as err:
-            if err.errno not in GONE:
+        except (ValueError, OSError) as err:  # ValueError: a NUL, so no path
+            if isinstance(err, OSError) and err.errno not in GONE:
                 raise
             return cls()
         if not stat.S_ISDIR(there.st_mode):
@@ -224,9 +222,6 @@ def touch(fd: int, used: float) -> None:
         os.utime(fd, ns=(max(int(used * 1e9), 0), os.fstat(fd).st_mtime_ns))
 
 
-# ---- opening ----
-
-
 def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: bool = True) -> int:
     """Opens a file, never blocking, and, where that is allowed, without making it look used.
 
@@ -316,11 +311,7 @@ def owned_file(fd: int, mode: str) -> io.FileIO:
 
 
 def unreadable(err: OSError, what: str = "file") -> IndexUnreadable:
-    found = err.strerror or str(err)
-    return IndexUnreadable(what, "readable bytes", found, "check its permissions and the disk")
-
-
-# ---- reading ----
+    return IndexUnreadable(what, "readable bytes", err.strerror or str(err), "check its permissions and the disk")
 
 
 def pread(fd: int, nbytes: int, offset: int) -> bytes:
@@ -404,9 +395,6 @@ def open_direct(fd: int) -> int | None:
     return None
 
 
-# ---- locks ----
-
-
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[bool]:
     """Keeps others from changing names in the folder meanwhile (flock of the folder). Gives whether it is locked.
@@ -485,14 +473,23 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def stat_named(dir_fd: int, name: str) -> os.stat_result | None:
+    """None where nothing has that name. Raises OSError where nobody can tell."""
+    try:
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
 def is_named(fd: int, dir_fd: int, name: str) -> bool:
     """Whether ``name`` is still the file that is open as ``fd``."""
-    ours = os.fstat(fd)
-    try:
-        there = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+    there = stat_named(dir_fd, name)
+    return there is not None and os.path.samestat(os.fstat(fd), there)
+
+
+def is_old(status: os.stat_result, grace_s: float) -> bool:
+    """Whether it was not changed within ``grace_s`` seconds; also where its time is to come: the clock was set back."""
+    return abs(time.time() - status.st_mtime) >= grace_s
 
 
 def remove_unlocked(dir_fd: int, *starts: str, grace_s: float) -> None:
@@ -505,6 +502,5 @@ def remove_unlocked(dir_fd: int, *starts: str, grace_s: float) -> None:
     for name in names:
         # NFS locks what can be written to.
         with contextlib.suppress(OSError), closing_fd(open_regular(name, os.O_RDWR, dir_fd=dir_fd)) as fd:
-            old = abs(time.time() - os.fstat(fd).st_mtime) >= grace_s  # of the future: the clock was set back
-            if old and try_lock(fd) and is_named(fd, dir_fd, name):
+            if is_old(os.fstat(fd), grace_s) and try_lock(fd) and is_named(fd, dir_fd, name):
                 os.unlink(name, dir_fd=dir_fd)

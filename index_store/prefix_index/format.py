@@ -12,7 +12,6 @@ import re
 import string
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -215,8 +214,6 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a positive integer below 2**53, found {value!r}")
 
 
-# ---- the file ----
-
 MAGIC: Final = b"\x89PFXIDX\n"
 END_MAGIC: Final = b"PFXEND\r\n"
 ALIGN: Final = 4096
@@ -250,7 +247,6 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 """
 
 _NAME = re.compile(r"[a-z][a-z0-9_.]{0,63}")
-_ADDRESS = attrgetter("name", "layer", "kv_head")
 _REBUILD = "delete the file and build the index again"
 
 
@@ -361,9 +357,6 @@ def _clip(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-# ---- building a header ----
-
-
 def lay_out(shapes: Iterable[tuple[ArrayKey, str, Sequence[int]]]) -> list[ArrayRecord]:
     """Places (key, dtype tag, shape) rows one after the other, 4 KiB apart, unsummed. Raises InvalidPayload."""
     records: list[ArrayRecord] = []
@@ -440,9 +433,6 @@ def unsealed(raw: bytes, form: struct.Struct, magic: bytes, version: int, what: 
     if found != version:
         raise corrupt(f"format version of {what}", version, found)
     return tuple(fields)
-
-
-# ---- checking a header ----
 
 
 def parse_prelude(raw: bytes, actual_nbytes: int) -> Prelude:
@@ -544,8 +534,3 @@ def _form_problem(key: tuple[str, int, int], dtype: str, shape: tuple[int, ...])
     if math.prod(d or 1 for d in shape) * DTYPES[dtype].itemsize > MAX_NBYTES:
         return f"shape of {key}", f"sizes, those of 0 aside, of at most {MAX_NBYTES} bytes together", shape
     return None
-
-
-def records_by_key(records: Sequence[ArrayRecord]) -> dict[ArrayKey, ArrayRecord]:
-    """Address -> row, in the order of the rows."""
-    return dict(zip(map(ArrayKey._make, map(_ADDRESS, records)), records, strict=True))

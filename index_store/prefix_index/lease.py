@@ -67,23 +67,21 @@ class FolderLeases:
         name = LEASE + digest
         with os_errors(self._folder), shard_fd(self._folder, shard_of(digest), create=self._access) as dir_fd:
             for _ in range(_RACES):
-                fd = self._open(dir_fd, name)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    ours = is_named(fd, dir_fd, name)
-                except OSError as err:
-                    os.close(fd)
-                    if isinstance(err, BlockingIOError):
+                with contextlib.ExitStack() as owned:
+                    file = owned.enter_context(owned_file(self._open(dir_fd, name), "r+b"))
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
                         return None
-                    if err.errno in _NO_LOCKS:
-                        return self._local.acquire(digest)
-                    raise
-                if ours:
-                    file = owned_file(fd, "r+b")
-                    close_in_children(file)
-                    return BuildLease(digest, partial(_give_back, self._folder, digest, file))
-                # The last holder unlinked it between our open and our lock.
-                os.close(fd)
+                    except OSError as err:
+                        if err.errno in _NO_LOCKS:
+                            return self._local.acquire(digest)
+                        raise
+                    # Otherwise the last holder unlinked it between our open and our lock.
+                    if is_named(file.fileno(), dir_fd, name):
+                        owned.pop_all()
+                        close_in_children(file)
+                        return BuildLease(digest, partial(_give_back, self._folder, digest, file))
         return None
 
     def _open(self, dir_fd: int, name: str) -> int:

@@ -52,7 +52,6 @@ from .format import (
     parse_entry,
     parse_prelude,
     parse_table,
-    records_by_key,
     xxh3_hex,
 )
 from .writer import IndexPayload, LazyArray
@@ -62,6 +61,7 @@ THREADS: Final = 8
 _VERIFY_NBYTES: Final = 64 << 20
 _READ_AHEAD_NBYTES: Final = 32 << 20
 _OFFSET: Final = attrgetter("offset")
+_ADDRESS: Final = attrgetter("name", "layer", "kv_head")
 
 IndexLookup: TypeAlias = str | IndexIdentity
 """An identity, or its ``digest`` (64 hex digits)."""
@@ -93,7 +93,8 @@ class IndexFile:
         self.spec: dict[str, Any] = table.spec
         self.stats: dict[str, Any] = table.stats
         self._data_offset = prelude.data_offset
-        self._records = records_by_key(table.arrays)
+        # Tens of thousands of rows: no property of each is asked.
+        self._records = dict(zip(map(ArrayKey._make, map(_ADDRESS, table.arrays)), table.arrays, strict=True))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, expected: IndexLookup | None = None) -> IndexFile:
@@ -276,10 +277,9 @@ def check_identity(expected: IndexLookup, found: IndexIdentity) -> None:
         raise IndexMismatch(what, left, right, "build an index for this model, prefix and profile")
 
 
-def read_entry(fd: int) -> tuple[Entry, int]:
-    """(first header section, file length) of an open file: two small reads. Raises as ``IndexFile.open``."""
-    nbytes = regular_size(fd)
-    return _read_head(fd, nbytes)[1], nbytes
+def read_entry(fd: int) -> Entry:
+    """The first header section of an open file: two small reads. Raises as ``IndexFile.open``."""
+    return _read_head(fd, regular_size(fd))[1]
 
 
 def _read_head(fd: int, nbytes: int) -> tuple[Prelude, Entry]:
@@ -289,9 +289,6 @@ def _read_head(fd: int, nbytes: int) -> tuple[Prelude, Entry]:
         head += pread(fd, prelude.table_offset - len(head), len(head))
     check_footer(pread(fd, ALIGN, nbytes - ALIGN), prelude)
     return prelude, parse_entry(head[PRELUDE.size : prelude.table_offset], prelude)
-
-
-# ---- bulk reads ----
 
 
 @dataclass

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -19,8 +18,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from .errors import IndexCorrupt, IndexForeign, IndexStoreError, IndexUnreadable, StoreFolderError
-from .folder import SUFFIX, Signature, closing_fd, pread
-from .format import is_digest, xxh3_hex
+from .folder import SUFFIX, Signature, closing_fd, is_old, open_regular, pread, stat_named
+from .format import xxh3_hex
 from .store import DEFAULT, IndexEntry, Retention, has_expired
 from .writer import PartialFile
 
@@ -31,13 +30,12 @@ _RETENTION: Final = msgspec.json.Decoder(Retention)
 
 def read_retention(dir_fd: int, digest: str) -> Retention:
     """The default where there is no sidecar. Raises IndexForeign for no file, IndexCorrupt, IndexUnreadable."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     what, remedy = "retention", "remove it, or set the retention again"
     try:
         status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise IndexForeign(what, "a regular file", "a link, folder, pipe or device", remedy)
-        fd = os.open(digest + KEEP_SUFFIX, flags, dir_fd=dir_fd)
+        fd = open_regular(digest + KEEP_SUFFIX, os.O_RDONLY, dir_fd=dir_fd)
     except FileNotFoundError:
         return DEFAULT
     except OSError as err:
@@ -103,7 +101,7 @@ def publish(
         raise StoreFolderError(what, err.expected, err.found, remedy) from err
     except IndexStoreError:
         before, damaged = DEFAULT, True
-    there = _exists(dir_fd, digest + SUFFIX)
+    there = stat_named(dir_fd, digest + SUFFIX) is not None
     kept = retention
     if kept is None:
         kept = before if there and not has_expired(before, now) else DEFAULT
@@ -134,15 +132,6 @@ def _longer(a: Retention, b: Retention) -> Retention:
     return Retention(pinned=a.pinned or b.pinned, expires=expires, name=b.name)
 
 
-def _exists(dir_fd: int, name: str) -> bool:
-    """Raises OSError where nobody can tell."""
-    try:
-        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def remove_orphans(dir_fd: int, names: Iterable[str], *, grace_s: float) -> None:
     """Removes the sidecars of ``names`` (digests) whose index is not there.
 
@@ -151,8 +140,7 @@ def remove_orphans(dir_fd: int, names: Iterable[str], *, grace_s: float) -> None
     for digest in names:
         with contextlib.suppress(OSError):
             status = os.stat(digest + KEEP_SUFFIX, dir_fd=dir_fd, follow_symlinks=False)
-            old = abs(time.time() - status.st_mtime) >= grace_s  # of the future: the clock was set back
-            if is_digest(digest) and old and not _exists(dir_fd, digest + SUFFIX):
+            if is_old(status, grace_s) and stat_named(dir_fd, digest + SUFFIX) is None:
                 os.unlink(digest + KEEP_SUFFIX, dir_fd=dir_fd)
 
 

@@ -276,8 +276,6 @@ class SharedStore(IndexStore):
             if full:
                 job.wait(self._timeout_s)
 
-    # ---- from remote stores ----
-
     def _get_remote(self, key: IndexLookup, digest: str, missing: IndexStoreError) -> IndexFile:
         if (known := self._unfetched(digest)) is not None:
             if isinstance(known, Link):
@@ -377,8 +375,6 @@ class SharedStore(IndexStore):
         with self._counting:
             if self._fetching == digest:
                 self._fetching = None
-
-    # ---- to remote stores ----
 
     def _look(self, what: str, check: Check) -> None:
         """Lists the remote stores, or opens those that could not be. What expired in the folder is deleted there. A

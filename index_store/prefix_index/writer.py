@@ -177,9 +177,6 @@ class _Place:
             self._start = self._end
 
 
-# ---- files ----
-
-
 class PartialFile:
     """A file on its way into a shard folder, all or nothing: ``create()``, ``write()``, ``publish()``; then sync the
     folder.

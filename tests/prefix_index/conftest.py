@@ -12,10 +12,9 @@ import pytest
 
 from prefix_index import ArrayKey, BuildInfo, FileStore, IndexPayload, IndexStore, SharedStore, link
 from prefix_index.remote import RemoteStore
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, Make, Shaky
 from tests.prefix_index.samples import sample_identity
-from tests.prefix_index.small_stores import SOON, Clock
+from tests.prefix_index.small_stores import SOON, Clock, balanced
 from tests.prefix_index.tiers import TIERS, Service
 
 #: By day of each kind the one that costs least.

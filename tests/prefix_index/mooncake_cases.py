@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,17 +19,17 @@ from hypothesis import settings
 from prefix_index import ArrayKey, IndexNotFound, IndexPayload, StoreClosed, StoreFull, StoreUnavailable
 from prefix_index.remote import Blobs, BlobsFailed, MooncakeBlobs, RemoteStore
 from tests.examples import examples
-from tests.prefix_index.balance import balanced
-from tests.prefix_index.machine import STEPS
 from tests.prefix_index.mooncake_cluster import HOST, Cluster, shared, shared_blobs
 from tests.prefix_index.remote_stores import check_values, killed_writers
 from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.test_store_machines import RemoteMachine
+from tests.prefix_index.small_stores import balanced, python
+from tests.prefix_index.test_store_machines import STEPS, RemoteMachine
 from tests.prefix_index.tiers import eventually
 
 DIGEST = sample_identity().digest
 SOON = 20.0
 """Seconds; Mooncake asks a dead machine for half a minute and more."""
+BLOBS = "MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])"
 FOLDERS = (f"case-{i}" for i in itertools.count())
 
 
@@ -50,6 +50,16 @@ def cluster() -> Iterator[Cluster]:
 def client(cluster: Cluster, **options: Any) -> RemoteStore:
     """A patient one; whoever breaks something takes the patience from it first."""
     return RemoteStore(cluster.blobs(), **{"timeout_s": 60.0, "chunk_nbytes": 1 << 20, **options})
+
+
+@contextlib.contextmanager
+def broken(cluster: Cluster) -> Iterator[tuple[RemoteStore, IndexPayload]]:
+    """One that has an index, and no patience for what is broken from now on."""
+    with client(cluster) as store:
+        payload = big_payload()
+        store.put(payload)
+        store._calls.timeout_s = 3.0
+        yield store, payload
 
 
 def big_payload(pages: int = 3, *, fill: int = 1, mib: int = 8) -> IndexPayload:
@@ -78,23 +88,14 @@ def put_and_get(store: RemoteStore, payload: IndexPayload) -> None:
     eventually(works, but=(StoreUnavailable,))
 
 
-# Values
-
-
 def test_values() -> None:
     blobs = shared_blobs()
     blobs.open(60)
     check_values(blobs, next(FOLDERS))
 
 
-# What dies
-
-
 def test_a_holder_killed_takes_its_values_and_nothing_else(cluster: Cluster) -> None:
-    with client(cluster) as store:
-        payload = big_payload()
-        store.put(payload)
-        store._calls.timeout_s = 3.0
+    with broken(cluster) as (store, payload):
         cluster.kill_holders()
         for _ in range(5):
             within(SOON, lambda: store.get(payload.identity), IndexNotFound, StoreUnavailable)
@@ -133,10 +134,7 @@ def test_a_holder_that_hangs_holds_nobody_up(cluster: Cluster) -> None:
 
 
 def test_a_master_killed_and_started_again(cluster: Cluster) -> None:
-    with client(cluster) as store:
-        payload = big_payload()
-        store.put(payload)
-        store._calls.timeout_s = 3.0
+    with broken(cluster) as (store, payload):
         cluster.kill_master()
         for call in (lambda: store.get(payload.identity), lambda: store.put(payload), store.rescan, store.sweep):
             within(SOON, call, StoreUnavailable)
@@ -159,13 +157,10 @@ def test_a_full_segment_evicts_and_nothing_is_ever_wrong() -> None:
             store.put(big_payload(pages, fill=pages))
         hits = 0
         for pages in range(1, 25):
-            try:
-                with store.get(sample_identity(range(16 * pages))) as index:
-                    index.verify()
-                    assert index.array("kv", 0)[0] == pages
-                    hits += 1
-            except IndexNotFound:
-                continue
+            with contextlib.suppress(IndexNotFound), store.get(sample_identity(range(16 * pages))) as index:
+                index.verify()
+                assert index.array("kv", 0)[0] == pages
+                hits += 1
         assert 0 < hits < 24
         store.rescan()
         store.sweep()
@@ -184,12 +179,8 @@ def test_what_may_have_been_evicted_while_it_was_read_is_a_miss() -> None:
 
 def test_a_writer_killed_at_any_moment(store: RemoteStore) -> None:
     store.put(sample_payload())
-    blobs, cluster = "MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])", shared()
-    for found in killed_writers(4, store, blobs, cluster.address, cluster.listing_url, HOST):
+    for found in killed_writers(4, store, BLOBS, shared().address, shared().listing_url, HOST):
         assert found or not store.contains(DIGEST)  # a manifest whose writer died in the middle of it is a miss
-
-
-# Ends
 
 
 def test_no_call_reaches_a_closed_client(cluster: Cluster) -> None:
@@ -212,22 +203,22 @@ def test_a_process_ends_while_a_call_hangs(cluster: Cluster) -> None:
     code = (
         "import sys; from prefix_index import StoreUnavailable; from prefix_index.remote import *\n"
         "from tests.prefix_index.samples import *\n"
-        "blobs = MooncakeBlobs(sys.argv[1], listing_url=sys.argv[2], host=sys.argv[3])\n"
+        f"blobs = {BLOBS}\n"
         "store = RemoteStore(blobs, timeout_s=60); store.open(); store.put(sample_payload())\n"
         "store._calls.timeout_s = 3; print('up', flush=True)\n"
         "sys.stdin.readline()\n"
         "try: store.get(sample_identity())\n"
         "except StoreUnavailable: print('unavailable', flush=True)\n"
     )
-    command = [sys.executable, "-c", code, cluster.address, cluster.listing_url, HOST]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    arguments, quiet = (cluster.address, cluster.listing_url, HOST), subprocess.DEVNULL
+    with python(code, *arguments, stdin=subprocess.PIPE, stderr=quiet) as process:
         assert process.stdout is not None
         assert process.stdin is not None
-        assert process.stdout.readline() == b"up\n"
+        assert process.stdout.readline() == "up\n"
         cluster.pause_holders()
-        process.stdin.write(b"go\n")
+        process.stdin.write("go\n")
         process.stdin.flush()
-        assert process.stdout.readline() == b"unavailable\n"
+        assert process.stdout.readline() == "unavailable\n"
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.7)  # its end waits for the call's: Mooncake crashes otherwise
         cluster.resume_holders()

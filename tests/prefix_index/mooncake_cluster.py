@@ -54,52 +54,30 @@ def why_not() -> str | None:
 
 def run_inside(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Runs a command in a fresh network namespace, its output in one stream; kills all of it when time is up."""
+    enter = ["timeout", "--signal=KILL", str(timeout_s), *_unshare(), sys.executable, __file__, "enter", *command]
     env = {**os.environ, **_QUIET, INSIDE: "1"}
-    enter = [*_unshare(), sys.executable, __file__, "enter", *command]
-    process = subprocess.Popen(
-        enter, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        output += f"\nkilled after {timeout_s:g} s"
-    return subprocess.CompletedProcess(enter, process.returncode, output)
+    return subprocess.run(enter, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 class Cluster:
-    """One master and its holders. Every process it starts ends with ``close()``."""
+    """One master and its holders, for a ``with`` block."""
 
     def __init__(self, *, segment_nbytes: int = 256 << 20, master_flags: Sequence[str] = ()) -> None:
         self._segment_nbytes = segment_nbytes
-        self._flags = list(master_flags)
-        self.port, self.http_port = _free_port(), _free_port()
-        self.master: subprocess.Popen[bytes] | None = None
+        self._flags = master_flags
+        self._ports = _free_port(), _free_port()
+        self.address, self.listing_url = f"{HOST}:{self._ports[0]}", f"http://{HOST}:{self._ports[1]}"
+        self.master: subprocess.Popen[bytes]
         self.holders: list[subprocess.Popen[bytes]] = []
 
-    @property
-    def address(self) -> str:
-        return f"{HOST}:{self.port}"
-
-    @property
-    def listing_url(self) -> str:
-        return f"http://{HOST}:{self.http_port}"
-
-    def start(self) -> Cluster:
-        self.start_master()
-        self.start_holder()
-        return self
-
     def start_master(self) -> None:
-        flags = {"rpc_address": HOST, "rpc_port": self.port, "rpc_thread_num": 2}
-        flags |= {"metrics_host": HOST, "metrics_port": self.http_port, "client_ttl": 2}
+        flags = {"rpc_address": HOST, "rpc_port": self._ports[0], "rpc_thread_num": 2}
+        flags |= {"metrics_host": HOST, "metrics_port": self._ports[1], "client_ttl": 2}
         command = [str(_master()), *(f"--{name}={value}" for name, value in flags.items()), *self._flags]
         self.master = _spawn(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 60.0
         while not self._is_up():
-            if time.monotonic() > deadline:
-                raise RuntimeError("the master did not start within 60 s")
+            assert time.monotonic() < deadline, "the master did not start within 60 s"
             time.sleep(0.05)
 
     def start_holder(self) -> None:
@@ -107,11 +85,9 @@ class Cluster:
         holder = _spawn(command, stdout=subprocess.PIPE)
         assert holder.stdout is not None
         self.holders.append(holder)
-        if holder.stdout.readline().strip() != b"holding":
-            raise RuntimeError("the holder of memory did not start")
+        assert holder.stdout.readline() == b"holding\n", "the holder of memory did not start"
 
     def kill_master(self) -> None:
-        assert self.master is not None
         self.master.kill()
         self.master.wait()
 
@@ -133,17 +109,15 @@ class Cluster:
     def blobs(self, **options: Any) -> MooncakeBlobs:
         return MooncakeBlobs(self.address, listing_url=self.listing_url, host=HOST, **options)
 
-    def close(self) -> None:
-        self.resume_holders()
-        self.kill_holders()
-        if self.master is not None:
-            self.kill_master()
-
     def __enter__(self) -> Cluster:
-        return self.start()
+        self.start_master()
+        self.start_holder()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.resume_holders()
+        self.kill_holders()
+        self.kill_master()
 
     def _is_up(self) -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.listing_url}/health", timeout=10):
@@ -155,9 +129,9 @@ class Cluster:
 def shared() -> Cluster:
     """The cluster that the tests of one process share; tests keep apart by the store's folder."""
     assert is_inside()
-    cluster = Cluster()
-    atexit.register(cluster.close)
-    return cluster.start()
+    everything = contextlib.ExitStack()
+    atexit.register(everything.close)
+    return everything.enter_context(Cluster())
 
 
 class _Kept(MooncakeBlobs):

@@ -17,10 +17,9 @@ from prefix_index import IndexNotFound, SharedStore
 from prefix_index.remote import BlobMissing, Blobs, BlobsFailed, BlobTooLong, ObjectBlobs, RemoteStore
 from prefix_index.remote.values import HEADER, value_header
 from prefix_index.remote.values import MANIFEST as MANIFEST_KIND
-from tests.prefix_index import s3_server
 from tests.prefix_index.samples import find, sample_identity
 from tests.prefix_index.small_stores import SOON, python
-from tests.prefix_index.tiers import eventually
+from tests.prefix_index.tiers import eventually, new_bucket
 
 LONG = tuple(range(64))
 CHUNK_NBYTES = 16 << 10
@@ -35,7 +34,7 @@ def file_blobs(folder: Path) -> ObjectBlobs:
 OBJECT_STORES: dict[str, Callable[[Path], ObjectBlobs]] = {
     "memory": lambda folder: ObjectBlobs("memory:///"),
     "file": file_blobs,
-    "s3": lambda folder: s3_server.new_bucket(),
+    "s3": lambda folder: new_bucket(),
 }
 #: Of fixtures; the server of S3 takes its time.
 OBJECT_STORE_NAMES = ["memory", "file", pytest.param("s3", marks=pytest.mark.full)]

@@ -1,4 +1,4 @@
-"""What tests of folders share: their files, a system that refuses, a clock, and real child processes."""
+"""What tests of folders share: files, a system that refuses, a clock, child processes, and books that balance."""
 
 from __future__ import annotations
 
@@ -12,15 +12,34 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import ArrayKey, FileStore, IndexFile, IndexIdentity, IndexPayload, IndexWriter, Retention
-from prefix_index.format import ALIGN, aligned
+from prefix_index import (
+    ArrayKey,
+    Ask,
+    FileStore,
+    IndexFile,
+    IndexIdentity,
+    IndexPayload,
+    IndexStore,
+    IndexUnreadable,
+    IndexWriter,
+    Retention,
+    SharedStore,
+    StoreUnavailable,
+)
+from prefix_index.folder import shard_fd
+from prefix_index.format import ALIGN, aligned, sealed
+from prefix_index.remote import RemoteStore
+from prefix_index.remote.values import Manifest
+from prefix_index.retention import read_retention
+from prefix_index.store import IndexSource
 from tests.prefix_index.samples import IDS, sample_payload
 
 ONE = IndexWriter(sample_payload()).nbytes
@@ -42,9 +61,7 @@ def in_threads(*works: Callable[[], object]) -> None:
             work.result()
 
 
-def refuse_call(
-    patch: pytest.MonkeyPatch, name: str, when: Callable[..., bool] = lambda *_: True, error: int = errno.EIO
-) -> None:
+def refuse_call(patch: pytest.MonkeyPatch, name: str, when: Callable[..., bool], error: int) -> None:
     """A call of ``os`` fails from now on where ``when`` says so of its arguments."""
     real = getattr(os, name)
 
@@ -59,6 +76,17 @@ def refuse_call(
 def refuse(patch: pytest.MonkeyPatch, path: Path, error: int) -> None:
     """Opening this file, or folder, fails from now on, whoever asks."""
     refuse_call(patch, "open", lambda at, flags, *_: Path(at).name == path.name and not flags & os.O_CREAT, error)
+
+
+@contextlib.contextmanager
+def refused(what: str | Path, when: Callable[..., bool] = lambda *_: True, error: int = errno.EIO) -> Iterator[None]:
+    """The same in the block: of a call of ``os``, or of opening a path."""
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(what, Path):
+            refuse(patch, what, error)
+        else:
+            refuse_call(patch, what, when, error)
+        yield
 
 
 def flip(path: Path, at: int, mask: int = 1) -> None:
@@ -86,6 +114,11 @@ def dump(payload: IndexPayload) -> bytes:
     writer.write(out)
     assert writer.nbytes == len(out.getvalue())
     return out.getvalue()
+
+
+def of_version(version: int, raw: bytes) -> bytes:
+    """A file, or a value of a remote store, that says so, with the right checksum."""
+    return sealed(raw[:8] + bytes([version]) + raw[9:64]) + raw[64:]
 
 
 def drop_from_page_cache(path: Path) -> None:
@@ -131,6 +164,24 @@ class Clock:
 def opened(path: Path, **options: Any) -> FileStore:
     store = FileStore(path, **{"create": True, **options})
     store.open()
+    return store
+
+
+def holding(path: Path, *identities: IndexIdentity, retention: Retention | None = None, **options: Any) -> FileStore:
+    """A store that is open, and has these."""
+    store = opened(path, **options)
+    for identity in identities:
+        store.put(sample_payload(identity), retention=retention)
+    return store
+
+
+def filled(path: Path, count: int, clock: Clock | None = None, **options: Any) -> FileStore:
+    """A store that is open, and was given the first of IDS, one every ten seconds."""
+    clock = clock or Clock()
+    store = opened(path, clock=clock, **options)
+    for identity in IDS[:count]:
+        clock.now += 10
+        store.put(sample_payload(identity))
     return store
 
 
@@ -201,3 +252,50 @@ class Line:
 def outlasts(a: Retention, b: Retention) -> bool:
     """Whether ``a`` keeps an index at least as long as ``b``."""
     return a.pinned >= b.pinned and (a.expires is None or (b.expires is not None and a.expires >= b.expires))
+
+
+def balanced(store: IndexSource) -> None:
+    """Raises AssertionError with both sides. Meaningful while nobody else changes what is there."""
+    if isinstance(store, SharedStore):
+        balanced(store.local)
+        if store._teller.settle(60):
+            for link in store._links:
+                with contextlib.suppress(StoreUnavailable):
+                    link.ask(partial(balanced, link.store))
+    elif isinstance(store, FileStore):
+        store.rescan()
+        _files(store)
+    elif isinstance(store, RemoteStore):
+        _values(store)
+    for entry in store.list() if isinstance(store, IndexStore) else ():
+        identity = entry.identity
+        hashes = [*[bytes(32)] * (identity.num_tokens // identity.page_tokens - 1), bytes.fromhex(identity.prefix_hash)]
+        ask = Ask(identity.namespace, hashes, identity.model, identity.profile_digest, identity.page_tokens)
+        assert store.longest(ask) is not None, f"{entry.digest} is listed only"
+
+
+def _files(store: FileStore) -> None:
+    """Names, sizes and retentions, but for what the system refused: of that, what was known stays."""
+    problems = {
+        problem.path: problem.error for problem in store.problems() if problem.path not in store._books.unremovable
+    }
+    shards = [
+        path for path in store.folder.iterdir() if len(path.name) == 2 and path.is_dir() and not path.is_symlink()
+    ]
+    files = [path for shard in shards if str(shard) not in problems for path in shard.glob("[!.]*.pfxindex")]
+    there = {path.stem: path.lstat().st_size for path in files if str(path) not in problems}
+    held = {d: e for d, e in store.catalog.all_held() if str(store.path_of(d).parent) not in problems}
+    assert {digest: entry.nbytes for digest, entry in held.items()} == there, "files"
+    for digest, entry in held.items():
+        problem = problems.get(str(store.path_of(digest).with_suffix(".pfxkeep")))
+        if not isinstance(problem, IndexUnreadable):
+            with shard_fd(store.folder, digest[:2]) as fd:
+                kept = Retention() if problem is not None else read_retention(fd, digest)
+            assert entry.retention == kept, f"retention of {digest}"
+
+
+def _values(store: RemoteStore) -> None:
+    found = store._scan(full=False)
+    outcomes = store._values.manifests([d for d, names in found.items() if names.tag is not None])
+    there = {d: m.listed for d, m in outcomes.items() if isinstance(m, Manifest) and d not in store.catalog.problems}
+    assert dict(store.catalog.all_held()) == there, "entries"

@@ -8,18 +8,20 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, InvalidPayload, Retention, StoreFolderError
+from prefix_index import FileStore, IndexNotFound, InvalidPayload, Retention, StoreFolderError
+from prefix_index import folder as folder_module
 from prefix_index.connect import open_store
 from prefix_index.service import StoreServer
-from tests.prefix_index.balance import balanced
-from tests.prefix_index.samples import IDS, PINNED, sample_payload
-from tests.prefix_index.small_stores import ONE, fork, index_file, keep_file, opened, python, reap
-from tests.prefix_index.tiers import copies_in
+from tests.prefix_index.samples import IDS, PINNED, identity_of, read_fill, sample_payload
+from tests.prefix_index.small_stores import ONE, SOON, balanced, fork, holding, index_file, keep_file, opened, reap
+from tests.prefix_index.tiers import copies_in, endpoint_in
 
 NOBODY = 65534
 
@@ -40,23 +42,23 @@ def usual_umask() -> object:
     os.umask(before)
 
 
-@pytest.mark.parametrize("parents", [False, True])
-def test_a_new_store_is_its_owners_alone(folder: Path, parents: bool) -> None:
-    folder = folder / "below" / "store" if parents else folder
-    with opened(folder) as store, store.lease(IDS[1]) or pytest.fail("held"):
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        assert modes(folder) == {0o700}
-        assert file_modes(folder) == {0o600}
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, "0750"), (0o077, 0o750), (0o022, 0o770)])
-def test_mode_and_group_are_settings(folder: Path, umask: int, mode: int | str) -> None:
+@pytest.mark.parametrize(
+    ("umask", "options", "mode"),
+    [
+        (0o022, {}, 0o700),
+        (0o022, {"mode": "0750", "group": os.getgid()}, 0o2750),
+        (0o077, {"mode": 0o750, "group": os.getgid()}, 0o2750),
+        (0o022, {"mode": 0o770, "group": os.getgid()}, 0o2770),
+    ],
+)
+def test_a_new_store_is_its_owners_alone_or_as_mode_and_group_say(
+    folder: Path, umask: int, options: dict[str, Any], mode: int
+) -> None:
     os.umask(umask)
-    bits = int(mode, 8) if isinstance(mode, str) else mode
-    with opened(folder, mode=mode, group=os.getgid()) as store, store.lease(IDS[1]) or pytest.fail("held"):
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        assert modes(folder) == {bits | stat.S_ISGID}
-        assert file_modes(folder) == {bits & 0o666}
+    folder = folder / "below" / "store"
+    with holding(folder, IDS[0], retention=PINNED, **options) as store, store.lease(IDS[1]) or pytest.fail("held"):
+        assert modes(folder) == {mode}
+        assert file_modes(folder) == {mode & 0o666}
         assert {path.stat().st_gid for path in folder.rglob("*")} == {os.getgid()}
 
 
@@ -70,26 +72,11 @@ def test_modes_that_keep_the_owner_out_and_groups_that_are_none_are_refused(fold
 
 def test_who_names_no_mode_keeps_to_that_of_the_folder(folder: Path) -> None:
     """A pin by a command, say, in a store that a group shares."""
-    with opened(folder, mode="0770") as store:
-        store.put(sample_payload(IDS[0]))
-    with opened(folder) as store:
+    holding(folder, IDS[0], mode="0770").close()
+    with holding(folder, IDS[1]) as store:
         store.retain(IDS[0], PINNED)
-        store.put(sample_payload(IDS[1]))
     assert modes(folder) == {0o770}
     assert file_modes(folder) == {0o660}
-
-
-def as_somebody_else(work: Callable[[], None]) -> int | None:
-    """In a child that may not write to this user's folders; its exit status."""
-
-    def child() -> None:
-        if os.geteuid() == 0:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-        work()
-
-    return reap(fork(child), 120)
 
 
 @pytest.fixture
@@ -103,19 +90,22 @@ def public() -> Iterator[Path]:
 
 def test_another_users_store_is_read(public: Path) -> None:
     folder = public / "store"
-    with opened(folder, mode=0o755) as store:
-        store.put(sample_payload(IDS[0], fill=4), retention=PINNED)
+    holding(folder, IDS[0], retention=PINNED, mode=0o755).close()
     if os.geteuid() != 0:
         for place in (*folder.iterdir(), folder):
             place.chmod(0o555)
 
     def read() -> None:
+        """As somebody who may not write to this user's folders."""
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
         with pytest.raises(StoreFolderError, match="expected a writable folder, found no permission"):
             FileStore(folder).open()
         with open_store(folder, write=False) as store:  # type: ignore[attr-defined]
             assert [(e.identity, e.retention) for e in store.list()] == [(IDS[0], PINNED)]
-            with store.get(IDS[0]) as index:
-                index.verify()
+            assert read_fill(store) == 0
             store.rescan()
             balanced(store)
             for write in (
@@ -129,33 +119,22 @@ def test_another_users_store_is_read(public: Path) -> None:
                     write()
             assert list(store.collect()) == []
 
-    assert as_somebody_else(read) == 0
+    assert reap(fork(read), 120) == 0
     assert index_file(folder, IDS[0]).exists()
     assert keep_file(folder, IDS[0]).exists()
     for place in (folder, *folder.iterdir()):
         place.chmod(0o700)
 
 
-def test_what_cannot_be_read_either_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
-    with pytest.raises(StoreFolderError, match="expected a readable folder, found no permission; change"):
-        FileStore(folder, write=False).open()
-
-
 def test_two_tiers_are_never_one_folder(folder: Path, tmp_path: Path) -> None:
     """Dropping a copy would remove the index."""
     folder.mkdir()
-    (tmp_path / "run").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(StoreFolderError, match=r"tiers of a store: expected different folders, found .* twice; give"):
-        StoreServer(FileStore(folder, copies=copies_in(tmp_path / "link")), f"ipc://{tmp_path}/run/s").open()
+        StoreServer(FileStore(folder, copies=copies_in(tmp_path / "link")), endpoint_in(tmp_path)).open()
     for addresses in ([folder, tmp_path / "link"], [folder, "memory:///", "file://" + str(folder)]):
         with pytest.raises(StoreFolderError, match="expected different folders"):
             open_store(addresses)
-
-
-# Two processes
 
 
 def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,37 +153,30 @@ def test_a_store_that_somebody_keeps_locked_goes_on(folder: Path, monkeypatch: p
             os.close(fd)
 
 
-# Each index is written once: while one is replaced, the old and the new file are there, above the cap.
-WRITER = """
-import sys
-from prefix_index import FileStore, IndexNotFound, folder
-from tests.prefix_index.samples import sample_identity, sample_payload
-folder._EXCLUSIVE_WAIT_S = 120.0  # who gives up waiting may exceed the cap: here nobody does, however slow
-with FileStore(sys.argv[1], max_bytes=int(sys.argv[3])) as store:
-    for step in range(60):
-        i = 1000 * int(sys.argv[2]) + step
-        store.put(sample_payload(sample_identity(range(i, i + 32)), fill=i))
-        for entry in store.list():
-            try:
-                with store.get(entry.digest) as index:
-                    index.verify()
-            except IndexNotFound:
-                pass
-        if step % 10 == 0:
-            store.collect()
-    assert not store.problems(), store.problems()
-"""
+def write(path: Path, number: int, cap: int) -> None:
+    """Each index once: while one is replaced, the old and the new file are there, above the cap."""
+    folder_module._EXCLUSIVE_WAIT_S = 120.0  # type: ignore[misc]  # who gives up waiting may exceed the cap
+    with opened(path, max_bytes=cap) as store:
+        for step in range(60):
+            store.put(sample_payload(identity_of(100 * number + step), fill=step))
+            for entry in store.list():
+                with contextlib.suppress(IndexNotFound):
+                    read_fill(store, entry.digest)
+            if step % 10 == 0:
+                store.collect()
+        assert list(store.problems()) == []
 
 
 def test_processes_keep_one_cap_together(folder: Path) -> None:
     cap = 5 * ONE + 100
     with opened(folder) as store:
-        children = [python(WRITER, folder, i, cap, stdout=None) for i in range(3)]
+        children = [fork(partial(write, folder, number, cap)) for number in range(3)]
         most = 0
         fd = os.open(folder, os.O_RDONLY)
         running = True
         while running:
-            running = any(child.poll() is None for child in children)  # so the last look is at what they leave
+            ended = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in children]
+            running = None in ended  # so the last look is at what they leave
             fcntl.flock(fd, fcntl.LOCK_EX)  # so that nothing gets a name, or takes room, while files are counted
             sizes = 0
             for path in (*folder.rglob("*.pfxindex"), *folder.rglob(".partial-*")):
@@ -214,7 +186,7 @@ def test_processes_keep_one_cap_together(folder: Path) -> None:
             most = max(most, sizes)
             time.sleep(0.03)
         os.close(fd)
-        assert [child.wait() for child in children] == [0, 0, 0]
+        assert [reap(pid, SOON) for pid in children] == [0, 0, 0]
         store.rescan()
         assert store._books.used_bytes <= cap
         assert cap - ONE < most <= cap

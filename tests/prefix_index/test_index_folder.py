@@ -15,10 +15,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import xxhash
 
 from prefix_index import (
-    Ask,
     FileStore,
     IndexCorrupt,
     IndexForeign,
@@ -26,21 +24,14 @@ from prefix_index import (
     IndexNotFound,
     IndexTooNew,
     StoreFolderError,
-    namespace_digest,
-    page_hashes,
 )
-from tests.prefix_index.balance import balanced
-from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
-from tests.prefix_index.small_stores import opened
+from tests.prefix_index.samples import IDS, read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import balanced, index_file, of_version, opened
 
 
 def put_file(folder: Path, **options: Any) -> Path:
     with opened(folder) as store:
         return Path(store.put(sample_payload(**options)).path or "")
-
-
-def longest(store: FileStore) -> object:
-    return store.longest(Ask(namespace_digest({}), page_hashes(range(32)), sample_model(), "profile-1"))
 
 
 def test_layout_on_disk_which_a_new_store_finds_and_no_salt_in_it(folder: Path) -> None:
@@ -52,8 +43,7 @@ def test_layout_on_disk_which_a_new_store_finds_and_no_salt_in_it(folder: Path) 
     assert salt.encode() not in path.read_bytes()
     with opened(folder, create=False) as store:
         assert [entry.identity for entry in store.list()] == [identity]
-        with store.get(identity) as index:
-            assert index.array("channels")[0] == 5
+        assert read_fill(store, identity) == 5
 
 
 def test_what_is_no_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +57,10 @@ def test_what_is_no_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyP
             opened(folder, create=create)
     folder.unlink()
     folder.mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(StoreFolderError, match="expected a writable folder, found no permission; change"):
-        opened(folder)
+    for write, kind in ((True, "writable"), (False, "readable")):
+        monkeypatch.setattr(os, "access", lambda path, mode, write=write: not (write or mode & os.R_OK))
+        with pytest.raises(StoreFolderError, match=f"expected a {kind} folder, found no permission; change"):
+            opened(folder, create=False, write=write)
 
 
 def test_changes_within_one_tick_of_the_clock_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,36 +79,27 @@ def test_changes_within_one_tick_of_the_clock_are_seen(folder: Path, monkeypatch
 def test_bad_files_are_problems_with_names(folder: Path, fixture_file: Path) -> None:
     good = put_file(folder)
     raw = fixture_file.read_bytes()
-    others = {i: sample_identity(range(i, i + 32)).digest for i in range(1, 6)}
-
-    def plant(digest: str, data: bytes) -> Path:
-        path = folder / digest[:2] / f"{digest}.pfxindex"
+    notes, readme = good.parent / "notes", folder / "README.txt"
+    link, pipe = (good.with_name(f"{good.parent.name}{digit * 62}.pfxindex") for digit in "01")
+    link.symlink_to(good)
+    os.mkfifo(pipe)
+    (folder / ".hidden").write_text("ignored")
+    planted: dict[Path, tuple[bytes, type[Exception]]] = {
+        index_file(folder, IDS[1]): (raw[:5000], IndexCorrupt),
+        index_file(folder, IDS[2]): (b"not an index at all", IndexForeign),
+        index_file(folder, IDS[3]): (raw, IndexMismatch),
+        index_file(folder, IDS[4]): (of_version(9, raw), IndexTooNew),
+        index_file(folder, IDS[5]): (b"", IndexCorrupt),
+        readme: (b"hello", IndexForeign),
+        notes: (b"hello", IndexForeign),
+    }
+    for path, (data, _) in planted.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-        return path
-
-    expected: dict[Path, type[Exception]] = {
-        plant(others[1], raw[:5000]): IndexCorrupt,
-        plant(others[2], b"not an index at all"): IndexForeign,
-        plant(others[3], raw): IndexMismatch,
-        plant(others[4], newer(raw)): IndexTooNew,
-        plant(others[5], b""): IndexCorrupt,
-        folder / "README.txt": IndexForeign,
-        good.parent / "notes": IndexForeign,
-    }
-    (folder / "README.txt").write_text("hello")
-    (good.parent / "notes").write_text("hello")
-    link = good.parent / (good.parent.name + "0" * 62 + ".pfxindex")
-    link.symlink_to(good)
-    expected[link] = IndexForeign
-    pipe = good.parent / (good.parent.name + "1" * 62 + ".pfxindex")
-    os.mkfifo(pipe)
-    expected[pipe] = IndexForeign
-    (folder / ".hidden").write_text("ignored")
+    expected = {path: error for path, (_, error) in planted.items()} | {link: IndexForeign, pipe: IndexForeign}
     with opened(folder) as store:
         assert [e.digest for e in store.list()] == [sample_identity().digest]
-        found = {Path(p.path): type(p.error) for p in store.problems()}
-        assert found == expected
+        assert {Path(p.path): type(p.error) for p in store.problems()} == expected
         for problem in store.problems():
             assert problem.path in str(problem.error)
         for path in expected:
@@ -128,13 +110,8 @@ def test_bad_files_are_problems_with_names(folder: Path, fixture_file: Path) -> 
                     store.get(digest)
                 assert store.delete(digest)
         balanced(store)
-        assert {Path(p.path) for p in store.problems()} == {folder / "README.txt", good.parent / "notes"}
+        assert {Path(p.path) for p in store.problems()} == {readme, notes}
         assert good.exists()
-
-
-def newer(raw: bytes) -> bytes:
-    head = raw[:8] + (9).to_bytes(4, "little") + raw[12:56]
-    return head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little") + raw[64:]
 
 
 def test_linked_shard_folder_is_not_followed(folder: Path, tmp_path: Path) -> None:
@@ -158,19 +135,19 @@ def test_partials_are_ignored_and_the_dead_ones_removed(folder: Path) -> None:
         (shard / name).write_bytes(b"x" * 100)
     for name in (names[0], names[2]):
         os.utime(shard / name, (1, 1))
-    with (shard / names[2]).open("rb") as alive:
-        fcntl.flock(alive, fcntl.LOCK_EX)
-        with opened(folder) as store:
+
+    def left(**options: Any) -> list[str]:
+        with opened(folder, **options) as store:
             assert len(store.list()) == 1
             assert list(store.problems()) == []
-            assert sorted(p.name for p in shard.glob(".partial-*")) == names[1:]
-    with opened(folder) as store:
-        assert [p.name for p in shard.glob(".partial-*")] == names[1:2]
-    with opened(folder, partial_grace_s=0.0) as store:
-        assert list(shard.glob(".partial-*")) == []
+        return sorted(p.name for p in shard.glob(".partial-*"))
 
+    with (shard / names[2]).open("rb") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        assert left() == names[1:]
+    assert left() == names[1:2]
+    assert left(partial_grace_s=0.0) == []
 
-# Build leases
 
 DIGEST = sample_identity().digest
 

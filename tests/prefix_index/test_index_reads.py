@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import prefix_index.reader as reader_module
 from prefix_index import (
     ArrayKey,
-    FileStore,
     IndexCorrupt,
     IndexFile,
     IndexNotFound,
@@ -31,11 +30,11 @@ from prefix_index import (
     Retention,
     StoreClosed,
 )
-from prefix_index.folder import bulk_reads, open_direct
+from prefix_index.folder import bulk_reads
 from prefix_index.format import aligned
 from prefix_index.reader import fresh_buffer, pieces_of, run
-from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.small_stores import drop_from_page_cache, dump, flip, in_memory, place_of
+from tests.prefix_index.samples import sample_identity
+from tests.prefix_index.small_stores import drop_from_page_cache, dump, flip, holding, in_memory, place_of
 
 PIECE = 16384
 SIZES = (1, 0, 4096, 4095, 4097, 16384, 16385, 20480, 3, 100_001, 65536, 12288)
@@ -74,14 +73,6 @@ def index(path: Path) -> Iterator[IndexFile]:
         yield index
 
 
-def has_direct(path: Path) -> bool:
-    with path.open("rb") as file:
-        fd = open_direct(file.fileno())
-    if fd is not None:
-        os.close(fd)
-    return fd is not None
-
-
 def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = None) -> None:
     wanted = sorted(payload.arrays, key=lambda k: (k.layer, k.name, k.kv_head)) if keys is None else keys
     assert list(found) == list(wanted)
@@ -96,11 +87,11 @@ def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = N
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_path_gives_what_was_written(path: Path, payload: IndexPayload, threads: int, cached: bool) -> None:
-    for mode in (True, False):
+    for direct in (True, False):
         with IndexFile.open(path) as index:
             if not cached:
                 drop_from_page_cache(path)
-            found = index.read_many(threads=threads, direct=mode)
+            found = index.read_many(threads=threads, direct=direct)
         assert_same(found, payload)  # after close(): the arrays are the caller's
 
 
@@ -160,6 +151,7 @@ def test_a_file_that_is_cut_after_it_was_opened_gives_the_right_bytes_or_an_erro
     for cut in (at for edge in range(0, len(whole), 4096) for at in (edge - 1, edge, edge + 1) if at >= 0):
         with IndexFile.open(path) as index:
             os.truncate(path, cut)
+            carried = index.payload().arrays
             for key, direct in itertools.product(index.keys, (True, False)):
                 record = index.record(key)
                 if not record.nbytes or place_of(index, key) + aligned(record.nbytes) <= cut:
@@ -167,6 +159,8 @@ def test_a_file_that_is_cut_after_it_was_opened_gives_the_right_bytes_or_an_erro
                 else:
                     with pytest.raises(IndexCorrupt):
                         index.read_many([key], direct=direct)
+                    with pytest.raises(IndexCorrupt):
+                        carried[key].load()  # type: ignore[union-attr]
         path.write_bytes(whole)
 
 
@@ -261,15 +255,11 @@ def test_an_error_leaves_no_thread_behind(index: IndexFile) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("index-read")]
 
 
-# First reads of a process
-
-
 READ_ALL_RECORDS = """
 import sys
 import prefix_index.remote
 from prefix_index import FileStore
-from prefix_index.remote.claims import LeaseRecord
-from prefix_index.remote.values import LEASE, LEASES, pack_record, unpack_record
+from prefix_index.remote.values import LEASE, LEASES, LeaseRecord, pack_record, unpack_record
 
 worked_out = set()
 
@@ -291,7 +281,6 @@ print(*sorted(worked_out))
 
 def test_types_of_records_are_worked_out_before_any_thread_reads_one(tmp_path: Path) -> None:
     """msgspec does so in Python at a type's first use; processes whose threads did it together died (SIGSEGV)."""
-    with FileStore(tmp_path / "store", create=True) as store:
-        store.put(sample_payload(sample_identity()), retention=Retention(pinned=True))
+    holding(tmp_path / "store", sample_identity(), retention=Retention(pinned=True)).close()
     ran = subprocess.run([sys.executable, "-c", READ_ALL_RECORDS, tmp_path / "store"], capture_output=True, timeout=300)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"\n", b"")

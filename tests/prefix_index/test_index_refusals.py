@@ -16,46 +16,40 @@ from unittest.mock import Mock
 
 import pytest
 
-from prefix_index import (
-    FileStore,
-    IndexCorrupt,
-    IndexFile,
-    IndexPayload,
-    IndexStoreError,
-    IndexUnreadable,
-    Retention,
-    StoreFolderError,
-    books,
-)
-from tests.prefix_index.balance import balanced
-from tests.prefix_index.samples import IDS, PINNED, find, read_fill, sample_identity, sample_payload
+from prefix_index import FileStore, IndexCorrupt, IndexUnreadable, Retention, StoreFolderError, books
+from tests.prefix_index.samples import IDS, PINNED, find, read_fill, sample_payload
 from tests.prefix_index.small_stores import (
     ONE,
     Clock,
+    balanced,
+    filled,
     flip,
-    fork,
     held,
+    holding,
     index_file,
     keep_file,
     opened,
-    reap,
-    refuse,
-    refuse_call,
+    refused,
     settled,
 )
 from tests.prefix_index.tiers import copies_in
 
-# ---- what passes is no verdict ----
+
+def paths(store: FileStore) -> list[Path]:
+    """What the store's problems are about."""
+    return [Path(problem.path) for problem in store.problems()]
+
+
+def retentions(store: FileStore) -> list[Retention]:
+    return [entry.retention for entry in store.list()]
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("what", ["index", "shard"])
-def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str) -> None:
+    with holding(folder, IDS[0]) as store:
         path = index_file(folder, IDS[0])
-        with monkeypatch.context() as patch:
-            refuse(patch, path if what == "index" else path.parent, error)
+        with refused(path if what == "index" else path.parent, error=error):
             with pytest.raises(IndexUnreadable):
                 store.get(IDS[0])
             assert not store.contains(IDS[0])
@@ -65,45 +59,38 @@ def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str, m
 
 
 @pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
-def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as writer:
-        writer.put(sample_payload(IDS[0]), retention=PINNED)
+def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str) -> None:
+    holding(folder, IDS[0], retention=PINNED).close()
     settled(folder)
     path = index_file(folder, IDS[0]).with_suffix(suffix)
-    with monkeypatch.context() as patch:
-        refuse(patch, path, errno.EIO)
+    with refused(path):
         store = opened(folder)
-        assert [Path(p.path) for p in store.problems()] == [path]
+        assert paths(store) == [path]
         assert isinstance(store.problems()[0].error, IndexUnreadable)
         balanced(store)
     with store:
         store.rescan()
-        assert [e.retention for e in store.list()] == [PINNED]
+        assert retentions(store) == [PINNED]
         assert list(store.problems()) == []
-        with monkeypatch.context() as patch:
-            refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
+        with refused(keep_file(folder, IDS[0])):
             store.rescan(full=True)
-            assert [e.retention for e in store.list()] == [PINNED]
+            assert retentions(store) == [PINNED]
         balanced(store)
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES, errno.EIO])
-def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
-    folder: Path, error: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(folder) as store, opened(folder) as other:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
+def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(folder: Path, error: int) -> None:
+    with holding(folder, IDS[0], retention=PINNED) as store, opened(folder) as other:
         used = store._books.used_bytes
         other.put(sample_payload(IDS[1]))
         settled(folder)
         shard = index_file(folder, IDS[0]).parent
-        with monkeypatch.context() as patch:
-            refuse(patch, shard, error)
+        with refused(shard, error=error):
             for full in (False, True):
                 store.rescan(full=full)
                 assert IDS[0] in [e.identity for e in store.list()]
                 assert store._books.used_bytes >= used
-                assert [Path(p.path) for p in store.problems()] == [shard]
+                assert paths(store) == [shard]
                 with pytest.raises(StoreFolderError, match="folder of indexes: expected one that can be listed, found"):
                     raise store.problems()[0].error
                 balanced(store)
@@ -117,8 +104,7 @@ def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(
 
 def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dram = folder.parent / "dram"
-    with opened(folder, copies=copies_in(dram)) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0], copies=copies_in(dram)) as store:
         assert store._copier.settle(60)
         with monkeypatch.context() as patch:
             none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
@@ -129,119 +115,91 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
         assert index_file(dram, IDS[0]).exists()
 
 
-# ---- what stands still ----
+def standing() -> contextlib.AbstractContextManager[None]:
+    """The first index cannot be removed in the block."""
+    return refused("unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
 
 
-def filled(folder: Path, count: int, **options: Any) -> FileStore:
-    store = opened(folder, clock=Clock(), **options)
-    for i in range(count):
-        store._clock.now += 10  # type: ignore[attr-defined]
-        store.put(sample_payload(IDS[i]))
-    return store
-
-
-def test_the_next_one_leaves_for_one_that_cannot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_one_leaves_for_one_that_cannot(folder: Path) -> None:
     with filled(folder, 3, max_bytes=3 * ONE) as store:
-        refuse_call(monkeypatch, "unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
-        store.put(sample_payload(IDS[3]))
-        assert held(store) == {0, 2, 3}
-        assert store._books.used_bytes == 3 * ONE
-        assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
-        with pytest.raises(StoreFolderError, match="index that must leave: expected a file to remove, found Operation"):
-            raise store.problems()[0].error
-        assert store.contains(IDS[0])
-        balanced(store)
-        monkeypatch.undo()
+        with standing():
+            store.put(sample_payload(IDS[3]))
+            assert held(store) == {0, 2, 3}
+            assert store._books.used_bytes == 3 * ONE
+            assert paths(store) == [index_file(folder, IDS[0])]
+            message = "index that must leave: expected a file to remove, found Operation"
+            with pytest.raises(StoreFolderError, match=message):
+                raise store.problems()[0].error
+            assert store.contains(IDS[0])
+            balanced(store)
         assert store.delete(IDS[0])
         assert list(store.problems()) == []
 
 
-def test_collect_tells_what_it_could_not_remove(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collect_tells_what_it_could_not_remove(folder: Path) -> None:
     filled(folder, 3).close()
     with opened(folder, max_bytes=2 * ONE) as store:
-        refuse_call(monkeypatch, "unlink", lambda name, *_: IDS[0].digest in str(name), errno.EPERM)
-        assert [e.identity for e in store.collect()] == [IDS[1]]
-        assert held(store) == {0, 2}
-        assert [Path(p.path) for p in store.problems()] == [index_file(folder, IDS[0])]
-        store.retain(IDS[0], Retention(expires=1.0))
-        assert list(store.collect()) == []
-        balanced(store)
-        monkeypatch.undo()
+        with standing():
+            assert [e.identity for e in store.collect()] == [IDS[1]]
+            assert held(store) == {0, 2}
+            assert paths(store) == [index_file(folder, IDS[0])]
+            store.retain(IDS[0], Retention(expires=1.0))
+            assert list(store.collect()) == []
+            balanced(store)
         assert [e.identity for e in store.collect()] == [IDS[0]]
         assert list(store.problems()) == []
 
 
-# ---- retention ----
+def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path) -> None:
+    with holding(folder, IDS[0], retention=PINNED) as store:
+        message = r"retention of index .*, which is to be replaced: expected"
+        with refused(keep_file(folder, IDS[0])), pytest.raises(StoreFolderError, match=message):
+            store.put(sample_payload(IDS[0], fill=2))
+        assert read_fill(store) == 0
+        assert retentions(store) == [PINNED]
 
 
-def test_an_index_whose_retention_cannot_be_read_is_not_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0], fill=1), retention=PINNED)
-        with monkeypatch.context() as patch:
-            refuse(patch, keep_file(folder, IDS[0]), errno.EIO)
-            with pytest.raises(StoreFolderError, match=r"retention of index .*, which is to be replaced: expected"):
-                store.put(sample_payload(IDS[0], fill=2))
-        assert read_fill(store, IDS[0]) == 1
-        assert [e.retention for e in store.list()] == [PINNED]
-
-
-def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0], fill=1), retention=Retention(expires=4e9))
-        with monkeypatch.context() as patch:
-            refuse_call(patch, "unlink", lambda name, *_: str(name).endswith(".pfxkeep"))
-            with pytest.raises(StoreFolderError):
-                store.put(sample_payload(IDS[0], fill=2), retention=Retention())
+def test_a_retention_that_cannot_be_lengthened_is_no_success(folder: Path) -> None:
+    with holding(folder, IDS[0], retention=Retention(expires=4e9)) as store:
+        with refused("unlink", lambda name, *_: str(name).endswith(".pfxkeep")), pytest.raises(StoreFolderError):
+            store.put(sample_payload(IDS[0], fill=2), retention=Retention())
         store.rescan()
-        with store.get(IDS[0]) as index:
-            assert (index.stats["fill"], store.list()[0].retention) == (1, Retention(expires=4e9))
+        assert (read_fill(store), retentions(store)) == (0, [Retention(expires=4e9)])
 
 
-def test_an_index_that_cannot_be_read_now_is_not_told_to_be_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-    refuse(monkeypatch, index_file(folder, IDS[0]), errno.EMFILE)
-    with opened(folder) as store:
+def test_an_index_that_cannot_be_read_now_is_not_told_to_be_none(folder: Path) -> None:
+    holding(folder, IDS[0]).close()
+    with refused(index_file(folder, IDS[0]), error=errno.EMFILE):
+        store = opened(folder)
         with pytest.raises(IndexUnreadable):
             store.retain(IDS[0], PINNED)
-        monkeypatch.undo()
+    with store:
         assert store.retain(IDS[0], PINNED).retention == PINNED
 
 
-def test_an_index_whose_retention_is_not_known_leaves_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
+def test_an_index_whose_retention_is_not_known_leaves_last(folder: Path) -> None:
+    with holding(folder, IDS[0], retention=PINNED) as store:
         store.put(sample_payload(IDS[1]))
-    refuse(monkeypatch, keep_file(folder, IDS[0]), errno.EIO)
-    with opened(folder, max_bytes=2 * ONE) as store:
+    with refused(keep_file(folder, IDS[0])), opened(folder, max_bytes=2 * ONE) as store:
         assert {e.identity: e.retention for e in store.list()} == {IDS[0]: Retention(pinned=True), IDS[1]: Retention()}
         store.put(sample_payload(IDS[2]))
         store.put(sample_payload(IDS[3]))
         store.collect()
-        assert {e.identity for e in store.list()} == {IDS[0], IDS[3]}
-    monkeypatch.undo()
+        assert held(store) == {0, 3}
     with opened(folder) as store:
-        assert store.list()[[e.identity for e in store.list()].index(IDS[0])].retention == PINNED
+        assert PINNED in retentions(store)
 
 
-def test_nothing_leaves_by_what_was_known_of_a_folder_that_cannot_be_listed(
-    folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(folder, clock=clock) as store, opened(folder, clock=clock) as other:
-        store.put(sample_payload(IDS[0]), retention=Retention(expires=clock.now + 10))
-        other.rescan()
+def test_nothing_leaves_by_what_was_known_of_a_folder_that_cannot_be_listed(folder: Path, clock: Clock) -> None:
+    over = Retention(expires=clock.now + 10)
+    with holding(folder, IDS[0], retention=over, clock=clock) as store, opened(folder, clock=clock) as other:
         other.retain(IDS[0], PINNED)
         clock.now += 20
-        with monkeypatch.context() as patch:
-            refuse_call(patch, "scandir", lambda place: isinstance(place, int))
+        with refused("scandir", lambda place: isinstance(place, int)):
             assert list(store.collect()) == []
-        other.rescan()
-        assert [(e.identity, e.retention) for e in other.list()] == [(IDS[0], PINNED)]
-        store.rescan()
-        assert [(e.identity, e.retention) for e in store.list()] == [(IDS[0], PINNED)]
-
-
-# ---- looking ----
+        for one in (other, store):
+            one.rescan()
+            assert (held(one), retentions(one)) == ({0}, [PINNED])
 
 
 @pytest.fixture
@@ -263,8 +221,7 @@ def test_folders_that_do_not_change_are_not_listed_again(
 ) -> None:
     """Whatever their time says: the clock was set back, or is another one's."""
     monkeypatch.setattr(books, "_SETTLES_S", 0.05)
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         for place in (folder, index_file(folder, IDS[0]).parent):
             os.utime(place, (place.stat().st_atime, place.stat().st_mtime + ahead_s))
         for _ in range(2):
@@ -274,19 +231,20 @@ def test_folders_that_do_not_change_are_not_listed_again(
         listed.clear()
         store.rescan()
         assert listed == []
-        with opened(folder) as other:
-            other.put(sample_payload(IDS[1]))
+        holding(folder, IDS[1]).close()
         store.rescan()
         assert {e.identity for e in store.list()} == {IDS[0], IDS[1]}
 
 
 def test_very_many_foreign_files_are_some_problems_and_a_number(folder: Path, listed: list[object]) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        shard = index_file(folder, IDS[0]).parent
-        for place in (folder, shard):
-            for number in range(150):
-                (place / f"foreign-{number}").touch()
+    with holding(folder, IDS[0]) as store:
+        foreign = [
+            place / f"foreign-{number}"
+            for place in (folder, index_file(folder, IDS[0]).parent)
+            for number in range(150)
+        ]
+        for path in foreign:
+            path.touch()
         settled(folder)
         os.utime(folder, (1e9, 1e9))
         store.rescan()
@@ -297,16 +255,14 @@ def test_very_many_foreign_files_are_some_problems_and_a_number(folder: Path, li
         listed.clear()
         store.rescan()
         assert listed == []
-        for place in (folder, shard):
-            for number in range(150):
-                (place / f"foreign-{number}").unlink()
+        for path in foreign:
+            path.unlink()
         store.rescan()
         assert list(store.problems()) == []
 
 
 def test_look_ups_do_not_wait_for_a_rescan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload())
+    with holding(folder, IDS[0]) as store:
         with stuck_listing(monkeypatch) as begun:
             thread = threading.Thread(target=store.rescan, kwargs={"full": True})
             thread.start()
@@ -337,50 +293,24 @@ def stuck_listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             over.set()
 
 
-# ---- reading, not mapping ----
-
-
-def test_a_file_that_is_cut_while_it_is_carried_is_an_error_and_no_signal(folder: Path) -> None:
-    def work() -> None:
-        with opened(folder) as store, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("prefix_index.reader._READ_AHEAD_NBYTES", 0)
-            store.put(sample_payload(IDS[0], values_per_array=1 << 14))
-            index: IndexFile = store.get(IDS[0])
-            payload: IndexPayload = index.payload()
-            first, *_, last = (array for array in payload.arrays.values())
-            first.load()  # type: ignore[union-attr]
-            os.truncate(index_file(folder, IDS[0]), 8192)
-            with pytest.raises(IndexStoreError):
-                last.load()  # type: ignore[union-attr]
-
-    assert reap(fork(work), 120) == 0
-
-
-# Reports of damage
-
-ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
-
-
 def test_a_file_that_another_process_replaced_is_offered_again(folder: Path) -> None:
-    with opened(folder) as store, opened(folder) as other:
-        store.put(sample_payload())
-        with store.get(sample_identity()) as index:
-            assert store.report(index, ERROR)
+    with holding(folder, IDS[0]) as store, opened(folder) as other:
+        with store.get(IDS[0]) as index:
+            assert store.report(index, IndexCorrupt("checksum", expected="a", found="b", remedy="build again"))
         other.put(sample_payload(fill=2))
-        assert store.contains(sample_identity())  # even before a rescan
+        assert store.contains(IDS[0])  # even before a rescan
         assert read_fill(store) == 2
         store.rescan()
         assert list(store.problems()) == []
 
 
 def test_a_damaged_header_is_found_by_get_and_stays_hidden(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload())
-        flip(index_file(folder, sample_identity()), 100)
+    with holding(folder, IDS[0]) as store:
+        flip(index_file(folder, IDS[0]), 100)
         for _ in range(2):
             with pytest.raises(IndexCorrupt, match="header entry checksum"):
-                store.get(sample_identity())
-            assert not store.contains(sample_identity())
+                store.get(IDS[0])
+            assert not store.contains(IDS[0])
             assert list(store.list()) == []
         assert len(store.problems()) == 1
 
@@ -398,8 +328,7 @@ def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
             named.set()
             assert deleted.wait(60)
 
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         writer = threading.Thread(target=store.put, args=(sample_payload(IDS[0]),))
         monkeypatch.setattr(os, "fsync", slow)
         writer.start()
@@ -416,15 +345,13 @@ def test_a_put_whose_file_was_deleted_meanwhile_is_not_listed_for_ever(
         balanced(store)
 
 
-def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(fill=1))
+def test_after_a_failed_last_sync_the_books_tell_what_is_there(folder: Path) -> None:
+    with holding(folder, IDS[0]) as store:
         settled(folder)
         store.rescan()
-        with monkeypatch.context() as patch:
-            refuse_call(patch, "fsync", lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode))
-            with pytest.raises(Exception, match="Input/output error"):
-                store.put(sample_payload(values_per_array=4096, fill=2))
-        nbytes = index_file(folder, sample_identity()).stat().st_size
+        failing = refused("fsync", lambda fd: stat.S_ISDIR(os.fstat(fd).st_mode))
+        with failing, pytest.raises(StoreFolderError, match="Input/output error"):
+            store.put(sample_payload(values_per_array=4096, fill=2))
+        nbytes = index_file(folder, IDS[0]).stat().st_size
         assert [e.nbytes for e in store.list()] == [nbytes]
         balanced(store)

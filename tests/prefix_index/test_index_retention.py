@@ -1,5 +1,5 @@
 """How long an index in a folder stays: sidecars, read by other stores, damaged, orphaned or half written; who leaves a
-full store; and a folder's limits: its byte cap and the disk's free space.
+full store; a folder's limits: its byte cap and the disk's free space; and what is written down of all that left.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,28 @@ from prefix_index import (
     StoreFolderError,
     StoreFull,
     file,
+    read_removals,
+    removals,
 )
-from prefix_index.folder import Signature
-from prefix_index.removals import NAME
+from prefix_index.folder import Signature, folder_fd
 from prefix_index.retention import Candidate, choose_victims, remove_orphans
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import IDS, PINNED, sample_payload
-from tests.prefix_index.small_stores import ONE, Clock, held, index_file, keep_file, opened, refuse_call
+from tests.prefix_index.small_stores import (
+    ONE,
+    Clock,
+    balanced,
+    filled,
+    held,
+    holding,
+    index_file,
+    keep_file,
+    opened,
+    refused,
+)
 
 
 def test_a_sidecar_on_disk(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         path = keep_file(folder, IDS[0])
         assert not path.exists()
         store.retain(IDS[0], Retention(pinned=True, expires=4e9))
@@ -47,20 +57,19 @@ def test_a_sidecar_on_disk(folder: Path) -> None:
         assert checksum.decode() == xxhash.xxh3_64_hexdigest(IDS[0].digest.encode() + b"\n" + kept)
         assert path.stat().st_mode & 0o777 == 0o600
         assert store.delete(IDS[0])
-        assert [p.name for p in folder.rglob("*") if p.is_file()] == [NAME]
+        assert [p.name for p in folder.rglob("*") if p.is_file()] == [removals.NAME]
 
 
 def test_a_sidecar_from_before_names_is_read(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         seal(keep_file(folder, IDS[0]), b'{"pinned":true,"expires":null}')
         store.rescan()
         assert [e.retention for e in store.list()] == [Retention(pinned=True)]
 
 
 def test_expiry_set_elsewhere_does_not_hide_what_was_put_since(folder: Path, clock: Clock) -> None:
-    with opened(folder, clock=clock) as store, opened(folder, clock=clock) as other:
-        store.put(sample_payload(IDS[0]), retention=Retention(expires=clock.now + 10))
+    over = Retention(expires=clock.now + 10)
+    with holding(folder, IDS[0], retention=over, clock=clock) as store, opened(folder, clock=clock) as other:
         clock.now += 20
         other.put(sample_payload(IDS[0], fill=1))
         assert store.contains(IDS[0])
@@ -96,8 +105,7 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
     plant, error, message = PLANTS[kind]
     target = tmp_path / "target"
     target.write_bytes(b'{"pinned":true}')
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0]) as store:
         path = keep_file(folder, IDS[0])
         plant(path, target)
         for full in (False, True):
@@ -135,8 +143,7 @@ def test_a_bad_sidecar_is_a_problem_and_counts_as_none(folder: Path, tmp_path: P
 
 
 def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=Retention(expires=1.0))
+    with holding(folder, IDS[0], retention=Retention(expires=1.0)) as store:
         index_file(folder, IDS[0]).unlink()
         assert store.put(sample_payload(IDS[0])).retention == Retention()
         assert store.contains(IDS[0])
@@ -144,17 +151,11 @@ def test_an_orphan_speaks_for_no_new_index(folder: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, PINNED, Retention(expires=1.0)])
 @pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
-def test_a_failed_put_leaves_the_retention(
-    folder: Path, before: Retention | None, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(folder) as store:
-        if before is not None:
-            store.put(sample_payload(IDS[0], fill=1), retention=before)
+def test_a_failed_put_leaves_the_retention(folder: Path, before: Retention | None, suffix: str) -> None:
+    with holding(folder, *([] if before is None else [IDS[0]]), retention=before) as store:
         files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-        with monkeypatch.context() as patch:
-            refuse_call(patch, "rename", lambda _, to: to.endswith(suffix), errno.ENOSPC)
-            with pytest.raises(StoreFull):
-                store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
+        with refused("rename", lambda _, to: to.endswith(suffix), errno.ENOSPC), pytest.raises(StoreFull):
+            store.put(sample_payload(IDS[0], fill=2), retention=Retention(expires=5e9))
         store.rescan()
         balanced(store)
         if suffix == ".pfxkeep" and before is not None:
@@ -165,9 +166,7 @@ def test_a_failed_put_leaves_the_retention(
 
 def test_an_index_that_is_gone_keeps_the_sidecar_of_who_is_about_to_name_it(folder: Path) -> None:
     kept = Retention(expires=4e9)
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]))
-        store.retain(IDS[0], kept)
+    with holding(folder, IDS[0], retention=kept) as store:
         path = index_file(folder, IDS[0])
         seen = Signature.of(os.lstat(path)), kept
         path.unlink()
@@ -177,58 +176,47 @@ def test_an_index_that_is_gone_keeps_the_sidecar_of_who_is_about_to_name_it(fold
 
 def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:
     """The clock was set back."""
-    with opened(folder) as store:
-        store.put(sample_payload(IDS[0]), retention=PINNED)
-        shard = index_file(folder, IDS[0]).parent
-        index_file(folder, IDS[0]).unlink()
-        left = [shard / ".partial-1-deadbeefdeadbeef", shard / f".lease-{IDS[0].digest}", keep_file(folder, IDS[0])]
-        for path in left:
+
+    def leave(*paths: Path) -> None:
+        for path in paths:
             path.touch()
             os.utime(path, (time.time() + 3600, time.time() + 3600))
+
+    with holding(folder, IDS[0], retention=PINNED) as store:
+        kept, shard = keep_file(folder, IDS[0]), index_file(folder, IDS[0]).parent
+        index_file(folder, IDS[0]).unlink()
+        partial, lease = shard / ".partial-1-deadbeefdeadbeef", shard / f".lease-{IDS[0].digest}"
+        leave(partial, lease, kept)
         store.collect()
-        assert [path.name for path in left if path.exists()] == []
-        left[0].touch()
-        os.utime(left[0], (time.time() + 3600, time.time() + 3600))
+        assert [path.name for path in (partial, lease, kept) if path.exists()] == []
+        leave(partial, kept)
         store._clean(60.0)
-        assert not left[0].exists()
-        fd = os.open(shard, os.O_RDONLY)
-        keep_file(folder, IDS[0]).touch()
-        os.utime(keep_file(folder, IDS[0]), (time.time() + 3600, time.time() + 3600))
-        remove_orphans(fd, [IDS[0].digest], grace_s=60.0)
-        os.close(fd)
-        assert not keep_file(folder, IDS[0]).exists()
+        assert not partial.exists()
+        with folder_fd(shard) as fd:
+            remove_orphans(fd, [IDS[0].digest], grace_s=60.0)
+        assert not kept.exists()
 
 
 @pytest.mark.parametrize("what", ["retain", "put"])
 def test_nothing_fails_behind_the_rename_of_a_retention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    rename, fstat, armed = os.rename, os.fstat, []
+    rename, armed = os.rename, list[bool]()
 
     def renaming(*args: Any, **options: Any) -> None:
         rename(*args, **options)
-        armed.extend([1] if str(args[1]).endswith(".pfxkeep") else [])
+        armed.extend([True] if str(args[1]).endswith(".pfxkeep") else [])
 
-    def looking(fd: int) -> os.stat_result:
-        if armed:
-            armed.clear()
-            raise OSError(errno.EIO, "Input/output error")
-        return fstat(fd)
-
-    with FileStore(tmp_path / "store", create=True) as store:
-        store.put(sample_payload(fill=1))
+    with holding(folder, IDS[0]) as store:
         monkeypatch.setattr(os, "rename", renaming)
-        monkeypatch.setattr(os, "fstat", looking)
-        if what == "retain":
-            store.retain(sample_payload().identity, Retention(pinned=True))
-        else:
-            store.put(sample_payload(fill=2), retention=Retention(pinned=True))
+        with refused("fstat", lambda _: bool(armed) and armed.pop()):
+            if what == "retain":
+                store.retain(IDS[0], Retention(pinned=True))
+            else:
+                store.put(sample_payload(fill=2), retention=Retention(pinned=True))
         monkeypatch.undo()
         store.rescan(full=True)
         assert [entry.retention.pinned for entry in store.list()] == [True]
-
-
-# Eviction
 
 
 def candidate(number: int, last_used: float, retention: Retention | None = None) -> Candidate:
@@ -264,12 +252,8 @@ def test_a_use_in_the_future_is_the_latest() -> None:
     assert leave([candidate(0, 1e9), candidate(1, 2e9), candidate(2, 100)], 200) == [2, 0]
 
 
-# A folder's byte cap.
-
-
 def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:
-    with opened(folder, max_bytes=2 * ONE) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0], max_bytes=2 * ONE) as store:
         store.put(sample_payload(IDS[1]), retention=Retention(expires=1.0))
         with pytest.raises(StoreFull, match=r"store: index store: expected room for \d+ bytes \(max_bytes=90112, min"):
             store.put(sample_payload(IDS[2], values_per_array=1 << 16))
@@ -286,10 +270,7 @@ def test_what_cannot_fit_evicts_nobody(folder: Path) -> None:
 def test_collect_brings_a_folder_under_a_smaller_cap_and_removes_nothing_without_one(
     folder: Path, clock: Clock
 ) -> None:
-    with opened(folder, clock=clock) as store:
-        for identity in IDS[:4]:
-            clock.now += 10
-            store.put(sample_payload(identity))
+    with filled(folder, 4, clock) as store:
         assert list(store.collect()) == []
     with opened(folder, max_bytes=2 * ONE, clock=clock) as store:
         assert held(store) == {0, 1, 2, 3}
@@ -303,8 +284,7 @@ def test_collect_brings_a_folder_under_a_smaller_cap_and_removes_nothing_without
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_write_under_way_takes_room_and_a_dead_one_does_not(folder: Path, alive: bool) -> None:
-    with opened(folder, max_bytes=2 * ONE) as store:
-        store.put(sample_payload(IDS[0]))
+    with holding(folder, IDS[0], max_bytes=2 * ONE) as store:
         partial = index_file(folder, IDS[0]).with_name(".partial-1-other")
         with partial.open("wb") as writer:
             writer.truncate(ONE)
@@ -314,9 +294,6 @@ def test_a_write_under_way_takes_room_and_a_dead_one_does_not(folder: Path, aliv
             store.put(sample_payload(IDS[1]))
             assert held(store) == ({1} if alive else {0, 1})
             assert partial.exists() == alive
-
-
-# The disk's free space.
 
 
 @pytest.mark.parametrize("max_bytes", [None, 1 << 40])
@@ -353,12 +330,8 @@ def test_free_space_floor(
         assert held(store) == {5}
 
 
-# Recency
-
-
-def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder, clock=clock) as store, opened(folder) as other:
-        store.put(sample_payload(IDS[0]))
+def test_recency_is_the_access_time(folder: Path, clock: Clock) -> None:
+    with holding(folder, IDS[0], clock=clock) as store, opened(folder) as other:
         path = index_file(folder, IDS[0])
         put = path.stat()
         assert put.st_atime == clock.now
@@ -381,5 +354,108 @@ def test_recency_is_the_access_time(folder: Path, clock: Clock, monkeypatch: pyt
         store.get(IDS[0]).close()
         assert path.stat().st_atime == got.st_atime + 2
         clock.now += 20_000
-        refuse_call(monkeypatch, "utime")
-        store.get(IDS[0]).close()  # whose time cannot be set is read all the same
+        with refused("utime"):
+            store.get(IDS[0]).close()  # whose time cannot be set is read all the same
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[FileStore]:
+    with opened(folder) as store:
+        for number in range(4):
+            store.put(sample_payload(IDS[number]), retention=Retention(name=f"index {number}"))
+        yield store
+
+
+def told(folder: Path) -> list[tuple[Any, ...]]:
+    return [(one.identity, one.name, one.why) for one in read_removals(folder)]
+
+
+def test_each_way_to_leave_is_written_down_the_newest_first(store: FileStore, folder: Path) -> None:
+    assert told(folder) == []
+    begun = time.time()
+    store.delete(IDS[0])
+    assert not store.delete(IDS[0]), "one that is not there leaves no record"
+    store.retain(IDS[1], Retention(name="index 1", expires=1.0))
+    store.collect()
+    store.get(IDS[3]).close()
+    nbytes = sum(entry.nbytes for entry in store.list())
+    with FileStore(folder, max_bytes=nbytes - 1) as store:
+        assert [entry.identity for entry in store.collect()] == [IDS[2]]
+        assert store.problems() == (), "the record is no index, and no problem"
+    assert told(folder) == [
+        (IDS[2], "index 2", "evicted"),
+        (IDS[1], "index 1", "expired"),
+        (IDS[0], "index 0", "removed"),
+    ]
+    assert all(begun <= one.removed <= time.time() for one in read_removals(folder))
+    assert (folder / removals.NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_an_index_that_left_twice_is_told_once(store: FileStore, folder: Path) -> None:
+    for _ in range(2):
+        store.delete(IDS[0])
+        store.put(sample_payload(IDS[0]))
+    assert [identity for identity, *_ in told(folder)] == [IDS[0]]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\x00 nonsense\n", b'{"identity": {}, "removed": 1}\n', b'{"identity":\n'])
+def test_a_damaged_record_hides_nothing_else(store: FileStore, folder: Path, damage: bytes) -> None:
+    store.delete(IDS[0])
+    with (folder / removals.NAME).open("ab") as file:
+        file.write(damage)
+    store.delete(IDS[1])
+    assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_an_index_leaves_though_nothing_can_be_written_down(
+    store: FileStore, folder: Path, kind: str, tmp_path: Path
+) -> None:
+    record, elsewhere = folder / removals.NAME, tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not ours")
+    if kind == "folder":
+        record.mkdir()
+    elif kind == "link":
+        record.symlink_to(elsewhere)
+    else:
+        os.mkfifo(record)
+    assert store.delete(IDS[0])
+    assert not store.contains(IDS[0])
+    assert told(folder) == []
+    assert elsewhere.read_bytes() == b"not ours"
+
+
+def test_of_a_record_of_any_size_only_the_end_is_read(store: FileStore, folder: Path) -> None:
+    record = folder / removals.NAME
+    store.delete(IDS[0])
+    line = record.read_bytes()
+    with record.open("r+b") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + line)
+    store.delete(IDS[1])
+    assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
+    assert record.stat().st_size < 3 * removals.MAX_NBYTES
+
+
+def test_what_a_dead_process_left_while_it_shortened_the_record_goes(
+    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removals, "MAX_NBYTES", 0)
+    left = folder / f"{removals.PARTIAL}{os.getpid()}"
+    store.delete(IDS[0])
+    left.write_bytes(b"of another process of this number\n" * 100)
+    store.delete(IDS[1])
+    assert b"of another" not in (folder / removals.NAME).read_bytes()
+    left.write_bytes(b"of one that is dead")
+    young = folder / f"{removals.PARTIAL}1"
+    young.write_bytes(b"of one that may live")
+    os.utime(left, (1e9, 1e9))
+    with FileStore(folder):
+        assert (left.exists(), young.exists()) == (False, True)
+    os.utime(young, (1e9, 1e9))
+    with FileStore(folder, partial_grace_s=1e12) as store:
+        assert young.exists()
+        store._partial_grace_s = 60.0
+        store.collect()
+    assert not young.exists()

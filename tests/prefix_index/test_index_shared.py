@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,7 +31,14 @@ from tests.prefix_index.tiers import eventually
 
 ERROR = IndexCorrupt("a test", expected="a", found="b", remedy="none")
 
-# Between machines
+
+@pytest.fixture
+def store(make: Make) -> SharedStore:
+    """A machine that has published an index."""
+    store = make("a")
+    store.put(sample_payload(fill=5))
+    assert flushed(store)
+    return store
 
 
 def test_what_one_machine_built_the_others_find_and_keep(make: Make, tmp_path: Path) -> None:
@@ -87,10 +94,7 @@ def test_one_lease_among_machines_and_a_local_one_while_the_remote_store_is_away
         assert two.lease(DIGEST) is None
 
 
-def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky) -> None:
-    store = make("a")
-    store.put(sample_payload())
-    assert flushed(store)
+def test_what_expired_here_is_a_miss_and_deleted_there(store: SharedStore, blobs: Shaky) -> None:
     store.retain(DIGEST, Retention(expires=1.0))
     for full in (False, True):
         store.rescan(full=full)
@@ -103,24 +107,16 @@ def test_what_expired_here_is_a_miss_and_deleted_there(make: Make, blobs: Shaky)
     assert (longest(store), store.contains(DIGEST)) == (0, False)
 
 
-def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(make: Make) -> None:
-    one, two = make("a"), make("b")
-    one.put(sample_payload())
-    assert flushed(one)
-    two.rescan(full=True)
+def test_an_index_that_only_a_remote_store_has_is_kept_in_the_folder(store: SharedStore, make: Make) -> None:
+    two = make("b")
+    eventually(lambda: longest(two) == 32)
     kept = Retention(pinned=True, name="tools")
     assert two.retain(DIGEST, kept).retention == kept
     assert [entry.retention for entry in two.local.list()] == [kept]
 
 
-# A remote store that loses
-
-
-def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> None:
-    store = make("a")
-    entry = store.put(sample_payload(fill=5))
-    assert flushed(store)
-    path = Path(str(entry.path))
+def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(store: SharedStore) -> None:
+    path = store.local.path_of(DIGEST)
     raw = bytearray(path.read_bytes())
     raw[raw.index(bytes([5] * 4))] ^= 1
     path.write_bytes(raw)
@@ -134,17 +130,14 @@ def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(make: Make) -> Non
     assert read_fill(store.local) == 5
 
 
-def test_a_report_about_an_older_index_changes_nothing(make: Make) -> None:
-    store = make("a")
-    store.put(sample_payload(fill=1))
+def test_a_report_about_an_older_index_changes_nothing(store: SharedStore) -> None:
     with store.get(DIGEST) as old:
-        assert flushed(store)
         store.put(sample_payload(fill=2))
     assert not store.report(old, ERROR)
     assert flushed(store)
     assert read_fill(store) == 2
     store.local.delete(DIGEST)
-    assert read_fill(store) == 1, "the remote store's"
+    assert read_fill(store) == 5, "the remote store's"
     assert list(store.problems()) == []
 
 
@@ -173,31 +166,22 @@ def test_what_is_wrong_though_its_bytes_are_whole_goes_there_too_and_is_put_agai
 
 
 def test_what_the_system_does_not_give_now_is_served_from_there_and_neither_reported_nor_replaced(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    store: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = make("a")
-    entry = store.put(sample_payload(fill=5))
+    path = store.local.path_of(DIGEST)
+    inode = path.stat().st_ino
+    none_left = IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "open_fd", Mock(side_effect=none_left))
+        assert read_fill(store) == 5
+        assert store.counters.hits_remote == 1
+        store.put(sample_payload(sample_identity(LONG), fill=6))
+        assert not store.flush(0.2), "the publication is tried again"
     assert flushed(store)
-    inode = Path(str(entry.path)).stat().st_ino
-    opened = folder.open_fd
-
-    def refuse(*_: Any, **__: Any) -> int:
-        raise IndexUnreadable("file", expected="a descriptor", found="none left", remedy="wait")
-
-    monkeypatch.setattr(folder, "open_fd", refuse)
-    assert read_fill(store) == 5
-    assert store.counters.hits_remote == 1
-    store.put(sample_payload(sample_identity(LONG), fill=6))
-    assert not store.flush(0.2), "the publication is tried again"
-    monkeypatch.setattr(folder, "open_fd", opened)
-    assert flushed(store)
-    assert Path(str(entry.path)).stat().st_ino == inode
+    assert path.stat().st_ino == inode
     assert (read_fill(store), read_fill(store, sample_identity(LONG))) == (5, 6)
     assert store.remotes[0].contains(sample_identity(LONG))
     assert list(store.problems()) == []
-
-
-# Local comes first
 
 
 def test_what_local_refuses_is_refused(make: Make, blobs: Shaky) -> None:
@@ -208,13 +192,11 @@ def test_what_local_refuses_is_refused(make: Make, blobs: Shaky) -> None:
     assert blobs.names("prefix_index") == {}
 
 
-def test_what_local_has_no_room_for_is_served_from_remote(make: Make) -> None:
-    one, two = make("a"), make("b", max_bytes=4096)
-    one.put(sample_payload(fill=5))
-    assert flushed(one)
+def test_what_local_has_no_room_for_is_served_from_remote(store: SharedStore, make: Make) -> None:
+    two = make("b", max_bytes=4096)
     assert [read_fill(two) for _ in range(3)] == [5, 5, 5]
     assert (two.counters.hits_remote, two.counters.fetch_failures) == (3, 1)
-    assert [store.get(sample_identity()).tier for store in (one, two)] == ["disk", "remote"]
+    assert [one.get(DIGEST).tier for one in (store, two)] == ["disk", "remote"]
 
 
 def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs: Shaky) -> None:
@@ -241,10 +223,8 @@ def test_an_index_is_read_where_it_is_while_it_is_changed_here(make: Make, blobs
 
 
 @pytest.mark.parametrize("change", ["put", "delete"])
-def test_a_fetch_never_undoes_what_came_meanwhile(make: Make, blobs: Shaky, change: str) -> None:
-    one, two = make("a"), make("b")
-    one.put(sample_payload(fill=1))
-    assert flushed(one)
+def test_a_fetch_never_undoes_what_came_meanwhile(store: SharedStore, make: Make, blobs: Shaky, change: str) -> None:
+    two = make("b")
     blobs.reading.clear()
     blobs.gate.clear()
     two._fetcher.request(DIGEST)
@@ -303,9 +283,6 @@ def test_a_lease_that_ends_in_a_garbage_collection_stops_nobody(tmp_path: Path) 
             process.kill()
 
 
-# A remote store that is away, hangs or fails
-
-
 def test_the_store_opens_without_its_remote_store_and_finds_it_later(make: Make, blobs: Shaky) -> None:
     with RemoteStore(blobs) as other:
         other.put(sample_payload(sample_identity(LONG)))
@@ -326,14 +303,10 @@ def test_the_store_opens_without_its_remote_store_and_finds_it_later(make: Make,
     assert store.counters.published == 1
 
 
-def test_a_deletion_reaches_a_remote_store_that_was_away(make: Make, blobs: Shaky) -> None:
-    store = make("a")
-    store.put(sample_payload())
-    assert flushed(store)
+def test_a_deletion_reaches_a_remote_store_that_was_away(store: SharedStore, blobs: Shaky) -> None:
     blobs.fails = True
     assert store.delete(DIGEST)
     assert (longest(store), store.contains(DIGEST), list(store.list())) == (0, False, [])
-    assert blobs._store is not None
     assert ObjectBlobs.names(blobs, "prefix_index") != {}  # past the network, which fails until this was looked at
     blobs.fails = False
     store.rescan()
@@ -393,16 +366,10 @@ def test_closing_while_something_is_published_takes_a_bounded_time(make: Make, b
     eventually(lambda: store.remotes[0].contains(DIGEST))
 
 
-# What a machine does to a store that others use, when it starts
-
-
 @pytest.mark.parametrize("what", ["manifest", "000001"])
 def test_what_is_damaged_there_says_nothing_of_the_folder_s_which_takes_its_place(
-    make: Make, blobs: Shaky, what: str
+    store: SharedStore, blobs: Shaky, what: str
 ) -> None:
-    store = make("a")
-    store.put(sample_payload(fill=5))
-    assert flushed(store)
     damage(blobs, next(name for name in blobs.names("prefix_index") if name.endswith(what)), flip_bit(900))
     with pytest.raises(IndexFormatError):
         store.remotes[0].get(DIGEST)

@@ -31,10 +31,10 @@ from prefix_index import (
     SharedStore,
     StoreClosed,
 )
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import (
     PINNED,
     PROMPT,
+    fill_of,
     find,
     miss,
     read_fill,
@@ -42,7 +42,7 @@ from tests.prefix_index.samples import (
     sample_model,
     sample_payload,
 )
-from tests.prefix_index.small_stores import SOON, in_threads
+from tests.prefix_index.small_stores import SOON, balanced, in_threads
 from tests.prefix_index.tiers import eventually
 
 ERROR = IndexCorrupt("checksum", expected="a", found="b", remedy="build again")
@@ -59,11 +59,8 @@ def test_put_then_get(store: IndexStore) -> None:
         assert index.identity == payload.identity
         assert index.spec == payload.spec
         assert index.nbytes == entry.nbytes
-        index.verify()
-        index.close()
-    assert read_fill(store) == 0
-    assert store.contains(payload.identity)
-    assert store.contains(entry.digest)
+        assert fill_of(index) == 0
+        assert store.contains(key)
 
 
 def test_touch_is_a_use_and_an_index_that_is_not_there_has_none(store: IndexStore, tmp_path: Path) -> None:
@@ -98,11 +95,10 @@ def test_longest_asks_for_the_exact_namespace_model_and_profile(store: IndexStor
     store.put(sample_payload(sample_identity(PROMPT, extra_key="tenant")))
     other = sample_model(kv_dtype="float32")
     assert find(store, extra_key="tenant") is not None
-    assert find(store) is None
-    assert find(store, extra_key="") is None
-    assert find(store, extra_key="tenant", model=other) is None
-    assert find(store, extra_key="tenant", profile_digest="profile-2") is None
-    assert find(store, extra_key="tenant", page_tokens=8) is None
+    for extra_key in (None, ""):
+        assert find(store, extra_key=extra_key) is None
+    for change in ({"model": other}, {"profile_digest": "profile-2"}, {"page_tokens": 8}):
+        assert find(store, extra_key="tenant", **change) is None
 
 
 @pytest.mark.parametrize("lie", [{"num_tokens": 112}, {"num_tokens": 144}, {"page_tokens": 8}], ids=str)
@@ -175,13 +171,9 @@ def test_failed_put_leaves_the_old_index(store: IndexStore) -> None:
     def fail() -> Any:
         raise RuntimeError("the GPU went away")
 
-    lazy = LazyArray("uint8", (4096,), fail)
-    for arrays, error in (
-        ({ArrayKey("kv"): lazy}, RuntimeError),
-        ({ArrayKey("kv"): np.zeros(2, complex)}, InvalidPayload),
-    ):
-        with pytest.raises(error):
-            store.put(IndexPayload(sample_identity(), arrays))
+    for array in (LazyArray("uint8", (4096,), fail), np.zeros(2, complex)):
+        with pytest.raises(RuntimeError if isinstance(array, LazyArray) else InvalidPayload):
+            store.put(IndexPayload(sample_identity(), {ArrayKey("kv"): array}))
         assert read_fill(store) == 1
         assert list(store.problems()) == []
         store.rescan()
@@ -203,17 +195,15 @@ NO_KEYS += ["\u0660" * 64, "\ud800" * 64, Path(DIGEST), [DIGEST], {"digest": DIG
 
 def test_only_digests_are_keys(store: IndexStore) -> None:
     store.put(sample_payload())
-    calls: list[Callable[[Any], object]] = [
-        store.get,
-        store.contains,
-        store.delete,
-        store.lease,
-        lambda key: store.retain(key, Retention()),
-    ]
-    for key, call in itertools.product(NO_KEYS, calls):
+    for key, call in itertools.product(NO_KEYS, keyed(store)):
         with pytest.raises(InvalidPayload, match="index key: expected an IndexIdentity or its digest"):
             call(key)
     assert read_fill(store) == 0
+
+
+def keyed(store: IndexStore) -> list[Callable[[Any], object]]:
+    """What a store does with an index."""
+    return [store.get, store.contains, store.delete, store.lease, lambda key: store.retain(key, Retention())]
 
 
 def test_closed_store_says_so(store: IndexStore) -> None:
@@ -223,15 +213,11 @@ def test_closed_store_says_so(store: IndexStore) -> None:
     store.close()
     index.close()
     calls: list[Callable[[], object]] = [
+        *(partial(call, sample_identity()) for call in keyed(store)),
         lambda: store.put(sample_payload()),
-        lambda: store.get(sample_identity()),
-        lambda: store.contains(sample_identity()),
-        lambda: store.delete(sample_identity()),
         lambda: store.report(index, ERROR),
         lambda: find(store),
         lambda: miss(store),
-        lambda: store.retain(sample_identity(), Retention()),
-        lambda: store.lease(sample_identity()),
         store.collect,
         store.list,
         store.problems,
@@ -286,15 +272,12 @@ def test_each_lazy_array_is_loaded_once(store: IndexStore) -> None:
     assert len(loads) == 1
 
 
-# ---- leases ----
-
-
 def test_one_lease_per_index(store: IndexStore) -> None:
     first = store.lease(sample_identity())
     assert first is not None
-    assert first.digest == sample_identity().digest
-    assert store.lease(sample_identity()) is None
-    assert store.lease(sample_identity().digest) is None
+    assert first.digest == DIGEST
+    for key in (sample_identity(), DIGEST):
+        assert store.lease(key) is None
     other = store.lease(sample_identity(PROMPT))
     assert other is not None
     store.put(sample_payload())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ from prefix_index import (
 from prefix_index.folder import come_back
 from prefix_index.service import StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
-from tests.prefix_index.balance import balanced
-from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import SOON, fork, reap, remove
-from tests.prefix_index.tiers import PATIENCE_S, Service, eventually, patient, served, two_tiers
+from tests.prefix_index.samples import fill_of, read_fill, sample_identity, sample_payload
+from tests.prefix_index.small_stores import SOON, balanced, fork, reap, remove
+from tests.prefix_index.tiers import PATIENCE_S, Service, endpoint_in, eventually, patient, served, two_tiers
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -95,7 +93,7 @@ def test_a_service_that_does_not_answer_and_one_that_says_something_else(
 def test_the_services_limits_hold_for_its_clients(tmp_path: Path) -> None:
     options = {"max_bytes": 5000, "min_free_bytes": 7}
     with served(tmp_path, two_tiers(tmp_path, **options)) as endpoint, patient(endpoint) as client:
-        assert client.limits == (5000, 7)
+        assert (client.max_bytes, client.min_free_bytes) == (5000, 7)
         with pytest.raises(StoreFull, match="max_bytes=5000, min_free_bytes=7"):
             client.put(sample_payload())
 
@@ -181,49 +179,37 @@ def test_a_child_forked_during_a_put_leaves_it_to_its_parent(tmp_path: Path) -> 
             if os.getpid() != parent:
                 os._exit(not isinstance(err, InChildError))
             raise
-        with store.get(sample_identity()) as index:
-            assert index.array("kv")[0] == 7
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> FileStore:
-    return two_tiers(tmp_path)
-
-
-@pytest.fixture
-def client(tmp_path: Path, own: FileStore) -> Iterator[StoreClient]:
-    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
-        yield client
+        assert store.get(sample_identity()).array("kv")[0] == 7
 
 
 def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
-    client: StoreClient, own: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prefix_index.copies._AGAIN_S", 0.1)
+    own = two_tiers(tmp_path)
 
     def tier() -> str:
-        with client.get(sample_identity()) as index:
-            assert index.array("channels")[0] == fill
-            index.verify()
-            return Path(index.path or "").relative_to(tmp_path).parts[0]
+        index = client.get(sample_identity())
+        assert fill_of(index) == fill
+        return index.tier
 
-    for fill in (1, 2, 3):
-        client.put(sample_payload(fill=fill))
+    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
+        for fill in (1, 2, 3):
+            client.put(sample_payload(fill=fill))
+            eventually(lambda: tier() == "dram")
+        eventually(lambda: client.status().tiers[0].indexes == 1)
+        assert client.status().tiers[0].hits > 0
+        # Somebody who knows nothing of the service replaces it: the next get sees it.
+        assert own._copier.settle(60.0)  # a copy that comes late uses the index
+        fill = 4
+        with FileStore(tmp_path / "store") as other:
+            other.put(sample_payload(fill=fill))
+        assert tier() == "disk"
         eventually(lambda: tier() == "dram")
-    eventually(lambda: client.status().tiers[0].indexes == 1)
-    assert client.status().tiers[0].hits > 0
-    # Somebody who knows nothing of the service replaces it: the next get sees it.
-    assert own._copier.settle(60.0)  # a copy that comes late uses the index
-    fill = 4
-    with FileStore(tmp_path / "store") as other:
-        other.put(sample_payload(fill=fill))
-    assert tier() == "store"
-    eventually(lambda: tier() == "dram")
 
 
 def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    server = StoreServer(two_tiers(tmp_path), f"ipc://{tmp_path}/run/s")
+    server = StoreServer(two_tiers(tmp_path), endpoint_in(tmp_path))
 
     def tend() -> list[str | None]:
         server._look_after(collect=True)

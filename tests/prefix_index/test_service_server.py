@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ from prefix_index.service.server import _leases
 from sglang_ext.cli.store import memory_name
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON
-from tests.prefix_index.tiers import Service, eventually, patient, served
+from tests.prefix_index.tiers import Service, endpoint_in, eventually, patient, served
 
 OTHER = sample_identity(range(64))
 
@@ -41,7 +42,7 @@ def test_who_was_heard_from_least_recently_is_forgotten_first(tmp_path: Path) ->
             eventually(lambda: sorted(text.split("(")[1][0] for text in c.status().clients) == ["a", "c"])
 
 
-def test_a_service_that_was_restarted_hears_from_its_clients_again(tmp_path: Path, process: Service) -> None:
+def test_a_service_that_was_restarted_hears_from_its_clients_again(process: Service) -> None:
     with patient(process.endpoint, name="stays") as client:
         client.put(sample_payload(fill=1))
         process.kill()
@@ -94,23 +95,16 @@ def test_only_absolute_socket_paths(endpoint: str, message: str) -> None:
 def test_a_place_that_cannot_be_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SocketPlace, "take", lambda self: None)
     one = StoreServer(FileStore(tmp_path / "store", create=True), f"ipc://{tmp_path}/none/s")
-    with pytest.raises(
-        StoreFolderError, match="service socket: expected a place that can be bound, found No such file"
-    ):
+    message = "service socket: expected a place that can be bound, found No such file"
+    with pytest.raises(StoreFolderError, match=message):
         one.open()
     one.close()
 
 
 def test_a_folder_that_cannot_be_told_to_clients(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    server = StoreServer(FileStore(tmp_path / "a\nb", create=True), f"ipc://{tmp_path}/run/s")
+    server = StoreServer(FileStore(tmp_path / "a\nb", create=True), endpoint_in(tmp_path))
     with pytest.raises(StoreFolderError, match="index store: expected a printable path"):
         server.open()
-
-
-def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
-    with served(tmp_path) as endpoint:
-        assert stat.S_IMODE(socket_path(endpoint).stat().st_mode) == 0o600
 
 
 def test_an_open_folder_is_refused(tmp_path: Path) -> None:
@@ -120,9 +114,11 @@ def test_an_open_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreFolderError, match="expected a usable folder"):
         SocketPlace(tmp_path / "file" / "s").take()
+    with pytest.raises(StoreFolderError, match=r"/file/x: socket's folder: expected .*, found Not a directory; give"):
+        StoreClient(f"ipc://{tmp_path}/file/x/store").open()
 
 
-def test_a_live_service_keeps_its_socket_and_a_dead_ones_is_replaced(process: Service, tmp_path: Path) -> None:
+def test_a_live_service_keeps_its_socket_and_a_dead_ones_is_replaced(process: Service) -> None:
     path = socket_path(process.endpoint)
     with pytest.raises(StoreFolderError, match=f"expected no running service, found process {process.pid}"):
         SocketPlace(path).take()
@@ -134,59 +130,43 @@ def test_a_live_service_keeps_its_socket_and_a_dead_ones_is_replaced(process: Se
 
 
 def test_a_file_in_the_sockets_place_stays(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    (tmp_path / "run" / "s").write_text("mine")
+    path = socket_path(endpoint_in(tmp_path))
+    path.write_text("mine")
     with pytest.raises(StoreFolderError, match="expected a socket or nothing, found another file"):
-        SocketPlace(tmp_path / "run" / "s").take()
-    assert (tmp_path / "run" / "s").read_text() == "mine"
-    (tmp_path / "run" / "s").unlink()
-    place = SocketPlace(tmp_path / "run" / "s")
+        SocketPlace(path).take()
+    assert path.read_text() == "mine"
+    path.unlink()
+    place = SocketPlace(path)
     place.take()
     place.give_back()
 
 
-def test_a_socket_below_a_file_is_no_socket(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreFolderError, match=r"/file/x: socket's folder: expected .*, found Not a directory; give"):
-        StoreClient(f"ipc://{tmp_path}/file/x/store").open()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_somebody_elses_socket_is_not_asked(tmp_path: Path) -> None:
-    (tmp_path / "s").touch()
-    os.chown(tmp_path / "s", 12345, -1)
-    with pytest.raises(StoreFolderError, match="service socket: expected owner 0, found owner 12345"):
-        StoreClient(f"ipc://{tmp_path}/s").open()
-
-
 def test_each_store_has_a_dram_folder_of_its_own() -> None:
-    names = {
-        memory_name(path) for path in ("/srv/a-b/c", "/srv/a/b-c", "/srv/a-b-c", "/x" * 100 + "/s", "/y" * 100 + "/s")
-    }
+    folders = ("/srv/a-b/c", "/srv/a/b-c", "/srv/a-b-c", "/x" * 100 + "/s", "/y" * 100 + "/s")
+    names = {memory_name(path) for path in folders}
     assert len(names) == 5
     assert memory_name("/srv/a/../a-b/c/") in names
     assert all("/" not in name and len(name) < 100 for name in names)
 
 
 def test_the_command_serves_and_tells(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o700)
-    endpoint = f"ipc://{tmp_path}/run/s"
+    endpoint = endpoint_in(tmp_path)
     command = [sys.executable, "-m", "sglang_ext.cli", "store"]
-    flags = ["--dir", tmp_path / "store", "--memory-dir", tmp_path / "dram", "--memory-bytes", "1M"]
-    flags += ["--max-bytes", "1G"]
+    serve = [*command, "serve", "--endpoint", endpoint, "--dir", tmp_path / "store", "--max-bytes", "1G"]
+    serve += ["--memory-dir", tmp_path / "dram", "--memory-bytes", "1M"]
 
-    def status_of(*flags: str) -> subprocess.CompletedProcess[str]:
+    def ran(*asked: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(asked, capture_output=True, text=True, check=False)
+
+    def status_of(*flags: str) -> str:
         """The command waits two seconds for an answer, which may come later than that: then it is asked again."""
         deadline = time.monotonic() + 60
-        while True:
-            asked = [*command, "status", "--endpoint", endpoint, *flags]
-            told = subprocess.run(asked, capture_output=True, text=True, check=False)
-            if told.returncode == 0:
-                return told
+        while (told := ran(*command, "status", "--endpoint", endpoint, *flags)).returncode:
             assert "expected an answer of the service" in told.stderr, told.stderr
             assert time.monotonic() < deadline, told.stderr
+        return told.stdout
 
-    served = subprocess.Popen([*command, "serve", *flags, "--endpoint", endpoint], stderr=subprocess.PIPE, text=True)
+    served = subprocess.Popen(serve, stderr=subprocess.PIPE, text=True)
     try:
         with patient(endpoint, timeout_s=300.0, name="test") as client:
             client.put(sample_payload())
@@ -194,7 +174,7 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
             assert lease is not None
 
             def status() -> messages.Status:
-                return msgspec.json.decode(status_of("--json").stdout, type=messages.Status)
+                return msgspec.json.decode(status_of("--json"), type=messages.Status)
 
             eventually(lambda: status().leases)  # it looks at its folders every two seconds
             told = status()
@@ -203,11 +183,9 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
             assert told.leases == [OTHER.digest]
             assert any("(test)" in text for text in told.clients)
             shown = status_of()
-            assert f"pid {served.pid}" in shown.stdout
-            assert "1 leases held" in shown.stdout
-            again = subprocess.run(
-                [*command, "serve", *flags, "--endpoint", endpoint], capture_output=True, text=True, check=False
-            )
+            assert f"pid {served.pid}" in shown
+            assert "1 leases held" in shown
+            again = ran(*serve)
             assert (again.returncode, "expected no running service" in again.stderr) == (1, True)
         served.send_signal(signal.SIGTERM)
         _, said = served.communicate(timeout=300)
@@ -218,12 +196,9 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
     finally:
         served.kill()
         served.wait()
-    missing = subprocess.run([*command, "status", "--endpoint", endpoint], capture_output=True, text=True, check=False)
+    missing = ran(*command, "status", "--endpoint", endpoint)
     assert missing.returncode == 1
     assert "start `sglang-ext store serve`" in missing.stderr
-
-
-# Messages
 
 
 @pytest.mark.parametrize("digest", ["../../etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ""])
@@ -263,26 +238,29 @@ def test_one_connection_too_many_is_told_so_and_given_back(tmp_path: Path) -> No
             patient(endpoint).open()
         assert a.status().counts["refused"] >= 1
         b.close()
-        with contextlib.ExitStack() as opened:
-            eventually(lambda: opened.enter_context(patient(endpoint)), but=(StoreUnavailable,))
+        eventually_connected(endpoint)
+
+
+def eventually_connected(endpoint: str) -> None:
+    with contextlib.ExitStack() as opened:
+        eventually(lambda: opened.enter_context(patient(endpoint)), but=(StoreUnavailable,))
 
 
 def test_the_bound_leaves_descriptors_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [(1024, 1024)]
+    limits = [(0, 0)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits[0])
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.__setitem__(0, new))
-    assert most_connections(4096) == 448
-    limits[0] = (1024, 1 << 20)
-    raise_descriptor_limit()
-    assert limits[0] == (1 << 16, 1 << 20)
-    assert most_connections(4096) == 4096
-    limits[0] = (20, 20)
-    raise_descriptor_limit()
-    assert limits[0] == (20, 20)
-    assert most_connections(4096) == 1
-    limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    raise_descriptor_limit()
-    assert most_connections(4096) == 4096
+    endless = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    for before, after, most in (
+        ((1024, 1024), (1024, 1024), 448),
+        ((1024, 1 << 20), (1 << 16, 1 << 20), 4096),
+        ((20, 20), (20, 20), 1),
+        (endless, endless, 4096),
+    ):
+        limits[0] = before
+        raise_descriptor_limit()
+        assert limits[0] == after
+        assert most_connections(4096) == most
 
 
 def test_a_service_outlives_more_connections_than_it_may_have_descriptors(tmp_path: Path) -> None:
@@ -290,8 +268,7 @@ def test_a_service_outlives_more_connections_than_it_may_have_descriptors(tmp_pa
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip("this process may not have as many descriptors itself")
-    (tmp_path / "run").mkdir(mode=0o700)
-    endpoint = f"ipc://{tmp_path}/run/s"
+    endpoint = endpoint_in(tmp_path)
     command = [sys.executable, "-m", "sglang_ext.cli", "store", "serve", "--dir", str(tmp_path / "store")]
     service = subprocess.Popen(
         [*command, "--endpoint", endpoint],
@@ -302,7 +279,7 @@ def test_a_service_outlives_more_connections_than_it_may_have_descriptors(tmp_pa
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     try:
         with patient(endpoint) as client:
-            client.put(sample_payload())
+            client.put(sample_payload(OTHER))
             for number in range(1200):
                 one = socket.socket(socket.AF_UNIX)
                 held.append(one)
@@ -317,10 +294,8 @@ def test_a_service_outlives_more_connections_than_it_may_have_descriptors(tmp_pa
                 patient(endpoint, timeout_s=5.0).open()
             for one in held:
                 one.close()
-            client.get(sample_payload().identity).close()
-
-            with contextlib.ExitStack() as opened:
-                eventually(lambda: opened.enter_context(patient(endpoint)), but=(StoreUnavailable,))
+            client.get(OTHER).close()
+            eventually_connected(endpoint)
     finally:
         for one in held:
             one.close()
@@ -335,22 +310,26 @@ def test_a_folder_that_others_can_write_to_is_no_place_for_a_socket(tmp_path: Pa
     """They could rename the socket away and back. Also once a client is connected."""
     with served(tmp_path) as endpoint, patient(endpoint) as client:
         folder = socket_path(endpoint).parent
-        client.put(sample_payload())
+        assert stat.S_IMODE(socket_path(endpoint).stat().st_mode) == 0o600
+        client.put(sample_payload(OTHER))
         folder.chmod(mode)
         message = rf"/run: socket's folder: expected one that only user .* can write to, found mode {mode:04o}; chmod"
         for call in (patient(endpoint).open, client.status):
             with pytest.raises(StoreFolderError, match=message):
                 call()
-        client.get(sample_payload().identity).close()  # which tells nobody
+        client.get(OTHER).close()  # which tells nobody
         folder.chmod(0o700)
-        client.get(sample_payload().identity).close()
+        client.get(OTHER).close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_socket_in_somebody_elses_folder_is_not_asked(tmp_path: Path) -> None:
+def test_somebody_elses_socket_and_one_in_somebody_elses_folder_are_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "s").touch()
+    os.chown(tmp_path / "s", 12345, -1)
+    with pytest.raises(StoreFolderError, match="service socket: expected owner 0, found owner 12345"):
+        StoreClient(f"ipc://{tmp_path}/s").open()
     with served(tmp_path) as endpoint, patient(endpoint) as client:
         folder = socket_path(endpoint).parent
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (tmp_path / "link").symlink_to(folder)
         os.chown(tmp_path / "link", 12345, -1, follow_symlinks=False)
         with pytest.raises(StoreFolderError, match="socket's folder: expected owner 0, found owner 12345"):

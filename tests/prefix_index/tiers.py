@@ -4,22 +4,29 @@ service in a process of its own, which can be killed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import logging
 import os
 import resource
+import secrets
 import signal
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pytest
+
 from prefix_index import Copies, FileStore, IndexStore, SharedStore
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
 from prefix_index.service import Limits, StoreClient, StoreServer
-from tests.prefix_index import mooncake_cluster, s3_server
+from tests.prefix_index import mooncake_cluster
 from tests.prefix_index.small_stores import SOON, Line, fork, reap
 
 Tier: TypeAlias = Callable[[Path], AbstractContextManager[IndexStore]]
@@ -38,6 +45,34 @@ def eventually(
                 return
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.005)
+
+
+@functools.lru_cache(maxsize=1)
+def s3_endpoint() -> str:
+    """A real S3 protocol over loopback: moto's server, in a thread that ends with this process."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    atexit.register(server.stop)
+    host, port = server.get_host_and_port()
+    return f"http://{host}:{port}"
+
+
+def new_bucket() -> ObjectBlobs:
+    """An empty bucket, and a folder in it."""
+    pytest.importorskip("obstore")
+    set_credentials()
+    name, endpoint = f"bucket-{secrets.token_hex(6)}", s3_endpoint()
+    request = urllib.request.Request(f"{endpoint}/{name}", method="PUT")
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).close()
+    options = {"endpoint": endpoint, "region": "us-east-1", "client_options": {"allow_http": True}}
+    return ObjectBlobs(f"s3://{name}/fleet", **options)
+
+
+def set_credentials() -> None:
+    """Where obstore finds them in real life. Without any it would ask the cloud's metadata service."""
+    os.environ.setdefault("AWS_ACCESS_KEY_ID", "test-key")
+    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "test-secret")
 
 
 @contextlib.contextmanager
@@ -91,13 +126,18 @@ def two_tiers(tmp_path: Path, **options: Any) -> FileStore:
     return FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram"), **options)
 
 
+def endpoint_in(tmp_path: Path) -> str:
+    """A place where a service may listen."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    return f"ipc://{tmp_path}/run/s"
+
+
 @contextlib.contextmanager
 def served(tmp_path: Path, own: FileStore | None = None, limits: Limits | None = None) -> Iterator[str]:
     """A service in another thread; gives its endpoint. By default of ``tmp_path/store`` alone, and one that collects
     nothing by itself: how long a test takes does not matter.
     """
-    (tmp_path / "run").mkdir(mode=0o700)
-    endpoint = f"ipc://{tmp_path}/run/s"
+    endpoint = endpoint_in(tmp_path)
     own = own or FileStore(tmp_path / "store", create=True)
     server = StoreServer(own, endpoint, limits or Limits(collect_s=3600.0))
     server.open()
@@ -172,7 +212,7 @@ TIERS: dict[str, Tier] = {
     "service": service,
     "shared-file": shared_file_file,
     "shared-memory": shared_with(lambda folder: ObjectBlobs("memory:///")),
-    "shared-s3": shared_with(lambda folder: s3_server.new_bucket()),
+    "shared-s3": shared_with(lambda folder: new_bucket()),
 }
 if mooncake_cluster.is_inside():  # test_remote_mooncake.py runs the suite again in a network namespace of its own
     TIERS["shared-mooncake"] = shared_with(lambda folder: mooncake_cluster.shared_blobs())

@@ -7,19 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from ..errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
 from ..format import Entry, IndexIdentity, xxh3_hex
+from ..lease import LocalLeases
 from ..reader import IndexFile, IndexLookup, check_identity
 from ..store import BuildLease, Catalog, IndexSource
 from ..writer import IndexPayload, IndexWriter
 from .blobs import Blobs
-from .calls import Calls
-from .claims import SharedLeases
-from .values import Found, Manifest, Outcome, Values, generation_time, new_generation, not_found
+from .values import (
+    LEASE,
+    LEASES,
+    Calls,
+    Found,
+    LeaseRecord,
+    Manifest,
+    Outcome,
+    Values,
+    generation_time,
+    new_generation,
+    not_found,
+    pack_record,
+    unpack_record,
+)
+
+_GENERATION: Final = new_generation(0)
+"""Of all leases of this process."""
 
 
 class RemoteStore(IndexSource):
@@ -28,7 +48,7 @@ class RemoteStore(IndexSource):
     ``timeout_s``     seconds that one request (at most one chunk) may take. A whole get or put of n chunks takes
                       at most n / 4 times as long: four are under way at a time
     ``chunk_nbytes``  size of the values that a container is cut into, whole pages; readers take it from the manifest
-    ``lease_ttl_s``   how long a build lease outlives its holder, where the store can arbitrate (``claims.py``)
+    ``lease_ttl_s``   how long a build lease outlives its holder, where the store can arbitrate
     ``grace_s``       age, by the writer's clock, from which ``sweep()`` removes chunks that no manifest names
     ``clock``         gives the seconds since the Unix epoch by which writers date their chunks
 
@@ -193,8 +213,6 @@ class RemoteStore(IndexSource):
         self._check_open()
         self._scan(full=full)
 
-    # ---- what it knows without asking ----
-
     def _clear(self) -> None:
         with self._lock:
             for book in (self.catalog, self._bad, self._seen, self._touched):
@@ -253,8 +271,6 @@ class RemoteStore(IndexSource):
         elif self._bad.get(digest) != outcome.generation:
             self._learn(outcome)
 
-    # ---- what it asks ----
-
     def _is_taken(self, digest: str) -> bool:
         """Whether an index is there that stays. Makes way for another where it is damaged."""
         try:
@@ -291,3 +307,84 @@ class RemoteStore(IndexSource):
         for generation in old:
             if generation != current:
                 self._values.remove_chunks(digest, generation, names.chunks[generation])
+
+
+class SharedLeases:
+    """Build leases between machines: a small value that only one can create, kept alive by its holder. Times: seconds.
+
+    The value says who holds the lease and until when by the holder's clock; a thread renews it every third of its
+    ``ttl_s``. One whose time has passed by *our* clock is taken over. Where clocks are further apart than ``ttl_s`` /
+    3, and in the moment of a takeover, two machines may build the same index: work is wasted, nothing is lost. Stores
+    that cannot create a value only where there is none (Mooncake) arbitrate within this process.
+    """
+
+    def __init__(self, values: Values, *, ttl_s: float) -> None:
+        self._values, self._ttl_s = values, ttl_s
+        self._local = LocalLeases()
+
+    def acquire(self, digest: str) -> BuildLease | None:
+        """None while somebody holds it. Raises StoreUnavailable."""
+        local = self._local.acquire(digest)
+        if local is None:
+            return None
+        holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+        with contextlib.ExitStack() as owned:
+            owned.callback(local.release)
+            claimed = self._claim(digest, holder)
+            if claimed is False:
+                return None
+            owned.pop_all()
+        if claimed is None:
+            return local
+        stop = threading.Event()
+        # It refers to no lease object, so that a forgotten one ends.
+        beat = threading.Thread(target=self._beat, args=(digest, holder, stop), name="build lease", daemon=True)
+        beat.start()
+        return BuildLease(digest, local.release, beat.join, stop.set, forgotten=stop.set)
+
+    def remove_expired(self, digest: str, *, grace_s: float) -> None:
+        """Removes a lease value whose time passed more than ``grace_s`` ago, and one that cannot be read."""
+        record = self._read(digest)
+        if record is None or record.expires + grace_s < time.time():
+            self._values.remove(_name(digest))
+
+    def _claim(self, digest: str, holder: str) -> bool | None:
+        """None where the store cannot arbitrate."""
+        raw = self._pack(digest, holder)
+        created = self._values.create(_name(digest), raw)
+        if created is not False:
+            return created
+        record = self._read(digest)
+        if record is not None and time.time() < record.expires < time.time() + 10 * self._ttl_s:
+            return False
+        self._values.remove(_name(digest))
+        return self._values.create(_name(digest), raw)
+
+    def _beat(self, digest: str, holder: str, stop: threading.Event) -> None:
+        """Keeps a lease alive until it ends, or is somebody else's."""
+        while not stop.wait(self._ttl_s / 3):
+            # A store that does not answer now is asked again at the next beat.
+            with contextlib.suppress(IndexStoreError):
+                record = self._read(digest)
+                if record is not None and record.holder != holder:
+                    return
+                self._values.write(_name(digest), self._pack(digest, holder))
+        with contextlib.suppress(IndexStoreError):
+            record = self._read(digest)
+            if record is not None and record.holder == holder:
+                self._values.remove(_name(digest))
+
+    def _pack(self, digest: str, holder: str) -> bytes:
+        return pack_record(LEASE, digest, _GENERATION, LeaseRecord(holder=holder, expires=time.time() + self._ttl_s))
+
+    def _read(self, digest: str) -> LeaseRecord | None:
+        """None where there is none, and for a value that is none of ours."""
+        raw = self._values.fetch(_name(digest))
+        try:
+            return None if raw is None else unpack_record(LEASE, digest, raw, LEASES)[1]
+        except IndexFormatError:
+            return None
+
+
+def _name(digest: str) -> str:
+    return f"{digest}.lease"

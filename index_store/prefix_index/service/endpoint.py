@@ -93,22 +93,18 @@ class SocketPlace:
                 raise StoreFolderError("socket's folder", f"mode 0700 of user {mine}", found, remedy, folder)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(self.path.with_name(self.path.name + ".lock"), flags, 0o600)
-        if not try_lock(fd):
-            try:
+        with contextlib.ExitStack() as owned:
+            owned.callback(os.close, fd)
+            if not try_lock(fd):
                 pid = pread(fd, 20, 0).decode(errors="replace").strip()
-            finally:
-                os.close(fd)
-            remedy = "use that one, end it, or give another endpoint"
-            raise StoreFolderError("service socket", "no running service", f"process {pid}", remedy, self.path)
-        self._lock_fd = fd
-        try:
+                remedy = "use that one, end it, or give another endpoint"
+                raise StoreFolderError("service socket", "no running service", f"process {pid}", remedy, self.path)
             with _usable(folder):
-                os.ftruncate(self._lock_fd, 0)
-                os.write(self._lock_fd, f"{os.getpid()}\n".encode())
+                os.ftruncate(fd, 0)
+                os.write(fd, f"{os.getpid()}\n".encode())
                 self._remove_socket()
-        except BaseException:
-            self.give_back()
-            raise
+            owned.pop_all()
+        self._lock_fd = fd
 
     def give_back(self) -> None:
         """Removes the socket file and frees the lock. Twice does nothing."""

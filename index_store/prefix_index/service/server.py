@@ -150,8 +150,6 @@ class StoreServer:
         self._place.give_back()
         self.store.close()
 
-    # ---- in and out ----
-
     def _receive(self) -> None:
         for _ in range(self._limits.burst):
             try:
@@ -207,13 +205,13 @@ class StoreServer:
             most = f"at most {admission.most} connections (its own limit, or `ulimit -n` of its process)"
             return Failed(expected=most, found=f"{admission.count} of them")
         self._remember(client, f"pid {hello.pid}" + (f" ({hello.name})" if hello.name else ""))
-        limits, copies = self.store.limits, self.store.copies
+        copies = self.store.copies
         return Welcome(
             version=PROTOCOL,
             folder=str(self.store.folder.absolute()),
             memory=None if copies is None else str(copies.folder.absolute()),
-            max_bytes=limits.max_bytes,
-            min_free_bytes=limits.min_free_bytes,
+            max_bytes=self.store.max_bytes,
+            min_free_bytes=self.store.min_free_bytes,
         )
 
     def _remember(self, client: bytes, name: str | None) -> None:
@@ -236,8 +234,6 @@ class StoreServer:
     def _count_connections(self) -> None:
         if self._admission is not None and (ended := self._admission.update()):
             self.counts["cut"] += ended
-
-    # ---- the folders ----
 
     def _keep_house(self) -> None:
         collect_at = self._began + self._limits.collect_s
@@ -307,7 +303,7 @@ class StoreServer:
             folder=str(store.folder),
             indexes=len(entries),
             nbytes=sum(entry.nbytes for entry in entries),
-            max_bytes=store.limits.max_bytes,
+            max_bytes=store.max_bytes,
             hits=0,
             evicted=self._evicted if store is self.store else None,
             error=None if error is None else printable(error)[:MAX_TEXT],

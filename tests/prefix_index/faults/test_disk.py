@@ -22,9 +22,8 @@ import pytest
 from prefix_index import FileStore, IndexNotFound, Retention, StoreFolderError, StoreFull
 from prefix_index.folder import PARTIAL
 from tests.examples import examples
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import MEDIUM, SMALL, fill_of, identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, fork, opened, reap, remove, stored_files
+from tests.prefix_index.small_stores import SOON, balanced, fork, opened, reap, remove, stored_files
 
 CLONE_NEWNS = 0x0002_0000
 NO_NAMESPACE = 77
@@ -180,9 +179,6 @@ def test_a_disk_that_turns_read_only(tmp_path: Path) -> None:
                 store.put(payload_of(turn, 1))
 
     mounting(work)
-
-
-# A folder that goes
 
 
 def replace(place: Path, other: Path) -> None:

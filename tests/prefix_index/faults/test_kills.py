@@ -17,9 +17,8 @@ import pytest
 
 from prefix_index import FileStore, IndexPayload, LazyArray, Retention
 from tests.examples import examples
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import MEDIUM, SMALL, identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, Line, fork, opened, outlasts, reap, stored_files
+from tests.prefix_index.small_stores import SOON, Line, balanced, fork, opened, outlasts, reap, stored_files
 
 CAP = 5 * MEDIUM
 """Bytes: the pinned indexes always fit, the cached ones do not."""

@@ -18,9 +18,8 @@ import pytest
 from prefix_index import FileStore, IndexStoreError, Retention
 from prefix_index.folder import PARTIAL
 from tests.examples import examples
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, fork, opened, reap
+from tests.prefix_index.small_stores import SOON, balanced, fork, opened, reap
 
 MINE = identity_of(0).digest
 ROLES = {

@@ -19,9 +19,8 @@ from prefix_index import IndexNotFound, IndexStoreError, IndexWriter
 from prefix_index.service import StoreClient, messages
 from prefix_index.service.endpoint import socket_path
 from tests.examples import examples
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, index_file, opened, remove
+from tests.prefix_index.small_stores import SOON, balanced, index_file, opened, remove
 from tests.prefix_index.tiers import Service, eventually, patient
 
 MAX_GROWTH = 96 << 20

@@ -18,9 +18,8 @@ import pytest
 from prefix_index import FileStore, IndexFile, IndexNotFound, IndexWriter, Retention, StoreUnavailable
 from prefix_index.service import StoreClient
 from tests.examples import examples
-from tests.prefix_index.balance import balanced
 from tests.prefix_index.samples import SMALL, fill_of, identity_of, payload_of, read_fill
-from tests.prefix_index.small_stores import SOON, Line, fork, opened, reap, stored_files
+from tests.prefix_index.small_stores import SOON, Line, balanced, fork, opened, reap, stored_files
 from tests.prefix_index.tiers import Service
 
 PROCESSES = 8
@@ -160,9 +159,6 @@ def test_a_service_is_killed_under_its_clients(tmp_path: Path) -> None:
         assert service.stop() == 0
         check_after(folder, None)
         service.start()
-
-
-# Build leases
 
 
 def hold(path: Path, line: Line, kind: str) -> None:
