@@ -94,6 +94,7 @@ class ScoredOp(ScoringOp):
 
     Attributes:
         candidates: int32, of listed candidates: where `plan` says that lists are. Not owned.
+        known: of the indexes that `number_of` was asked for.
     """
 
     candidates: Tensor | None = None
@@ -120,7 +121,7 @@ class ScoredOp(ScoringOp):
         self._heads = torch.zeros(heads, dtype=torch.int64, device=device)
         self._probed: list[LayerArrays] = []
         self._found: dict[int, AnchorSelection] = {}
-        self._known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
+        self.known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
 
     @abstractmethod
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
@@ -131,7 +132,7 @@ class ScoredOp(ScoringOp):
         """Where layers' arrays have what; may wait for the device."""
 
     def number_of(self, index: Index) -> int:
-        if index not in self._known:
+        if index not in self.known:
             none = (0,) * self.shape.num_kv_heads
             # Arrays themselves are not kept: residency may let them go.
             arrays = [self.arrays(layer) for layer in index.layers]
@@ -145,8 +146,8 @@ class ScoredOp(ScoringOp):
                 check_group(self.shape, replace(group, arrays=of))
             heads = [group.heads for group in groups]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
-            self._known[index] = KnownIndex(next(_numbers), rows[0], *found)
-        return self._known[index].number
+            self.known[index] = KnownIndex(next(_numbers), rows[0], *found)
+        return self.known[index].number
 
     def placed(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
         """As `rows`, with sizes of blocks in entries of the lists that are made. Where entries are what is scored, they
@@ -181,10 +182,6 @@ class ScoredOp(ScoringOp):
         config, highest = serves(size), serves(most)
         # A lower tile than the highest holds all rows of its batches.
         return config, most if config.block_m == highest.block_m else config.block_m // self.shape.gqa
-
-    def tables_of(self, index: Index) -> KnownIndex:
-        """Of an index that `number_of` was asked for."""
-        return self._known[index]
 
     def selection(
         self, config: AnchorConfig, max_batch: int, max_groups: int, list_entries: int, **options: int
@@ -231,7 +228,7 @@ class ScoredOp(ScoringOp):
             self._probed = []
             selection.plan((), ())
             return
-        known = [self._known[index] for index in indexes]
+        known = [self.known[index] for index in indexes]
         scored = self._scored(rows, groups, [one.first for one in known], listed)
         selection.plan(scored, groups)
         addresses = torch.zeros(self._addresses.shape, dtype=torch.int64)
