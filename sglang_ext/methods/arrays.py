@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang_ext.methods.base import IndexSpec
 
 RAGGED = "ragged_"
 ROW_INDPTR = "row_indptr"
@@ -78,13 +81,6 @@ class ContentError(ValueError):
         super().__init__(f"{what}: expected {expected}, got {found}; build the index again")
 
 
-class Checked(Protocol):
-    """A spec, as far as its arrays are concerned: see `base.IndexSpec`."""
-
-    def forms(self, size: IndexSize) -> dict[str, Form]: ...
-    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None: ...
-
-
 def check_forms(forms: Mapping[str, Form], found: Mapping[str, tuple[str, tuple[int, ...]]], where: str) -> None:
     """Raise ContentError unless one KV head has these arrays and no others, each in its form. Reads no value.
 
@@ -104,7 +100,7 @@ def check_forms(forms: Mapping[str, Form], found: Mapping[str, tuple[str, tuple[
         raise ContentError(f"rows of {where}", "as many in all ragged arrays", sorted(lengths))
 
 
-def check_layer(spec: Checked, arrays: Mapping[str, Tensor], size: IndexSize, where: str) -> None:
+def check_layer(spec: IndexSpec, arrays: Mapping[str, Tensor], size: IndexSize, where: str) -> None:
     """Raise ContentError unless the values of a layer's arrays can be.
 
     Takes some passes over the arrays that name positions, none over codes.
@@ -143,20 +139,10 @@ def split_heads(arrays: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
     Args:
         arrays: what `IndexBuilder.build_layer` returned. Reads the values of `row_indptr`.
-
-    Raises:
-        ValueError: the arrays do not agree on the number of KV heads, or a ragged array lacks its `row_indptr`.
     """
     bounds = {name: a.tolist() for name, a in arrays.items() if name.rpartition(".")[2] == ROW_INDPTR}
-    counts = {len(b) - 1 for b in bounds.values()}
-    counts |= {a.shape[0] for name, a in arrays.items() if not is_ragged(name) and name not in bounds}
-    missing = [name for name in arrays if is_ragged(name) and indptr_name(name) not in bounds]
-    if len(counts) != 1 or missing:
-        raise ValueError(
-            f"expected arrays of one number of KV heads, and row_indptr with the ragged ones, got {sorted(counts)} "
-            f"heads and {missing} without row_indptr; pass all arrays of one layer"
-        )
-    heads: list[dict[str, Tensor]] = [{} for _ in range(counts.pop())]
+    num_heads = next(a.shape[0] for name, a in arrays.items() if not is_ragged(name) and name not in bounds)
+    heads: list[dict[str, Tensor]] = [{} for _ in range(num_heads)]
     for name, array in arrays.items():
         if name in bounds:
             continue
@@ -167,14 +153,7 @@ def split_heads(arrays: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def join_heads(heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The inverse of `split_heads`, for any of its heads in any order; new memory.
-
-    Raises ValueError for no head, heads with different arrays, or ragged arrays of a head with different lengths.
-    """
-    if not heads or any(pieces.keys() != heads[0].keys() for pieces in heads):
-        raise ValueError(
-            f"expected at least one KV head, all with the same arrays, got {[sorted(pieces) for pieces in heads]}"
-        )
+    """The inverse of `split_heads`, for any of its heads, one at least, in any order; new memory."""
     joined: dict[str, Tensor] = {}
     for name, first in heads[0].items():
         pieces = [head[name] for head in heads]
@@ -183,13 +162,7 @@ def join_heads(heads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             continue
         joined[name] = torch.cat(pieces)
         bounds = list(itertools.accumulate((piece.shape[0] for piece in pieces), initial=0))
-        indptr = torch.tensor(bounds, dtype=torch.int32, device=first.device)
-        known = joined.setdefault(indptr_name(name), indptr)
-        if not torch.equal(known, indptr):
-            raise ValueError(
-                f"expected {name} with {known.tolist()} rows up to each KV head, as the other ragged arrays, got "
-                f"{bounds}"
-            )
+        joined[indptr_name(name)] = torch.tensor(bounds, dtype=torch.int32, device=first.device)
     return joined
 
 

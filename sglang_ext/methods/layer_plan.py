@@ -52,12 +52,9 @@ class LayerPlan:
     num_kv_heads: int
 
     def __post_init__(self) -> None:
-        if not self.layers or self.num_kv_heads < 1:
-            raise ValueError(
-                f"expected at least one layer and one KV head, got {len(self.layers)} and {self.num_kv_heads}"
-            )
         for layer, role in enumerate(self.layers):
-            self._check(layer, role)
+            if role.mode is LayerMode.REUSE:
+                self._check(layer, role)
 
     @classmethod
     def default(cls, num_layers: int, num_kv_heads: int) -> LayerPlan:
@@ -155,13 +152,6 @@ class LayerPlan:
 
     def _check(self, layer: int, role: LayerRole) -> None:
         anchor = role.anchor_layer
-        if role.mode is not LayerMode.REUSE:
-            if anchor is not None or role.head_map:
-                raise ValueError(
-                    f"layer {layer}: expected no anchor_layer and head_map on a {role.mode.value} layer, got "
-                    f"{anchor} and {list(role.head_map)}; remove them"
-                )
-            return
         if anchor is None or not 0 <= anchor < layer:
             raise ValueError(
                 f"layer {layer}: expected reuse of an earlier layer (0..{layer - 1}), got {anchor}; "

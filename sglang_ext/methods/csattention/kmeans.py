@@ -35,14 +35,7 @@ def cosine_kmeans(points: Tensor, num_centroids: int, *, iterations: int = 10, s
 
     Returns:
         [..., num_groups, num_centroids, dim] fp32, each of length 1.
-
-    Raises:
-        ValueError: shape or sizes out of range.
     """
-    if points.dim() < 3 or 0 in points.shape:
-        raise ValueError(f"expected points [..., num_groups, num_points >= 1, dim], got {tuple(points.shape)}")
-    if num_centroids < 1 or iterations < 0:
-        raise ValueError(f"expected num_centroids >= 1 and iterations >= 0, got {num_centroids} and {iterations}")
     num_groups, num_points, dim = points.shape[-3:]
     generator = torch.Generator().manual_seed(seed)
     trials = 2 + int(math.log(num_centroids))
