@@ -109,7 +109,7 @@ class PrefillBuilds(Recording):
 
     def discard(self, rid: str) -> None:
         """Forget a request whose prompt will not be indexed; somebody else may."""
-        self.recorder.discard(rid)
+        self.recorder.take(rid)
         give_back(self._pending.pop(rid, (None, None, ()))[1])
 
     def close(self) -> None:
