@@ -97,7 +97,8 @@ class PrefillBuilds(Recording):
             except Exception as error:  # whatever a store raises, the server must live on
                 self._failed(rid, error)
                 return
-            if isinstance(found, dict) and not (found["status"] == "exists" and self._lacks_kv(identity)):
+            lacks_kv = self._files is not None and not self._files.path(identity.digest).exists()
+            if isinstance(found, dict) and not (found["status"] == "exists" and lacks_kv):
                 self._tell(rid, **found)
                 return
             lease = None if isinstance(found, dict) else found
@@ -139,10 +140,6 @@ class PrefillBuilds(Recording):
                 self._build(rid, row, capture, identity, prompt)
         finally:
             give_back(lease)
-
-    def _lacks_kv(self, identity: IndexIdentity) -> bool:
-        """Whether the file of KV that is to lie beside an index is missing."""
-        return self._files is not None and not self._files.path(identity.digest).exists()
 
     def _keep_kv(self, rid: str, row: int, identity: IndexIdentity) -> None:
         """Beside an index that exists."""

@@ -99,7 +99,7 @@ def test_balls_hold_their_keys(prefix_len, bits):
     spec = parse_spec({"method": "ab_sparse", "block_size": 32, "representation": "ball", "quantization": bits})
     arrays = make_builder(spec).build_layer(keys, None)
     selector = make_selector(spec)
-    raw, _ = selector._block_scores(arrays, q, prefix_len)
+    raw, _ = selector._blocks(arrays, q, prefix_len)
     centers = selector._read(arrays, "center")
     for head in range(2):
         true = torch.einsum("rgd,nd->rgn", q.view(2, 2, 2, 8)[:, head], keys[:, head])

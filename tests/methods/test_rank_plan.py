@@ -7,7 +7,7 @@ import torch
 from sglang_ext.methods import LayerPlan, make_builder, parse_spec
 from sglang_ext.methods.base import NO_PROFILE
 from sglang_ext.methods.layer_plan import heads_of_rank
-from sglang_ext.methods.profile import Profile, ProfileError, layer_profile, used_by_builders
+from sglang_ext.methods.profile import Profile, layer_profile, used_by_builders
 
 PROFILE = msgspec.convert(
     {
@@ -98,11 +98,3 @@ def test_only_what_a_builder_reads_counts(spec, used):
     one, two = (make_builder(spec, layer_profile(p, 0)).build_layer(keys, queries) for p in (PROFILE, changed))
     same = one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert same == (not used)
-
-
-def test_a_profile_that_is_missing_or_does_not_fit_is_refused():
-    with pytest.raises(ProfileError, match=r"expected a profile for ab_sparse\.sizes=profile, got none; .*calibrate"):
-        used_by_builders([_spec("two_level", first=SIZED)], None)
-    with pytest.raises(ProfileError, match="num_channels of 2, as many as the profile has, got 4"):
-        used_by_builders([_spec("token_index", num_channels=4)], PROFILE)
-    assert used_by_builders([_spec("token_index", num_channels=4)], None) == {}, "chosen from the prefix's own queries"
