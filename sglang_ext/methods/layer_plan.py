@@ -176,10 +176,8 @@ def heads_of_rank(num_kv_heads: int, rank: int, size: int) -> range:
     of them each, or one head for several ranks where there are more ranks than heads.
 
     Raises:
-        ValueError: no such rank, or neither number divides the other.
+        ValueError: neither number divides the other.
     """
-    if not 0 <= rank < size:
-        raise ValueError(f"expected a rank in 0..{size - 1}, got {rank}; pass the rank within the group")
     if num_kv_heads % size and size % num_kv_heads:
         raise ValueError(
             f"expected KV heads and ranks of which one number divides the other, got {num_kv_heads} and {size}; "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.runner import ScoredTokens
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import (
     ARRAYS,
@@ -86,10 +87,9 @@ class ScoredOp(ScoringOp):
 
     Args:
         spec: of the method.
-        head_dim: channels of a key.
+        layer: shape of a layer. Hopper's own kernel, which multiplies in halves, scores no queries of fp32.
         shape: what is scored.
         num_layers, sizes, device: see `decode.select_op.op_maker`.
-        specialized: whether Hopper's own kernel may score, which multiplies in halves.
         alike: whether all layers have blocks of the same sizes.
 
     Attributes:
@@ -102,18 +102,17 @@ class ScoredOp(ScoringOp):
     def __init__(
         self,
         spec: IndexSpec,
-        head_dim: int,
+        layer: AttentionShape,
         shape: ScoreShape,
         num_layers: int,
         sizes: ListSizes,
         device: torch.device,
         *,
-        specialized: bool,
         alike: bool = True,
     ) -> None:
         self.shape = shape
-        self._spec, self._head_dim = spec, head_dim
-        self._sizes, self._device, self._specialized = sizes, device, specialized
+        self._spec, self._head_dim, self._sizes, self._device = spec, layer.head_dim, sizes, device
+        self._specialized = device.type == "cuda" and layer.dtype is not torch.float32
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         tables = (num_layers, sizes.max_groups)
         self._addresses = torch.zeros(*tables, ARRAYS, dtype=torch.int64, device=device)
