@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from sglang_ext.methods.base import IndexSpec
 
 RAGGED = "ragged_"
 ROW_INDPTR = "row_indptr"
@@ -81,6 +78,13 @@ class ContentError(ValueError):
         super().__init__(f"{what}: expected {expected}, got {found}; build the index again")
 
 
+class Checked(Protocol):
+    """A spec, as far as its arrays are concerned: see `base.IndexSpec`."""
+
+    def forms(self, size: IndexSize) -> dict[str, Form]: ...
+    def check(self, arrays: Mapping[str, Tensor], size: IndexSize) -> None: ...
+
+
 def check_forms(forms: Mapping[str, Form], found: Mapping[str, tuple[str, tuple[int, ...]]], where: str) -> None:
     """Raise ContentError unless one KV head has these arrays and no others, each in its form. Reads no value.
 
@@ -100,7 +104,7 @@ def check_forms(forms: Mapping[str, Form], found: Mapping[str, tuple[str, tuple[
         raise ContentError(f"rows of {where}", "as many in all ragged arrays", sorted(lengths))
 
 
-def check_layer(spec: IndexSpec, arrays: Mapping[str, Tensor], size: IndexSize, where: str) -> None:
+def check_layer(spec: Checked, arrays: Mapping[str, Tensor], size: IndexSize, where: str) -> None:
     """Raise ContentError unless the values of a layer's arrays can be.
 
     Takes some passes over the arrays that name positions, none over codes.
