@@ -132,7 +132,7 @@ class ChannelBuilder(IndexBuilder[C]):
             keys, queries: as of `build_layer`. Read only, and checked.
 
         Raises:
-            ValueError: as `build_layer`; more channels than keys have, or a profile of others.
+            ValueError: as `build_layer`; more channels than keys have.
         """
         spec, (_, num_kv_heads, head_dim) = self.spec, keys.shape
         if self.needs_queries(head_dim):
@@ -151,7 +151,7 @@ class ChannelBuilder(IndexBuilder[C]):
                 "as channel_ratio says"
             )
         if spec.num_channels and self.layer.channels:
-            return _profiled(spec, self.layer.channels, num_kv_heads, head_dim).to(keys.device)
+            return torch.tensor(self.layer.channels, device=keys.device)
         if self.needs_queries(head_dim):
             assert queries is not None
             contribution = _largest(queries, 1) * _largest(keys, 0)
@@ -181,20 +181,3 @@ def _largest(x: Tensor, dim: int) -> Tensor:
     """max |x| over one dimension, fp32."""
     largest: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=dim)
     return largest.float()
-
-
-def _profiled(spec: ChannelSpec, channels: tuple[tuple[int, ...], ...], num_kv_heads: int, head_dim: int) -> Tensor:
-    lengths, wanted = {len(row) for row in channels}, spec.num_channels
-    if len(channels) != num_kv_heads or lengths != {wanted}:
-        raise ValueError(
-            f"expected the profile's channels as {wanted} ({spec.method}.num_channels) for each of {num_kv_heads} KV "
-            f"heads, got {sorted(lengths)} for {len(channels)} heads; set num_channels to the "
-            "profile's, or calibrate again"
-        )
-    chosen = torch.tensor(channels, dtype=torch.int64)
-    if int(chosen.min()) < 0 or int(chosen.max()) >= head_dim:
-        raise ValueError(
-            f"expected the profile's channels in 0..{head_dim - 1} (below head_dim), got {int(chosen.min())} to "
-            f"{int(chosen.max())}; is the profile of another model?"
-        )
-    return chosen

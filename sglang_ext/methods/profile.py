@@ -250,17 +250,18 @@ def _check(profile: Profile) -> None:
     if measured:
         counts |= {"calibration.prompts": data.prompts, "calibration.tokens": data.tokens}
     for name, value in counts.items():
-        if value < 1:
-            raise ProfileError(f"profile: expected {name} >= 1, got {value}; calibrate again")
+        _require(value >= 1, f"{name} >= 1", value, "calibrate again")
     if measured:
         _check_measured(profile)
         return
     for name in ("block_sizes", "channels", "dense_heads", "recommended"):
-        if getattr(profile, name):
-            raise ProfileError(
-                f"profile: expected no {name} where nothing was measured (calibration.prompts is 0), got "
-                f"{getattr(profile, name)}; remove {name}, or calibrate"
-            )
+        expected, found = f"no {name} where nothing was measured (calibration.prompts is 0)", getattr(profile, name)
+        _require(not found, expected, found, f"remove {name}, or calibrate")
+
+
+def _require(holds: bool, expected: str, got: object, todo: str) -> None:
+    if not holds:
+        raise ProfileError(f"profile: expected {expected}, got {got}; {todo}")
 
 
 def _check_measured(profile: Profile) -> None:
@@ -269,26 +270,19 @@ def _check_measured(profile: Profile) -> None:
     if profile.recommended is None:
         raise ProfileError("profile: expected a recommendation from measured prompts, got none; calibrate again")
     ratio = profile.recommended.keep_ratio
-    if not 0.0 < ratio <= 1.0:
-        raise ProfileError(f"profile: expected keep_ratio above 0 and at most 1, got {ratio}; correct it")
+    _require(0.0 < ratio <= 1.0, "keep_ratio above 0 and at most 1", ratio, "correct it")
+    choices = ", ".join(map(str, BLOCK_SIZES))
     for layer, sizes in _layers("block_sizes", profile.block_sizes, model):
         _check_count(f"block_sizes[{layer}]", sizes, model.num_kv_heads, "KV heads")
         for size in sizes:
-            if size not in BLOCK_SIZES:
-                raise ProfileError(
-                    f"profile: expected block_sizes[{layer}] of {', '.join(map(str, BLOCK_SIZES))} tokens, got "
-                    f"{size}; choose one of them"
-                )
+            _require(size in BLOCK_SIZES, f"block_sizes[{layer}] of {choices} tokens", size, "choose one of them")
     for layer, heads in _layers("channels", profile.channels, model) if profile.channels else ():
         _check_count(f"channels[{layer}]", heads, model.num_kv_heads, "KV heads")
         for head, chosen in enumerate(heads):
             name, first = f"channels[{layer}][{head}]", len(profile.channels[0][0])
             _check_count(name, chosen, first, "channels (as many as the first head has)")
             _check_ascending(name, chosen, model.head_dim, "head_dim")
-            if first == 0:
-                raise ProfileError(
-                    "profile: expected at least one channel per head, got none; leave channels empty instead"
-                )
+            _require(first > 0, "at least one channel per head", "none", "leave channels empty instead")
     for layer, dense in _layers("dense_heads", profile.dense_heads, model):
         _check_ascending(f"dense_heads[{layer}]", dense, model.num_kv_heads, "num_kv_heads")
 
@@ -300,17 +294,11 @@ def _layers(name: str, values: Sequence[T], model: ProfiledModel) -> Iterable[tu
 
 
 def _check_count(name: str, values: Sequence[object], expected: int, what: str) -> None:
-    if len(values) != expected:
-        raise ProfileError(
-            f"profile: expected {name} of {expected} {what}, got {len(values)}; the file is damaged or of another "
-            "model, calibrate again"
-        )
+    todo = "the file is damaged or of another model, calibrate again"
+    _require(len(values) == expected, f"{name} of {expected} {what}", len(values), todo)
 
 
 def _check_ascending(name: str, values: Sequence[int], end: int, what: str) -> None:
-    inside = all(0 <= value < end for value in values)
-    if not inside or any(left >= right for left, right in itertools.pairwise(values)):
-        raise ProfileError(
-            f"profile: expected {name} ascending in 0..{end - 1} (below {what}), got {list(values)}; the file is "
-            "damaged, calibrate again"
-        )
+    holds = all(left < right for left, right in itertools.pairwise([-1, *values, end]))
+    expected = f"{name} ascending in 0..{end - 1} (below {what})"
+    _require(holds, expected, list(values), "the file is damaged, calibrate again")

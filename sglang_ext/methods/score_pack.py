@@ -93,7 +93,7 @@ class ScorePack:
         Groups and sizes: as many as `fits` says.
         """
         self._probed = []
-        known = [self._op.tables_of(index) for index in indexes]
+        known = [self._op.known[index] for index in indexes]
         addresses = [one.addresses[self._layers] for one in known]
         heads = [one.heads[self._layers if len(one.heads) > 1 else [0] * len(self._layers)] for one in known]
         self._plan(size, rows, groups, [one.first for one in known], addresses, heads)

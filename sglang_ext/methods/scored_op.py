@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, ScoredTokens, default_config
+from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import (
     ARRAYS,
@@ -85,14 +86,14 @@ class ScoredOp(ScoringOp):
 
     Args:
         spec: of the method.
-        head_dim: channels of a key.
+        layer: shape of a layer. Hopper's own kernel, which multiplies in halves, scores no queries of fp32.
         shape: what is scored.
         num_layers, sizes, device: see `decode.select_op.op_maker`.
-        specialized: whether Hopper's own kernel may score, which multiplies in halves.
         alike: whether all layers have blocks of the same sizes.
 
     Attributes:
         candidates: int32, of listed candidates: where `plan` says that lists are. Not owned.
+        known: of the indexes that `number_of` was asked for.
     """
 
     candidates: Tensor | None = None
@@ -100,18 +101,17 @@ class ScoredOp(ScoringOp):
     def __init__(
         self,
         spec: IndexSpec,
-        head_dim: int,
+        layer: AttentionShape,
         shape: ScoreShape,
         num_layers: int,
         sizes: ListSizes,
         device: torch.device,
         *,
-        specialized: bool,
         alike: bool = True,
     ) -> None:
         self.shape = shape
-        self._spec, self._head_dim = spec, head_dim
-        self._sizes, self._device, self._specialized = sizes, device, specialized
+        self._spec, self._head_dim, self._sizes, self._device = spec, layer.head_dim, sizes, device
+        self._specialized = device.type == "cuda" and layer.dtype is not torch.float32
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         tables = (num_layers, sizes.max_groups)
         self._addresses = torch.zeros(*tables, ARRAYS, dtype=torch.int64, device=device)
@@ -119,7 +119,7 @@ class ScoredOp(ScoringOp):
         self._heads = torch.zeros(heads, dtype=torch.int64, device=device)
         self._probed: list[LayerArrays] = []
         self._found: dict[int, AnchorSelection] = {}
-        self._known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
+        self.known: WeakKeyDictionary[Index, KnownIndex] = WeakKeyDictionary()
 
     @abstractmethod
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
@@ -130,7 +130,7 @@ class ScoredOp(ScoringOp):
         """Where layers' arrays have what; may wait for the device."""
 
     def number_of(self, index: Index) -> int:
-        if index not in self._known:
+        if index not in self.known:
             none = (0,) * self.shape.num_kv_heads
             # Arrays themselves are not kept: residency may let them go.
             arrays = [self.arrays(layer) for layer in index.layers]
@@ -144,8 +144,8 @@ class ScoredOp(ScoringOp):
                 check_group(self.shape, replace(group, arrays=of))
             heads = [group.heads for group in groups]
             found = (torch.tensor(table, dtype=torch.int64) for table in (addresses, heads))
-            self._known[index] = KnownIndex(next(_numbers), rows[0], *found)
-        return self._known[index].number
+            self.known[index] = KnownIndex(next(_numbers), rows[0], *found)
+        return self.known[index].number
 
     def placed(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
         """As `rows`, with sizes of blocks in entries of the lists that are made. Where entries are what is scored, they
@@ -180,10 +180,6 @@ class ScoredOp(ScoringOp):
         config, highest = serves(size), serves(most)
         # A lower tile than the highest holds all rows of its batches.
         return config, most if config.block_m == highest.block_m else config.block_m // self.shape.gqa
-
-    def tables_of(self, index: Index) -> KnownIndex:
-        """Of an index that `number_of` was asked for."""
-        return self._known[index]
 
     def selection(
         self, config: AnchorConfig, max_batch: int, max_groups: int, list_entries: int, **options: int
@@ -230,7 +226,7 @@ class ScoredOp(ScoringOp):
             self._probed = []
             selection.plan((), ())
             return
-        known = [self._known[index] for index in indexes]
+        known = [self.known[index] for index in indexes]
         scored = self._scored(rows, groups, [one.first for one in known], listed)
         selection.plan(scored, groups)
         addresses = torch.zeros(self._addresses.shape, dtype=torch.int64)

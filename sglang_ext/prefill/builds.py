@@ -97,7 +97,8 @@ class PrefillBuilds(Recording):
             except Exception as error:  # whatever a store raises, the server must live on
                 self._failed(rid, error)
                 return
-            if isinstance(found, dict) and not (found["status"] == "exists" and self._lacks_kv(identity)):
+            lacks_kv = self._files is not None and not self._files.path(identity.digest).exists()
+            if isinstance(found, dict) and not (found["status"] == "exists" and lacks_kv):
                 self._tell(rid, **found)
                 return
             lease = None if isinstance(found, dict) else found
@@ -109,7 +110,7 @@ class PrefillBuilds(Recording):
 
     def discard(self, rid: str) -> None:
         """Forget a request whose prompt will not be indexed; somebody else may."""
-        self.recorder.discard(rid)
+        self.recorder.take(rid)
         give_back(self._pending.pop(rid, (None, None, ()))[1])
 
     def close(self) -> None:
@@ -139,10 +140,6 @@ class PrefillBuilds(Recording):
                 self._build(rid, row, capture, identity, prompt)
         finally:
             give_back(lease)
-
-    def _lacks_kv(self, identity: IndexIdentity) -> bool:
-        """Whether the file of KV that is to lie beside an index is missing."""
-        return self._files is not None and not self._files.path(identity.digest).exists()
 
     def _keep_kv(self, rid: str, row: int, identity: IndexIdentity) -> None:
         """Beside an index that exists."""

@@ -167,11 +167,6 @@ class HitCounter:
         """Its index was not built after all: count anew, further."""
         prefix.due, prefix.hits, prefix.tries = False, 0, prefix.tries + 1
 
-    @staticmethod
-    def later(prefix: Prefix) -> None:
-        """Others are built first, or somebody else builds it: the next request that hits it asks again."""
-        prefix.due = False
-
 
 @dataclass(eq=False)
 class QuerySample:

@@ -51,7 +51,7 @@ def prefix_tokens(prompt: PromptLine, source: TokenSource) -> PrefixTokens:
     if prompt.messages is not None:
         ids, warnings = _of_chat(prompt, source)
     else:
-        ids, warnings = (prompt.input_ids if prompt.input_ids is not None else tokens_with(prompt, source)), []
+        ids, warnings = request_tokens(prompt, source), []
     bos = source.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
         warnings.append(f"expected one BOS (token {bos}) at the beginning, got two: {_remedy(prompt)}")
@@ -70,7 +70,7 @@ def tokens_with(prompt: PromptLine, source: TokenSource, text: str = "") -> list
     return source.of_text(whole, add_special_tokens=prompt.add_special_tokens is not False) if whole else []
 
 
-def request_tokens(prompt: PromptLine, source: TokenSource) -> Sequence[int]:
+def request_tokens(prompt: PromptLine, source: TokenSource) -> list[int]:
     """The tokens of a request that is this prompt and no more. Raises ValueError where SGLang refuses it."""
     return prompt.input_ids if prompt.input_ids is not None else tokens_with(prompt, source)
 

@@ -106,14 +106,8 @@ class Capture:
         return offsets[keep], rows[keep]
 
     def queries(self, num_kv_heads: int) -> Tensor:
-        """The sample: [num_layers, num_kv_heads, num_samples, head_dim], as `queries_by_head`.
-
-        Raises:
-            ValueError: the capture is not complete; the message says what is missing.
-        """
-        problem = self.problem()
-        if problem or self.samples is None:
-            raise ValueError(problem or "nothing was recorded")
+        """The sample of a complete capture: [num_layers, num_kv_heads, num_samples, head_dim], as `queries_by_head`."""
+        assert self.samples is not None
         return queries_by_head(self.samples[:, : self.reservoir_rows], num_kv_heads)
 
     def scale(self, head_dim: int) -> float:
@@ -225,10 +219,6 @@ class QueryRecorder:
     def num_captures(self) -> int:
         """Requests being recorded."""
         return len(self._captures)
-
-    def discard(self, rid: str) -> None:
-        """Forget a request."""
-        self._captures.pop(rid, None)
 
     def take(self, rid: str) -> Capture | None:
         """The capture of a request, which the recorder then forgets; None if it was not recorded."""
@@ -411,7 +401,7 @@ class Recording(ABC):
 
     def discard(self, rid: str) -> None:
         """Forget a request."""
-        self.recorder.discard(rid)
+        self.recorder.take(rid)
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""

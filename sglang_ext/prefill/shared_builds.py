@@ -159,7 +159,7 @@ class SharedBuilds(Recording):
             identity = self._factory.identity(self._model, prefix.namespace, prefix.hashes)
             tokens = list(request.prompt[: prefix.num_tokens])  # the request may end before
             if not self._builder.add(Build(prefix, identity, tokens, self._heads)):
-                self._hits.later(prefix)
+                prefix.due = False  # the next request that hits it asks again
 
     def prefilled(self, chunks: Sequence[Chunk]) -> None:
         """Behind a prefill step: samples that are complete leave the device."""
@@ -213,7 +213,7 @@ class SharedBuilds(Recording):
 
     def discard(self, rid: str) -> None:
         """Forget a request."""
-        self.recorder.discard(rid)
+        self.recorder.take(rid)
         self._requests.pop(rid, None)
         self._in_vain = None
 
@@ -257,8 +257,8 @@ class SharedBuilds(Recording):
                 build.prefix.built_at = time.monotonic()
             elif status == "left":  # rank 0 stores it as soon as all ranks have left theirs
                 build.prefix.built_at = time.monotonic() + IDLE_S
-            elif status == "skipped":  # somebody else builds it
-                self._hits.later(build.prefix)
+            elif status == "skipped":  # somebody else builds it: the next request that hits it asks again
+                build.prefix.due = False
             else:
                 self._hits.failed(build.prefix)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +49,7 @@ def index_sizes(
     """
     specs = method_specs(config)
     used_by_builders(specs.values(), profile)
-    size = IndexSize(tokens, model.head_dim)
+    size, digest = IndexSize(tokens, model.head_dim), "0" * 64
     layers = [layer_profile(profile, layer) for layer in range(model.num_layers)]
     arrays = {TOKENS: LazyArray("int32", (tokens,), _never)}
     for name, spec in specs.items():
@@ -58,8 +57,18 @@ def index_sizes(
             for head in range(model.num_kv_heads):
                 for array, (dtype, shape) in head_arrays(spec, size, layer, head).items():
                     arrays[ArrayKey(f"{name}.{array}", number, head)] = LazyArray(dtype, shape, _never)
+    # What `IndexFactory.keep` stores, with numbers of the greatest length.
+    payload = IndexPayload(
+        identity=IndexIdentity(
+            namespace=digest, prefix_hash=digest, num_tokens=tokens, model=model, profile_digest=digest
+        ),
+        arrays=arrays,
+        spec={name: spec.to_dict() for name, spec in specs.items()},
+        stats={"kv_bytes": 1 << 50, "recall": dict.fromkeys(specs, _LONGEST), "recall_budget": config.budget(tokens)},
+        info=BuildInfo(created=1e10 + _LONGEST, build_seconds=1e4 + _LONGEST),
+    )
     return IndexSizes(
-        IndexWriter(_payload(config, model, tokens, arrays, specs)).nbytes,
+        IndexWriter(payload).nbytes,
         max(_of_rank(specs[config.method], size, layers, model, rank, tp_size) for rank in range(tp_size)),
     )
 
@@ -93,28 +102,6 @@ def _of_rank(
                 begins |= {indptr_name(name)} if is_ragged(name) else set()
         total += len(begins) * (len(heads) + 1) * np.dtype(np.int32).itemsize
     return total
-
-
-def _payload(
-    config: SparseAttnConfig,
-    model: ModelFingerprint,
-    tokens: int,
-    arrays: Mapping[ArrayKey, LazyArray],
-    specs: Mapping[str, IndexSpec],
-) -> IndexPayload:
-    """What `IndexFactory.keep` stores, with numbers of the greatest length."""
-    digest = "0" * 64
-    identity = IndexIdentity(
-        namespace=digest, prefix_hash=digest, num_tokens=tokens, model=model, profile_digest=digest
-    )
-    stats = {"kv_bytes": 1 << 50, "recall": dict.fromkeys(specs, _LONGEST), "recall_budget": config.budget(tokens)}
-    return IndexPayload(
-        identity=identity,
-        arrays=arrays,
-        spec={name: spec.to_dict() for name, spec in specs.items()},
-        stats=stats,
-        info=BuildInfo(created=1e10 + _LONGEST, build_seconds=1e4 + _LONGEST),
-    )
 
 
 def _never() -> NDArray[np.generic]:

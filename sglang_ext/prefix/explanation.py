@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from prefix_index import (
     IndexEntry,
-    IndexStore,
+    IndexIdentity,
     IndexStoreError,
     ModelFingerprint,
     Removal,
@@ -42,25 +41,27 @@ _LEAST_SHIFTED = PAGE_TOKENS
 """Tokens that must agree behind a first one that one side alone has, or has twice."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is explained, and the server that it is for.
+class _Asked(NamedTuple):
+    """What is explained, and the server that it is for: see `explain_prompt`."""
 
-    Attributes:
-        ids: token ids of the prompt, as the server makes them.
-        namespace: what of the request is not tokens: `extra_key`, `cache_salt`.
-        model, profile_digest, specs: of the server.
-        least: tokens of a prefix, at least (`min_sparse_prompt_len`).
-        text: of token ids.
-    """
-
-    ids: Sequence[int]
+    ids: NDArray[np.int64]
     namespace: Mapping[str, str | None]
     model: ModelFingerprint
     profile_digest: str
     specs: Specs
     least: int
     text: Callable[[Sequence[int]], str]
+
+    def differs(self, identity: IndexIdentity, built: Specs | None) -> list[str]:
+        """Fields of an index's identity; without what it was `built` by, methods are compared by their digest alone."""
+        found = differences(identity, built, self.model, self.profile_digest, self.specs)
+        if namespace_digest(self.namespace) == identity.namespace:
+            return found
+        given = ", ".join(f"{name} {value!r}" for name, value in self.namespace.items() if value is not None)
+        other = f"another one, of which only the digest is kept ({identity.namespace[:12]})"
+        if identity.namespace == namespace_digest({}):
+            other = "none"
+        return [f"extra_key or cache_salt: expected {given or 'none'}, found {other}", *found]
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -135,40 +136,6 @@ class Explanation(msgspec.Struct, frozen=True):
     problems: list[str]
 
 
-def explain(asked: Asked, store: IndexStore, removals: Sequence[Removal] = ()) -> Explanation:
-    """Compare a prompt with the indexes of an open store; reads files.
-
-    Args:
-        asked: the prompt and the server.
-        store: open.
-        removals: what has left it, the newest first.
-    """
-    ids = np.asarray(asked.ids, dtype=np.int64)
-    hashes = {one.hex(): number for number, one in enumerate(page_hashes(ids, PAGE_TOKENS), start=1)}
-    entries = sorted(
-        store.list(),
-        key=lambda entry: (not _is_whole(entry, hashes), entry.identity.model != asked.model, -entry.created),
-    )
-    candidates = [_candidate(asked, ids, entry, hashes) for entry in entries[:MOST_READ]]
-    candidates.sort(key=lambda one: (-max(one.common or 0, one.shifted), len(one.differs), -one.tokens, one.digest))
-    known = {entry.digest for entry in entries}
-    gone = [
-        Gone(
-            one.identity.digest,
-            one.name,
-            one.identity.num_tokens,
-            one.removed,
-            one.why,
-            [*_namespace(asked, one.identity.namespace), *_fields(asked, one.identity, None)],
-        )
-        for one in removals
-        if one.identity.digest not in known and hashes.get(one.identity.prefix_hash) == _pages(one.identity.num_tokens)
-    ]
-    index, reason, summary = _outcome(asked, candidates, gone)
-    problems = [f"{path}: {error}" for path, error in store.problems()[:MOST_PROBLEMS]]
-    return Explanation(len(ids), index, reason, summary, candidates, gone, max(0, len(entries) - MOST_READ), problems)
-
-
 def explain_prompt(
     settings: Settings,
     model: ModelFingerprint,
@@ -176,11 +143,14 @@ def explain_prompt(
     namespace: Mapping[str, str | None],
     text: Callable[[Sequence[int]], str],
 ) -> Explanation:
-    """For a server with these settings, of the store that they name and of what has left its folder.
+    """Compare a prompt with the indexes of the store that a server's settings name, and with what has left its folder.
+    Reads files.
 
     Args:
         settings, model: of the server.
-        ids, namespace, text: as `Asked` has them.
+        ids: token ids of the prompt, as the server makes them.
+        namespace: what of the request is not tokens: `extra_key`, `cache_salt`.
+        text: of token ids.
 
     Raises:
         IndexStoreError: the store cannot be opened.
@@ -188,13 +158,31 @@ def explain_prompt(
     config = settings.config
     specs = {name: spec.to_dict() for name, spec in method_specs(config).items()}
     built_by = profile_digest(config, settings.profile)
-    asked = Asked(ids, namespace, model, built_by, specs, config.min_sparse_prompt_len, text)
+    tokens = np.asarray(ids, dtype=np.int64)
+    asked = _Asked(tokens, namespace, model, built_by, specs, config.min_sparse_prompt_len, text)
+    hashes = {one.hex(): number for number, one in enumerate(page_hashes(tokens, PAGE_TOKENS), start=1)}
     with contextlib.closing(configured_store(settings.store, config, write=False)) as store:
-        return explain(asked, store, _removals_of(settings.store))
+        entries = sorted(
+            store.list(),
+            key=lambda entry: (not _is_whole(entry.identity, hashes), entry.identity.model != model, -entry.created),
+        )
+        candidates = [_candidate(asked, entry, hashes) for entry in entries[:MOST_READ]]
+        problems = [f"{path}: {error}" for path, error in store.problems()[:MOST_PROBLEMS]]
+    candidates.sort(key=lambda one: (-max(one.common or 0, one.shifted), len(one.differs), -one.tokens, one.digest))
+    known = {entry.digest for entry in entries}
+    gone = []
+    for one in _removals_of(settings.store):
+        of = one.identity
+        if of.digest not in known and _is_whole(of, hashes):
+            gone.append(Gone(of.digest, one.name, of.num_tokens, one.removed, one.why, asked.differs(of, None)))
+    index, reason, summary = _outcome(asked, candidates, gone)
+    return Explanation(len(ids), index, reason, summary, candidates, gone, max(0, len(entries) - MOST_READ), problems)
 
 
 def _removals_of(address: str) -> Sequence[Removal]:
-    """What has left the folder of a store, or of the service that has it; none where there is no such record."""
+    """What has left the folder of a store, or of the service that has it, the newest first; none where there is no such
+    record.
+    """
     kind, value, _ = locate(address)
     if kind == "file":
         return read_removals(value)
@@ -206,42 +194,24 @@ def _removals_of(address: str) -> Sequence[Removal]:
     return ()
 
 
-def _pages(tokens: int) -> int:
-    return tokens // PAGE_TOKENS
-
-
-def _is_whole(entry: IndexEntry, hashes: Mapping[str, int]) -> bool:
+def _is_whole(identity: IndexIdentity, hashes: Mapping[str, int]) -> bool:
     """Whether all tokens of an index stand at the start of the prompt."""
+    pages = identity.num_tokens // PAGE_TOKENS
+    return hashes.get(identity.prefix_hash) == pages and identity.page_tokens == PAGE_TOKENS
+
+
+def _candidate(asked: _Asked, entry: IndexEntry, hashes: Mapping[str, int]) -> Candidate:
     identity = entry.identity
-    return hashes.get(identity.prefix_hash) == _pages(identity.num_tokens) and identity.page_tokens == PAGE_TOKENS
-
-
-def _namespace(asked: Asked, found: str) -> list[str]:
-    own = namespace_digest(asked.namespace)
-    if own == found:
-        return []
-    given = ", ".join(f"{name} {value!r}" for name, value in asked.namespace.items() if value is not None)
-    other = "none" if found == namespace_digest({}) else f"another one, of which only the digest is kept ({found[:12]})"
-    return [f"extra_key or cache_salt: expected {given or 'none'}, found {other}"]
-
-
-def _fields(asked: Asked, identity: Any, built: Specs | None) -> list[str]:
-    """Of an identity; without `built` methods are compared by their digest alone."""
-    return differences(identity, built, asked.model, asked.profile_digest, asked.specs)
-
-
-def _candidate(asked: Asked, ids: NDArray[np.int64], entry: IndexEntry, hashes: Mapping[str, int]) -> Candidate:
-    identity = entry.identity
-    whole = _is_whole(entry, hashes)
+    whole = _is_whole(identity, hashes)
     built, tokens = _read(entry)
-    differs = [*_namespace(asked, identity.namespace), *_fields(asked, identity, built)]
+    differs = asked.differs(identity, built)
     common: int | None = identity.num_tokens if whole else None
     if tokens is not None and not whole:
-        common = _common(ids, tokens)
-    shifted, verdict = _verdict(asked, ids, tokens, common, differs, identity.num_tokens)
+        common = _common(asked.ids, tokens)
+    shifted, verdict = _verdict(asked, tokens, common, differs, identity.num_tokens)
     sides: dict[str, Any] = {"shifted": shifted}
     if tokens is not None and common is not None and not whole:
-        sides |= {"at": common, "prompt": _side(asked, ids, common), "index": _side(asked, tokens, common)}
+        sides |= {"at": common, "prompt": _side(asked, asked.ids, common), "index": _side(asked, tokens, common)}
     return Candidate(entry.digest, entry.retention.name, identity.num_tokens, common, differs, verdict, **sides)
 
 
@@ -263,15 +233,14 @@ def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     return int(other[0]) if len(other) else short
 
 
-def _side(asked: Asked, ids: NDArray[np.int64], at: int) -> Side:
+def _side(asked: _Asked, ids: NDArray[np.int64], at: int) -> Side:
     own = [int(one) for one in ids[at : at + 1]]
     around = [int(one) for one in ids[max(0, at - _AROUND) : at + 1 + _AROUND // 2]]
     return Side(own[0] if own else None, asked.text(own) if own else "", asked.text(around) if around else "")
 
 
 def _verdict(
-    asked: Asked,
-    ids: NDArray[np.int64],
+    asked: _Asked,
     tokens: NDArray[np.int64] | None,
     common: int | None,
     differs: Sequence[str],
@@ -285,7 +254,7 @@ def _verdict(
             0,
             "not all its tokens are the prompt's; which is not known, as its file keeps none or is not here",
         )
-    for longer, shorter, whose in ((ids, tokens, "the prompt"), (tokens, ids, "the index")):
+    for longer, shorter, whose in ((asked.ids, tokens, "the prompt"), (tokens, asked.ids, "the index")):
         shifted = _common(longer[1:], shorter)
         if shifted >= max(_LEAST_SHIFTED, common + 1):
             first, twice = int(longer[0]), " twice" * bool(longer[0] == longer[1])
@@ -294,7 +263,7 @@ def _verdict(
                 'common. A BOS is added to a text that has one: give messages, or "add_special_tokens": false where '
                 "the prompt is built"
             )
-    if common == len(ids):
+    if common == len(asked.ids):
         return (
             0,
             f"the prompt ends after {common} of its {length} tokens; an index serves prompts that have them all",
@@ -302,7 +271,9 @@ def _verdict(
     return 0, f"token {common} differs"
 
 
-def _outcome(asked: Asked, candidates: Sequence[Candidate], gone: Sequence[Gone]) -> tuple[str | None, str | None, str]:
+def _outcome(
+    asked: _Asked, candidates: Sequence[Candidate], gone: Sequence[Gone]
+) -> tuple[str | None, str | None, str]:
     """(index, reason, summary), by the rules of a look-up."""
     if len(asked.ids) < asked.least:
         said = f"the prompt has {len(asked.ids)} tokens, indexes serve from {asked.least} on (min_sparse_prompt_len)"

@@ -119,12 +119,8 @@ class SuffixRules:
         found: list[SuffixIndex | None] = [None] * len(seq_lens)
         room = self.nbytes
         for _, row, own in sorted(wanted, key=lambda of: of[:2]):
-            room -= bytes_of(own.prefix, own.prefix_len)
+            # About as many bytes a token as the prefix's index has.
+            room -= -(-own.prefix.nbytes * own.prefix_len // own.prefix.prefix_len)
             if room >= 0:
                 found[row] = own
         return found
-
-
-def bytes_of(prefix: ResidentIndex, num_tokens: int) -> int:
-    """Device bytes of an index of so many suffix tokens in all layers, about: by those of the prefix's."""
-    return -(-prefix.nbytes * num_tokens // prefix.prefix_len)

@@ -99,7 +99,7 @@ def test_balls_hold_their_keys(prefix_len, bits):
     spec = parse_spec({"method": "ab_sparse", "block_size": 32, "representation": "ball", "quantization": bits})
     arrays = make_builder(spec).build_layer(keys, None)
     selector = make_selector(spec)
-    raw, _ = selector._block_scores(arrays, q, prefix_len)
+    raw, _ = selector._blocks(arrays, q, prefix_len)
     centers = selector._read(arrays, "center")
     for head in range(2):
         true = torch.einsum("rgd,nd->rgn", q.view(2, 2, 2, 8)[:, head], keys[:, head])
@@ -167,21 +167,20 @@ def test_blocks_on_some_channels_by_loop(bits, form, sizes):
         torch.testing.assert_close(got[head], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_channels_of_the_profile():
-    """As the token index has them; others, or another number, are refused."""
-    spec, channels = parse_spec({"method": "ab_sparse", "num_channels": 4}), ((0, 1, 5, 15), (2, 3, 4, 6))
+@pytest.mark.parametrize("method", ["ab_sparse", "token_index"])
+def test_channels_of_the_profile(method):
+    """Of all channels none is named, or each; another number than the profile's is refused."""
+    spec, channels = parse_spec({"method": method, "num_channels": 4}), ((0, 1, 5, 15), (2, 3, 4, 6))
     layer, keys = LayerProfile(channels=channels), randn(70, 2, 16)
     builder = make_builder(spec, layer)
     assert not builder.needs_queries(16)
     assert spec.profile_part([layer]) == {"channels": [[list(head) for head in channels]]}
     assert builder.build_layer(keys, None)["channels"].tolist() == [list(head) for head in channels]
-    whole = make_builder(parse_spec({"method": "ab_sparse"}), layer).build_layer(keys, None)
-    assert "channels" not in whole
-    with pytest.raises(ValueError, match=r"ab_sparse.num_channels of 4, as many as the profile has, got 6"):
-        parse_spec({"method": "ab_sparse", "num_channels": 6}).profile_part([layer])
-    beyond = make_builder(spec, LayerProfile(channels=((0, 1, 2, 16), (0, 1, 2, 3))))
-    with pytest.raises(ValueError, match=r"0\.\.15 \(below head_dim\), got 0 to 16"):
-        beyond.build_layer(keys, None)
+    whole = make_builder(parse_spec({"method": method, "channel_ratio": 1.0}), layer).build_layer(keys, None)
+    assert method == "ab_sparse" or whole["channels"].tolist() == [list(range(16))] * 2
+    assert ("channels" in whole) == (method == "token_index")
+    with pytest.raises(ValueError, match=rf"{method}.num_channels of 4, as many as the profile has, got 6"):
+        parse_spec({"method": method, "num_channels": 6}).profile_part([layer])
 
 
 def test_all_channels_or_128_of_wide_keys():
@@ -200,24 +199,7 @@ def test_all_channels_or_128_of_wide_keys():
     assert whole["channels"].tolist() == [list(range(576))]
 
 
-def test_errors():
+def test_more_channels_than_keys_have_are_refused():
+    builder = make_builder(parse_spec({"method": "ab_sparse", "num_channels": 16}))
     with pytest.raises(ValueError, match="at most head_dim=8, got 16"):
-        make_builder(parse_spec({"method": "ab_sparse", "num_channels": 16})).build_layer(
-            randn(9, 1, 8), randn(1, 9, 8, seed=1)
-        )
-    with pytest.raises(ValueError, match="head_dim to be a multiple of 2 for 4 bits, got 9"):
-        make_builder(parse_spec({"method": "ab_sparse"})).build_layer(randn(9, 1, 9), None)
-    keys = randn(100, 2, 8)
-    for sizes in ((), (16,), (16, 16, 16), (16, 24)):
-        with pytest.raises(ValueError, match=r"for each of 2 KV heads from the profile, got .*calibrate"):
-            make_builder(profiled(), LayerProfile(block_sizes=sizes)).build_layer(keys, None)
-    with pytest.raises(ValueError, match="without row_indptr"):
-        split_heads({"a": keys, "ragged_b": keys})
-    with pytest.raises(ValueError, match="one number of KV heads"):
-        split_heads({"a": keys, "b": keys[:3]})
-    with pytest.raises(ValueError, match="all with the same arrays"):
-        join_heads([{"a": keys}, {"b": keys}])
-    with pytest.raises(ValueError, match="at least one KV head"):
-        join_heads([])
-    with pytest.raises(ValueError, match="rows up to each KV head"):
-        join_heads([{"ragged_a": keys, "ragged_b": keys[1:]}])
+        builder.build_layer(randn(9, 1, 8), randn(1, 9, 8, seed=1))

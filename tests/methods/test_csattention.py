@@ -170,11 +170,8 @@ def test_top_lists_are_those_of_a_stable_sort(n, ratio, kind, seed):
     assert torch.equal(best, highest)
 
 
-def test_top_lists_of_a_transposed_input_and_errors():
+def test_top_lists_of_a_transposed_input():
     values = torch.randn(500, 3, generator=torch.Generator().manual_seed(0)).T
-    for list_len in (0, 501):
-        with pytest.raises(ValueError, match=f"1\\.\\.500 .*got {list_len}"):
-            top_lists(values, list_len)
     got, want = top_lists(values, 5), top_lists(values.contiguous(), 5)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])

@@ -107,18 +107,6 @@ def test_the_digest_does_not_depend_on_the_order_of_keys():
     assert decode(turned).digest() == decode(data).digest()
 
 
-def test_checked_against_the_model():
-    made = decode(plain())
-    made.check_model(**MODEL)
-    made.check_model(**MODEL, config_digest=DIGEST)
-    for name, value in {"num_layers": 4, "num_kv_heads": 8, "head_dim": 128, "config_digest": "other"}.items():
-        with pytest.raises(ProfileError) as caught:
-            made.check_model(**{**MODEL, "config_digest": DIGEST, name: value})
-        message = str(caught.value)
-        assert f"expected {name}={value!r} (the model's), got {getattr(made.model, name)!r}" in message
-        assert "calibrate this one" in message
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,20 +1,15 @@
-"""The token index against scores of dequantized keys, and its choice of channels against sorting."""
+"""The token index against scores of dequantized keys, and how many channels it keeps; which: `test_ab_sparse`."""
 
 import pytest
 import torch
 
 from prefix_kernels.low_bit import LowBitTensor, dequantize
 from sglang_ext.methods import make_builder, parse_spec
-from sglang_ext.methods.base import LayerProfile
 from tests.methods.common import randn, scores
 
 
 def token_spec(**parameters):
     return parse_spec({"method": "token_index", **parameters})
-
-
-#: All channels; by default half of them are kept.
-ALL = token_spec(channel_ratio=1.0)
 
 
 @pytest.mark.parametrize("num_channels", [0, 8, 16])
@@ -34,51 +29,18 @@ def test_scores_by_loop(bits, num_channels):
         torch.testing.assert_close(got[head], torch.stack(rows).amax(0), atol=1e-4, rtol=1e-4)
 
 
-def test_channels_have_the_greatest_contribution():
-    keys, samples = randn(70, 2, 16), randn(2, 50, 16, seed=1) * randn(2, 1, 16, seed=3)
-    arrays = make_builder(token_spec(num_channels=6)).build_layer(keys, samples)
-    for head in range(2):
-        share = [(float(samples[head, :, c].abs().max() * keys[:, head, c].abs().max()), c) for c in range(16)]
-        assert arrays["channels"][head].tolist() == sorted(c for _, c in sorted(share)[-6:])
-
-
-def test_channels_of_the_profile():
-    spec = token_spec(num_channels=4)
-    layer = LayerProfile(channels=((0, 1, 5, 15), (2, 3, 4, 6)))
-    builder = make_builder(spec, layer)
-    assert not builder.needs_queries(16)
-    assert make_builder(spec).needs_queries(16)
-    keys = randn(70, 2, 16)
-    assert builder.build_layer(keys, None)["channels"].tolist() == [[0, 1, 5, 15], [2, 3, 4, 6]]
-    whole = make_builder(ALL, layer).build_layer(keys, None)
-    assert whole["channels"].tolist() == [list(range(16))] * 2
-
-
 def test_candidates_share_the_softmax():
-    spec = ALL
+    spec = token_spec(channel_ratio=1.0)
     keys, q = randn(70, 2, 16), randn(3, 4, 16, seed=2)
     arrays = make_builder(spec).build_layer(keys, None)
     allowed = randn(2, 70, seed=4) > 0
     got = scores(spec, arrays, q, 70, allowed)
     assert torch.equal(got > -torch.inf, allowed)
-    alone = make_builder(spec).build_layer(keys, None)
     for head in range(2):
-        kept = {n: a[head : head + 1] for n, a in alone.items()}
+        kept = {n: a[head : head + 1] for n, a in arrays.items()}
         kept["keys_packed"] = kept["keys_packed"][:, allowed[head]]
         expected = scores(spec, kept, q[:, 2 * head : 2 * head + 2], int(allowed[head].sum()))
         torch.testing.assert_close(got[head, allowed[head]], expected[0])
-
-
-def test_errors():
-    keys, samples = randn(70, 2, 16), randn(2, 50, 16, seed=1)
-    with pytest.raises(ValueError, match="at most head_dim=16, got 32"):
-        make_builder(token_spec(num_channels=32)).build_layer(keys, samples)
-    for channels in (((0, 1),), ((0, 1), (2, 3, 4)), ((0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3))):
-        with pytest.raises(ValueError, match=r"4 \(token_index.num_channels\) for each of 2 KV"):
-            make_builder(token_spec(num_channels=4), LayerProfile(channels=channels)).build_layer(keys, None)
-    beyond = make_builder(token_spec(num_channels=2), LayerProfile(channels=((0, 16), (1, 2))))
-    with pytest.raises(ValueError, match=r"0\.\.15 \(below head_dim\), got 0 to 16"):
-        beyond.build_layer(keys, None)
 
 
 @pytest.mark.parametrize(

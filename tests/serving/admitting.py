@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from prefix_index import PAGE_TOKENS, page_hashes
 from prefix_kernels.types import PagedKV
+from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.runtime import SparseRuntime
 from tests.planted import dense_attention
 
@@ -30,6 +31,23 @@ def hashes(tokens: Sequence[int]) -> tuple[bytes, ...]:
 
 class Request:
     """As SGLang's: compared by identity, and weakly referenceable."""
+
+
+def entered(table: RequestTable, attachment: Attachment) -> Request:
+    """A new request with its slot, which the table holds weakly."""
+    request = Request()
+    table.add(request, attachment)
+    table.enter(request)
+    return request
+
+
+class Clock:
+    """Seconds, as a test sets them."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Model:
@@ -108,8 +126,7 @@ def prefill_layers(runtime: SparseRuntime, batch: Any, count: int, gen: torch.Ge
     """All layers of a prefill step, which SGLang attends itself."""
     for number in range(LAYERS):
         q = torch.randn(count, KV_HEADS * GQA * DIM, generator=gen)
-        layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
-        assert runtime.attend(q, None, None, layer, batch, True, None) is None
+        assert runtime.attend(q, None, None, layer_of(number), batch, True, None) is None
 
 
 def prefill(runtime: SparseRuntime, rid: str, count: int, first: int = 0) -> None:
@@ -137,27 +154,41 @@ def planned(runtime: SparseRuntime, rids: list[str], lens: list[int]) -> bool:
         return runtime.planned
 
 
+def layer_of(number: int) -> Any:
+    """SGLang's attention layer of this number."""
+    return SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
+
+
+def decode_layers(
+    runtime: SparseRuntime, batch: Any, gen: torch.Generator | None = None, scale: float = 1.0
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """All layers of a decode step: number, queries, keys, and the output; None where SGLang attends."""
+    for number in range(LAYERS):
+        q = scale * torch.randn(batch.batch_size, KV_HEADS * GQA * DIM, generator=gen)
+        k, v = (torch.randn(batch.batch_size, KV_HEADS * DIM, generator=gen) for _ in "kv")
+        yield number, q, k, runtime.attend(q, k, v, layer_of(number), batch, True, None)
+
+
+def check_dense(out: torch.Tensor, q: torch.Tensor, kv: PagedKV, slots: torch.Tensor) -> None:
+    """One row's output against dense attention of its slots."""
+    heads, keys, values = q.reshape(1, KV_HEADS * GQA, DIM), kv.keys(slots, q.dtype), kv.values(slots, q.dtype)
+    expected = dense_attention(heads, keys, values, DIM**-0.5).out.reshape(-1)
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=0)
+
+
 def run_step(runtime: SparseRuntime, batch: Any) -> list[bool]:
     """Whether each layer of a decode step is attended here; if so, its output is compared with dense attention."""
     attended = []
     gen = torch.Generator().manual_seed(int(batch.seq_lens_cpu.sum()))
     with runtime.step(batch):
-        for number in range(LAYERS):
-            layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
-            q = torch.randn(batch.batch_size, KV_HEADS * GQA * DIM, generator=gen)
-            k, v = (torch.randn(batch.batch_size, KV_HEADS * DIM, generator=gen) for _ in "kv")
-            result = runtime.attend(q, k, v, layer, batch, True, None)
+        for number, q, k, result in decode_layers(runtime, batch, gen):
             attended.append(result is not None)
             if result is None:
                 continue
             kv = runtime.view.kv(number)
             torch.testing.assert_close(kv.keys(batch.out_cache_loc, k.dtype).flatten(1), k)
             for row, (slot, length) in enumerate(zip(batch.req_pool_indices, batch.seq_lens_cpu, strict=True)):
-                own = runtime.view.req_to_token[slot, :length].long()
-                heads = q[row].reshape(1, KV_HEADS * GQA, DIM)
-                keys, values = kv.keys(own, k.dtype), PagedKV(kv.v_cache, kv.v_cache, kv.v_scale).keys(own, k.dtype)
-                expected = dense_attention(heads, keys, values, DIM**-0.5).out.reshape(-1)
-                torch.testing.assert_close(result[row].double(), expected, atol=2e-5, rtol=0)
+                check_dense(result[row], q[row], kv, runtime.view.req_to_token[slot, :length].long())
     return attended
 
 

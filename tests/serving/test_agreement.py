@@ -18,7 +18,7 @@ from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import State
 from sglang_ext.ranks import EVERY, KEPT, LOADING, READY, Agreement, ProcessRanks, Ranks, Word, check_alike
-from tests.serving.admitting import LAYERS, PROMPT, Request, planned
+from tests.serving.admitting import LAYERS, PROMPT, Request, entered, planned
 from tests.serving.meeting import Meeting
 from tests.serving.test_administration import of_rank
 
@@ -103,9 +103,7 @@ class _Requests:
         attachment.index = None
 
     def came(self, attachment: Attachment) -> None:
-        self.held.append(Request())
-        self.table.add(self.held[-1], attachment)
-        self.table.enter(self.held[-1])
+        self.held.append(entered(self.table, attachment))
 
 
 @pytest.mark.parametrize("case", ["ready", "loading", "failed", "absent", "unlike", "raises"])

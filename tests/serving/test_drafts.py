@@ -19,7 +19,7 @@ from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import State
-from tests.serving.admitting import Request
+from tests.serving.admitting import Clock, entered
 from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of, path_of, planner
 from tests.serving.test_step_paths import COSTS
 
@@ -100,10 +100,7 @@ def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
     assert steps.guard is None, "every draft is compared"
     steps.sparse._costs[block_of(8)] = COSTS
     capture_all(steps, 8)
-    held = [Request(), Request()]
-    for row, request in enumerate(held):
-        requests.add(request, Attachment(f"r{row}", index=index))
-        requests.enter(request)
+    _held = [entered(requests, Attachment(f"r{row}", index=index)) for row in range(2)]
 
     def usable(attachment: Attachment | None, *, waits: bool = True) -> Any:
         return index if attachment is requests.get("r0") else None
@@ -124,13 +121,6 @@ def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
 
 
 MS = 1e-3
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def rounds(

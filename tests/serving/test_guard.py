@@ -4,7 +4,6 @@ is served does not change; an index that selects badly is noticed.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,18 @@ from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import State
-from tests.serving.admitting import DIM, GQA, KV_HEADS, LAYERS, NAMESPACE, PROMPT, Request, Runtime, decode_batch
+from tests.serving.admitting import (
+    DIM,
+    GQA,
+    KV_HEADS,
+    NAMESPACE,
+    PROMPT,
+    Request,
+    Runtime,
+    decode_batch,
+    decode_layers,
+    entered,
+)
 from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of, planner
 
 CONFIG: dict[str, Any] = {
@@ -44,11 +54,7 @@ class Steps:
         recall, error = [], []
         with runtime.step(batch):
             guarded = runtime.eager
-            for number in range(LAYERS):
-                layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
-                q = 3 * torch.randn(batch.batch_size, KV_HEADS * GQA * DIM, generator=gen)
-                k, v = (torch.randn(batch.batch_size, KV_HEADS * DIM, generator=gen) for _ in "kv")
-                out = runtime.attend(q, k, v, layer, batch, True, None)
+            for number, q, _, out in decode_layers(runtime, batch, gen, 3.0):
                 if out is None:
                     return False, None
                 outs.append(out)
@@ -220,10 +226,7 @@ def test_a_batch_is_padded_to_the_size_that_its_tables_are_of(monkeypatch: pytes
     planned = planner(config, requests, Counters(2), LayerPlan.default(2, 1), 4, 1)
     for size in (4, 1):
         capture_all(planned, size)
-    held = [Request() for _ in range(3)]
-    for number, request in enumerate(held):
-        requests.add(request, Attachment(f"r{number}", index=index))
-        requests.enter(request)
+    _held = [entered(requests, Attachment(f"r{number}", index=index)) for number in range(3)]
     step = planned.prepare(forward_of(["r0", "r1", "r2"], [0, 1, 2], [PREFIX + 1] * 3), lambda *_, **__: index)
     assert step.guarded is not None
     rows: list[int] = []

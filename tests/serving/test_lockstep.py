@@ -16,7 +16,7 @@ from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.ranks import Ranks
-from tests.serving.admitting import Request
+from tests.serving.admitting import Request, entered
 from tests.serving.meeting import Meeting
 from tests.serving.planning import LONGEST, PREFIX, blank_index, forward_of, path_of, planner
 
@@ -63,11 +63,9 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
     for batch, gone in _script(seed, joins):
         for rid, row, _ in batch:
             if rid not in held:
-                held[rid] = Request()
                 found = own.random() < 0.98
                 index = blank_index(LAYERS, f"{row % 2:064x}") if found else None
-                requests.add(held[rid], Attachment(rid, None if found else "no_index", index=index))
-                requests.enter(held[rid])
+                held[rid] = entered(requests, Attachment(rid, None if found else "no_index", index=index))
             index = requests.of(held[rid]).index
             if index is not None and index.state is State.LOADING and own.random() < 0.5:
                 index.state, index.reason = (State.READY, "") if own.random() < 0.9 else (State.FAILED, "index_memory")

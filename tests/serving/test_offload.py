@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from tests.offload.host_memory import PlainPools
-from tests.planted import dense_attention
 from tests.serving.admitting import (
     DIM,
     GQA,
@@ -21,7 +19,10 @@ from tests.serving.admitting import (
     PROMPT,
     Request,
     Runtime,
+    check_dense,
     decode_batch,
+    decode_layers,
+    layer_of,
     ours,
     planned,
 )
@@ -58,10 +59,6 @@ def came(runtime: Runtime, rid: str, row: int) -> Request:
     return one
 
 
-def layer_of(number: int) -> Any:
-    return SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
-
-
 def test_a_step_with_such_a_row_attends_all_rows_exactly(offloaded: Runtime) -> None:
     runtime, batch = offloaded, decode_batch(offloaded, ["r0", "r1"], [67, 68])
     table = runtime.view.req_to_token
@@ -69,16 +66,9 @@ def test_a_step_with_such_a_row_attends_all_rows_exactly(offloaded: Runtime) -> 
     with runtime.step(batch):
         assert runtime.eager
         assert runtime.path is None
-        for number in range(LAYERS):
-            q = torch.randn(2, KV_HEADS * GQA * DIM)
-            k, v = (torch.randn(2, KV_HEADS * DIM) for _ in "kv")
-            found = runtime.attend(q, k, v, layer_of(number), batch, True, None)
-            kv = runtime.view.kv(number)
+        for number, q, _, found in decode_layers(runtime, batch):
             for row, own in enumerate(slots):
-                heads = q[row].reshape(1, KV_HEADS * GQA, DIM)
-                keys, values = kv.keys(own, torch.float32), kv.values(own, torch.float32)
-                expected = dense_attention(heads, keys, values, DIM**-0.5).out.reshape(-1)
-                torch.testing.assert_close(found[row].double(), expected, atol=2e-5, rtol=0)
+                check_dense(found[row], q[row], runtime.view.kv(number), own)
     assert not runtime.eager
     state = runtime.snapshot()
     assert state["fallbacks"] == {"offloaded": 2}

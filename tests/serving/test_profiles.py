@@ -144,18 +144,11 @@ def test_what_was_merged_is_complete_in_itself(settle: Settle, folder: Path, tmp
     assert Settings.load(settings.dump()).profile == _profile()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (b"", ["JSON object", "damaged, calibrate again"]),
-        (b'{"version": 99}', ["expected version 1, got 99", "newer sglang-ext"]),
-    ],
-)
-def test_a_damaged_profile_refuses_the_start(settle: Settle, folder: Path, text: bytes, words: list[str]) -> None:
-    (folder / PROFILE_FILE).write_bytes(text)
+def test_a_damaged_profile_refuses_the_start(settle: Settle, folder: Path) -> None:
+    (folder / PROFILE_FILE).write_bytes(b"")
     with pytest.raises(ConfigError) as caught:
         settle()
-    for word in [*words, str(folder / PROFILE_FILE), "set 'profile' to \"none\""]:
+    for word in ["damaged, calibrate again", str(folder / PROFILE_FILE), "set 'profile' to \"none\""]:
         assert word in str(caught.value)
 
 

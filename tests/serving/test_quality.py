@@ -17,16 +17,10 @@ from sglang_ext.decode.quality import (
     Schedule,
     Standing,
 )
+from tests.serving.admitting import Clock
 
 GOOD, BAD = [0.0, 0.1, 0.2], [0.0, 0.7, 0.8]
 """Output errors of a dense layer and of two that select."""
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def records(

@@ -27,7 +27,7 @@ from sglang_ext.methods.union import UnionSpec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import State
-from tests.serving.admitting import Request
+from tests.serving.admitting import Request, entered
 from tests.serving.planning import PREFIX, blank_index, capture_all, forward_of, path_of, planner
 from tests.sparse_server import Server
 
@@ -55,9 +55,7 @@ class Batches:
         """A decode step of the requests in these rows."""
         for row in rows:
             if row not in self.held:
-                self.held[row] = Request()
-                self.requests.add(self.held[row], Attachment(f"r{row}", index=self.index))
-                self.requests.enter(self.held[row])
+                self.held[row] = entered(self.requests, Attachment(f"r{row}", index=self.index))
         forward = forward_of([f"r{row}" for row in rows], [*rows], [PREFIX + 1] * len(rows), beams)
         path = path_of(self.steps, forward, lambda one, **_: self.index if index else None)
         assert path is None or path in self.steps.paths_of(len(rows)), "a graph that was never captured"

@@ -20,7 +20,7 @@ from sglang_ext.methods.registry import parse_spec
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from tests.hosted_server import HostedServer, walk_host
-from tests.serving.admitting import Request
+from tests.serving.admitting import entered
 from tests.serving.planning import DIM, LONGEST, PREFIX, blank_index, capture_all, forward_of, planner
 from tests.sparse_server import KV_HEADS, LAYERS, ROLES, Server, searches
 
@@ -139,10 +139,7 @@ def test_a_step_of_such_a_prefix_is_sparse_or_not_ours(num_cells: int, trial: bo
     host = HostKV(8, lambda layer: kv, 3 * LONGEST, num_cells)
     requests, index = RequestTable(), blank_index(2)
     made = planner(config, requests, Counters(2), plan, 3, 1, host=host, trial=trial)
-    for row in range(3):
-        request = Request()
-        requests.add(request, Attachment(f"r{row}", index=index))
-        requests.enter(request)
+    _held = [entered(requests, Attachment(f"r{row}", index=index)) for row in range(3)]
     # A search that never pays.
     made.sparse._costs[4] = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(1e6, 0.0)}), 0, 2, 0)
     capture_all(made, 3)

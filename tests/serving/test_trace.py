@@ -11,7 +11,7 @@ import torch
 
 from sglang_ext.decode.trace import Prefill, SparseStep, Start, read_trace
 from sglang_ext.runtime import SparseRuntime
-from tests.serving.admitting import DIM, GQA, KV_HEADS, PROMPT, decode_batch, mode
+from tests.serving.admitting import DIM, GQA, KV_HEADS, PROMPT, decode_batch, decode_layers, mode
 
 #: A quarter of the prefix, and a plan with all roles.
 SELECTING: dict[str, Any] = {"keep_ratio": 0.25, "min_top_k": 0, "num_sink_tokens": 1, "num_recent_pages": 0}
@@ -32,13 +32,9 @@ def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: li
     """
     batch = decode_batch(runtime, rids, lens)
     with runtime.step(batch):
-        for number in range(3):
-            layer = SimpleNamespace(layer_id=number, scaling=DIM**-0.5)
-            q = torch.randn(len(rids), KV_HEADS * GQA * DIM)
+        for _, q, _, _ in decode_layers(runtime, batch):
             if queries is not None:
                 queries.append(q.view(len(rids), KV_HEADS * GQA, DIM))
-            k, v = (torch.randn(len(rids), KV_HEADS * DIM) for _ in "kv")
-            runtime.attend(q, k, v, layer, batch, True, None)
     copies = runtime.planner.sparse.copies
     return copies.take(range(len(copies.groups)))
 

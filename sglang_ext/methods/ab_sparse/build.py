@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.low_bit import dequantize, quantize
-from sglang_ext.methods.ab_sparse.spec import BITS, BLOCK_SIZES, ABSparseSpec, ragged_name
+from sglang_ext.methods.ab_sparse.spec import BITS, ABSparseSpec, ragged_name
 from sglang_ext.methods.arrays import join_heads
 from sglang_ext.methods.base import to_half
 from sglang_ext.methods.channels import CHANNELS, ChannelBuilder, keys_on
@@ -40,11 +40,6 @@ class ABSparseBuilder(ChannelBuilder[ABSparseSpec]):
             arrays = self._build(keys, self.spec.block_size)
             return {name: array.contiguous() for name, array in arrays.items()}
         sizes = self.layer.block_sizes
-        if len(sizes) != keys.shape[1] or any(size not in BLOCK_SIZES for size in sizes):
-            raise ValueError(
-                f"expected block sizes of {', '.join(map(str, BLOCK_SIZES))} tokens for each of {keys.shape[1]} KV "
-                f"heads from the profile, got {list(sizes)}; calibrate the model, or set ab_sparse.sizes to uniform"
-            )
         heads: dict[int, dict[str, Tensor]] = {}
         for size in sorted(set(sizes)):
             members = [head for head, own in enumerate(sizes) if own == size]

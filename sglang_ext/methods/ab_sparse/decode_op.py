@@ -40,7 +40,6 @@ class ABSparseOp(ScoredOp):
         device: torch.device,
     ) -> None:
         self._ab_sparse = spec
-        alike, halves = spec.sizes == "uniform", device.type == "cuda" and shape.dtype is not torch.float32
         of_entries = spec.representation == "mean" and sizes.entry_tokens > 1
         scored = ScoreShape(
             shape.num_qo_heads,
@@ -53,7 +52,7 @@ class ABSparseOp(ScoredOp):
             entry_tokens=1 if of_entries else sizes.entry_tokens,
             shared_rows=of_entries,
         )
-        super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=halves, alike=alike)
+        super().__init__(spec, shape, scored, num_layers, sizes, device, alike=spec.sizes == "uniform")
 
     def rows(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
         if self._ab_sparse.sizes == "profile":

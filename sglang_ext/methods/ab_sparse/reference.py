@@ -32,26 +32,20 @@ class ABSparseSelector(Selector[ABSparseSpec]):
         return pool_scores(_spread(raw, block[:, ::each]), args.sm_scale, args.pooling)
 
     def _blocks(self, arrays: Arrays, q: Tensor, prefix_len: int) -> tuple[Tensor, Tensor]:
-        """Raw scores of blocks, and [num_kv_heads, prefix_len] which block a token is of."""
-        raw, sizes = self._block_scores(arrays, q, prefix_len)
-        token = torch.arange(prefix_len, device=q.device)
-        return raw, (token // (self.spec.block_size if sizes is None else sizes[:, None])).expand(raw.shape[0], -1)
-
-    def _block_scores(self, arrays: Arrays, q: Tensor, prefix_len: int) -> tuple[Tensor, Tensor | None]:
-        """Raw scores [num_kv_heads, num_rows, gqa, most blocks] and block sizes [num_kv_heads] int64 where they differ.
-
-        With sizes per head a head of fewer blocks has -inf in the rest.
+        """Raw scores [num_kv_heads, num_rows, gqa, most blocks], and [num_kv_heads, prefix_len] which block a token is
+        of. With sizes per head a head of fewer blocks has -inf in the rest.
         """
-        spec = self.spec
-        if spec.sizes == "uniform":
-            return self._score(q, arrays), None
+        token = torch.arange(prefix_len, device=q.device)
+        if self.spec.sizes == "uniform":
+            raw = self._score(q, arrays)
+            return raw, (token // self.spec.block_size).expand(raw.shape[0], -1)
         sizes, indptr = arrays["block_sizes"].long(), arrays[ROW_INDPTR].long()
         block = torch.arange(-(-prefix_len // min(BLOCK_SIZES)), device=q.device)
         exists = block < (prefix_len + sizes[:, None] - 1) // sizes[:, None]
         rows = torch.where(exists, indptr[:-1, None] + block, 0)
         padded = {name: array for name, array in arrays.items() if name.endswith(CHANNELWISE)}
         padded |= {name.removeprefix(RAGGED): array[rows] for name, array in arrays.items() if is_ragged(name)}
-        return self._score(q, padded).masked_fill(~exists[:, None, None], -torch.inf), sizes
+        return self._score(q, padded).masked_fill(~exists[:, None, None], -torch.inf), token // sizes[:, None]
 
     def _score(self, q: Tensor, arrays: Arrays) -> Tensor:
         if CHANNELS in arrays:

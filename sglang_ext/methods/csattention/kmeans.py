@@ -35,14 +35,7 @@ def cosine_kmeans(points: Tensor, num_centroids: int, *, iterations: int = 10, s
 
     Returns:
         [..., num_groups, num_centroids, dim] fp32, each of length 1.
-
-    Raises:
-        ValueError: shape or sizes out of range.
     """
-    if points.dim() < 3 or 0 in points.shape:
-        raise ValueError(f"expected points [..., num_groups, num_points >= 1, dim], got {tuple(points.shape)}")
-    if num_centroids < 1 or iterations < 0:
-        raise ValueError(f"expected num_centroids >= 1 and iterations >= 0, got {num_centroids} and {iterations}")
     num_groups, num_points, dim = points.shape[-3:]
     generator = torch.Generator().manual_seed(seed)
     trials = 2 + int(math.log(num_centroids))
@@ -54,7 +47,10 @@ def cosine_kmeans(points: Tensor, num_centroids: int, *, iterations: int = 10, s
     step = max(1, BYTES_PER_CHUNK // (per_group * num_groups))
     for first in range(0, sets.shape[0], step):
         unit = _directions(sets[first : first + step].flatten(0, 1))
-        found = _cluster(unit, draws.repeat(unit.shape[0] // num_groups, 1, 1), iterations)
+        weight = unit.abs().amax(dim=1).sign_()
+        found = _seed(unit, weight, draws.repeat(unit.shape[0] // num_groups, 1, 1))
+        for _ in range(iterations):
+            found = _lloyd_step(unit, weight, found)
         centroids[first : first + step] = found.view(-1, num_groups, num_centroids, dim)
     return centroids.view(*points.shape[:-2], num_centroids, dim)
 
@@ -67,15 +63,6 @@ def _directions(points: Tensor) -> Tensor:
     scaled = (across / largest.masked_fill(largest == 0, 1.0)).contiguous()
     length = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_min_(0.5)
     return scaled.div_(length)
-
-
-def _cluster(unit: Tensor, draws: Tensor, iterations: int) -> Tensor:
-    """Centroids [num_groups, num_centroids, dim] of directions [num_groups, dim, num_points]."""
-    weight = unit.abs().amax(dim=1).sign_()
-    centroids = _seed(unit, weight, draws)
-    for _ in range(iterations):
-        centroids = _lloyd_step(unit, weight, centroids)
-    return centroids
 
 
 def _seed(unit: Tensor, weight: Tensor, draws: Tensor) -> Tensor:

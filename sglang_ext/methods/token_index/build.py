@@ -17,9 +17,7 @@ class TokenIndexBuilder(ChannelBuilder[TokenIndexSpec]):
 
     Arrays: `channels` [num_kv_heads, num_channels] int16, ascending; `keys_packed` [num_kv_heads, prefix_len,
     num_channels * bits / 8] uint8, `keys_scale` and `keys_zero` [num_kv_heads, num_channels] fp32, see
-    `LowBitTensor`.
-
-    Which channels, `ChannelBuilder` says.
+    `LowBitTensor`. Which channels, `ChannelBuilder` says.
     """
 
     def build_layer(self, keys: Tensor, queries: Tensor | None) -> dict[str, Tensor]:

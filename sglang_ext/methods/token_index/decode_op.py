@@ -49,8 +49,7 @@ class TokenIndexOp(ScoredOp):
             form=form,
             entry_tokens=entry_tokens,
         )
-        halves = device.type == "cuda" and shape.dtype is not torch.float32
-        super().__init__(spec, shape.head_dim, scored, num_layers, sizes, device, specialized=halves)
+        super().__init__(spec, shape, scored, num_layers, sizes, device)
 
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
         return layer["channels"], layer["keys_packed"], layer["keys_scale"]

@@ -105,23 +105,19 @@ class TwoLevelSelector(LeveledSelector[TwoLevelSpec]):
 
     sum_every: int = 1
 
-    def candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
-        """See the base. Sink and recent window are among them."""
-        return self._named(arrays, q, args)
-
     def select_among(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor) -> Selection:
         return args.top_k(rank_by_keys(self._ranked(arrays, q, args, candidates)))
 
     def token_scores(self, arrays: Arrays, q: Tensor, args: SelectArgs, candidates: Tensor | None = None) -> Tensor:
         """See the base: the second method's scores, -inf outside the first one's candidates."""
-        chosen = self._named(arrays, q, replace(args, budget=1, num_sink=0, num_recent=0))
+        chosen = self.candidates(arrays, q, replace(args, budget=1, num_sink=0, num_recent=0))
         return self._ranked(arrays, q, args, chosen if candidates is None else chosen & candidates)
 
     def _level(self, spec: IndexSpec) -> Selector[IndexSpec]:
         return make_selector(spec, self.sum_every if METHODS[spec.method].samples_sums else 1)
 
-    def _named(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
-        """bool [num_kv_heads, prefix_len]: what the first method selects, its windows included."""
+    def candidates(self, arrays: Arrays, q: Tensor, args: SelectArgs) -> Tensor:
+        """See the base: what the first method selects."""
         group = self.spec.first_level(SelectionGroup(args.prefix_len, args.budget, args.num_sink, args.num_recent))
         level, own, each = self._level(self.spec.first), part_arrays(arrays, "first"), self.spec.entry_tokens
         args = replace(args, budget=group.budget, num_sink=group.num_sink, num_recent=group.num_recent)

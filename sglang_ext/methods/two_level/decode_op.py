@@ -84,12 +84,11 @@ class TwoLevelOp(CombinedOp, AheadOp):
     def plan(
         self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
     ) -> None:
-        first, second = self._levels(groups)
-        parts = [self.parts(index) for index in indexes]
-        self._first.plan(size, rows, first, [one for one, _ in parts])
-        self._second.plan(size, rows, second, [one for _, one in parts], listed=first)
+        (first, second), (of_first, of_second) = self._levels(groups), self.parts(indexes)
+        self._first.plan(size, rows, first, of_first)
+        self._second.plan(size, rows, second, of_second, listed=first)
         if self._pack is not None:
-            self._pack.plan(size, rows, first, [one for one, _ in parts])
+            self._pack.plan(size, rows, first, of_first)
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
         first, second = self._levels(groups)

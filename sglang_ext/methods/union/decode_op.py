@@ -54,9 +54,9 @@ class UnionOp(CombinedOp):
     def plan(
         self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
     ) -> None:
-        parts = [self.parts(index) for index in indexes]
-        self._first.plan(size, rows, groups, [one for one, _ in parts])
-        self._second.plan(size, rows, groups, [one for _, one in parts])
+        of_first, of_second = self.parts(indexes)
+        self._first.plan(size, rows, groups, of_first)
+        self._second.plan(size, rows, groups, of_second)
         self._selection.plan(groups, self._first.stretches(size), self._second.stretches(size))
 
     def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
