@@ -136,7 +136,7 @@ def test_a_profile_that_is_there_stays_unless_forced(run: Import, tmp_path: Path
         ((), {"file": "none.npy"}, ["expected a head map (.npy), got no file 'none.npy'", "correct the path"]),
         ((), {"file": "map.npy"}, ["MODEL_layers_0_2_8_13_14.npy, got 'map.npy'", "--anchors"]),
         (("--anchors", "0,2"), {"file": "map.npy"}, ["layer 2: expected the identity map", "got [1, 0]"]),
-        ((), {"file": "a_layers_0.npy"}, ["3 layers and 2 KV heads (the model's), got 3 and 4", "of this model"]),
+        ((), {"file": "a_layers_0.npy"}, ["3 layers and 2 KV heads (the model's), got (3, 4)", "of this model"]),
         ((), {"out": "model"}, ["expected --out to be a file, got the folder 'model'"]),
         ((), {"out": "nowhere/profile.json"}, ["expected to be able to write --out", "a folder that exists"]),
         ((), {"model": "/nowhere/model"}, ["expected --model-path to be a folder", "'/nowhere/model'", "download"]),
