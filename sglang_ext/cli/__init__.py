@@ -13,17 +13,8 @@ from sglang_ext import __version__, logs
 from sglang_ext.cli.arguments import Parser
 from sglang_ext.cli.stopping import BROKEN_PIPE, INTERRUPTED, TERMINATED, Terminated, heed_sigterm
 
-#: Modules by subcommand. Only the one that is asked for is imported: a listing must not wait for torch.
-COMMANDS = {
-    "prebuild": "sglang_ext.cli.prebuild",
-    "calibrate": "sglang_ext.cli.calibrate",
-    "profile": "sglang_ext.cli.profile",
-    "index": "sglang_ext.cli.index",
-    "store": "sglang_ext.cli.store",
-    "doctor": "sglang_ext.cli.doctor",
-    "explain": "sglang_ext.cli.explain",
-    "server": "sglang_ext.cli.server",
-}
+#: Subcommands; each is a module. Only the one that is asked for is imported: a listing must not wait for torch.
+COMMANDS = ("prebuild", "calibrate", "profile", "index", "store", "doctor", "explain", "server")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,9 +47,9 @@ def _run(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    wanted = [words[0]] if words and words[0] in COMMANDS else list(COMMANDS)
+    wanted = [words[0]] if words and words[0] in COMMANDS else COMMANDS
     for name in wanted:
-        importlib.import_module(COMMANDS[name]).add_parser(commands)
+        importlib.import_module(f"sglang_ext.cli.{name}").add_parser(commands)
     args = parser.parse_args(words)
     status: int = args.run(args)
     sys.stdout.flush()

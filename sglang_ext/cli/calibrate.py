@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
     _add_fitting(parser.add_argument_group("what is chosen (may change between runs)"))
     _add_judging(parser.add_argument_group("how proposals are judged"))
     add_sglang_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(run_job, "calibrate", run))
 
 
 def _add_measuring(group: Any) -> None:
@@ -126,17 +126,12 @@ def _add_judging(group: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry of the subcommand; returns the exit status."""
+    """Returns the exit status. What can be wrong with the arguments is found before SGLang is started."""
     if args.report is not None and importlib.util.find_spec("matplotlib") is None:
         return refuse(
             "calibrate",
             "expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', or leave --report out",
         )
-    return run_job("calibrate", partial(_run, args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    """What can be wrong with the arguments is found before SGLang is started."""
     from sglang_ext.cli.calibrate_job import CalibrateJob
     from sglang_ext.cli.capturing import open_session
     from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of

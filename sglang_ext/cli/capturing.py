@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from sglang_ext.compat.engine import OfflineEngine
 
 
-class CaptureError(ValueError):
-    """A prompt that could not be captured; the message says why and what to do."""
-
-
 class CaptureSession:
     """One engine for many captures: see `open_session`."""
 
@@ -47,11 +43,11 @@ class CaptureSession:
             prefix_len: leading tokens that are the prefix; None for the whole prompt.
 
         Raises:
-            CaptureError: SGLang refuses the prompt, or what was recorded cannot be used.
+            ValueError: SGLang refuses the prompt, or what was recorded cannot be used.
         """
         room = self._engine.context_len - 1 - self._decode_steps
         if not 1 <= len(input_ids) <= room:
-            raise CaptureError(
+            raise ValueError(
                 f"{name}: expected 1..{room} tokens (context length less what is generated), got {len(input_ids)}; "
                 "raise --context-length or shorten the prompt"
             )
@@ -60,10 +56,10 @@ class CaptureSession:
         try:
             self._engine.prefill(rid, input_ids, max_new_tokens=self._decode_steps + 1)
         except ValueError as error:
-            raise CaptureError(f"{name}: refused by SGLang: {error}") from error
+            raise ValueError(f"{name}: refused by SGLang: {error}") from error
         event = reported(self._events, rid)
         if event["status"] != "captured":
-            raise CaptureError(f"{name}: not captured: {event.get('reason')}: {event.get('detail')}")
+            raise ValueError(f"{name}: not captured: {event.get('reason')}: {event.get('detail')}")
         path = Path(event["path"])
         try:
             capture = load_capture(path)

@@ -53,16 +53,11 @@ def add_parser(commands: Any) -> None:
     where = "spread the prompts over this Ray cluster (auto, HOST:PORT, ray://HOST:PORT): one engine on each GPU"
     parser.add_argument("--ray", metavar="ADDRESS", help=where)
     add_sglang_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(run_job, "prebuild", run))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry of the subcommand; returns the exit status."""
-    return run_job("prebuild", partial(_run, args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    """What can be wrong with the arguments is found before SGLang is started."""
+    """Returns the exit status. What can be wrong with the arguments is found before SGLang is started."""
     from sglang_ext.cli.checks import engine_refusal, model_refusal
     from sglang_ext.cli.prebuild_job import PrebuildJob, open_builder
     from sglang_ext.config import ConfigError, make_settings, parse_profiled

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.cli.arguments import checkpoint_options, sglang_option
 from sglang_ext.cli.checks import not_local
+from sglang_ext.compat.engine import EngineStartError
 from sglang_ext.profiles import local_folder
 from sglang_ext.storage import ENV_STORE, default_store
 
@@ -22,10 +23,6 @@ SAID = "sglang-ext: "
 """What the plugin's own messages begin with."""
 
 
-class CannotStartError(Exception):
-    """A server of these settings would not start; the message says why."""
-
-
 def config_text(args: argparse.Namespace) -> str | None:
     """The configuration that was given, with the profile that was. Raises ConfigError."""
     from sglang_ext.config import decode_config
@@ -34,23 +31,21 @@ def config_text(args: argparse.Namespace) -> str | None:
     return given if args.profile is None else json.dumps({**decode_config(given), "profile": args.profile})
 
 
-def preview_server(args: argparse.Namespace, model: str | None = None, *, plugin: bool = True) -> ServerPreview:
+def preview_server(args: argparse.Namespace, *, plugin: bool = True) -> ServerPreview:
     """The server of a command's --model-path, --store, --sparse-attn-config, --profile and SGLang's flags.
 
     Args:
         args: of the command.
-        model: in place of --model-path.
         plugin: with `--sparse-attn`.
 
     Raises:
-        CannotStartError: the model is not on this machine, or SGLang or the plugin refuses what was given.
+        EngineStartError: the model is not on this machine, or SGLang or the plugin refuses what was given.
     """
-    model = model or args.model_path
-    if local_folder(model, *checkpoint_options(args.sglang_flags)) is None:
-        raise CannotStartError(not_local(model))
+    if local_folder(args.model_path, *checkpoint_options(args.sglang_flags)) is None:
+        raise EngineStartError(not_local(args.model_path))
     said = io.StringIO()
     with contextlib.ExitStack() as opened:
-        own = ["--model-path", model, "--log-level", "error", *args.sglang_flags]
+        own = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
         if plugin:
             store = args.store or os.environ.get(ENV_STORE)
             if store is None and not os.path.isdir(default_store()):
@@ -65,9 +60,9 @@ def preview_server(args: argparse.Namespace, model: str | None = None, *, plugin
                 return ServerPreview([*own, *device_flags(own)])
         except SystemExit as error:
             lines = [line for line in said.getvalue().splitlines() if line.startswith(SAID)]
-            raise CannotStartError(lines[-1].removeprefix(SAID) if lines else said.getvalue()[-500:]) from error
+            raise EngineStartError(lines[-1].removeprefix(SAID) if lines else said.getvalue()[-500:]) from error
         except Exception as error:  # SGLang's, of whatever kind
-            raise CannotStartError(str(error) or repr(error)) from error
+            raise EngineStartError(str(error) or repr(error)) from error
 
 
 def device_flags(flags: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable
@@ -33,15 +34,16 @@ def refuse(command: str, why: object, status: int = 2) -> int:
     return status
 
 
-def run_job(command: str, job: Callable[[], int]) -> int:
+def run_job(command: str, job: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run what may be run again to go on, and say so where it did not come to its end, or why it did not begin.
 
     Args:
         command: its name, for messages.
         job: returns the exit status; closes what it opened, whatever it raises.
+        args: of the job.
     """
     try:
-        return job()
+        return job(args)
     except EngineStartError as error:
         return refuse(command, error)
     except Terminated:

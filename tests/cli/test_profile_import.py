@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from prefix_index import ModelFingerprint
 from sglang_ext.cli import main
 from sglang_ext.cli.profile import refused_sizes
 from sglang_ext.config import ConfigError, SparseAttnConfig, make_settings
@@ -37,11 +38,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Flags that SGLang is asked for a model with; this one is not imported for it (`tests/compat` does)."""
     asked: list[list[str]] = []
 
-    def read_model(flags: list[str]) -> ModelFingerprint:
+    def preview(flags: list[str]) -> Any:
         asked.append(flags)
-        return MODEL
+        return SimpleNamespace(model=lambda weights: MODEL)
 
-    monkeypatch.setattr("sglang_ext.compat.checkpoint.read_model", read_model)
+    monkeypatch.setitem(sys.modules, "sglang_ext.compat.preview", SimpleNamespace(ServerPreview=preview))
     return asked
 
 

@@ -57,7 +57,7 @@ def test_a_job_that_is_terminated_twice_closes_what_it_opened_and_says_how_to_go
         import os, signal, sys, time
         from sglang_ext.cli.stopping import heed_sigterm, run_job
 
-        def job():
+        def job(args):
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
@@ -67,7 +67,7 @@ def test_a_job_that_is_terminated_twice_closes_what_it_opened_and_says_how_to_go
                 print("closed")
 
         heed_sigterm()
-        sys.exit(run_job("prebuild", job))
+        sys.exit(run_job("prebuild", job, None))
     """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout) == (143, "closed\n"), ran.stderr

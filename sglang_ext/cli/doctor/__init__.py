@@ -82,13 +82,14 @@ def _run_size(args: argparse.Namespace) -> int:
     if message is not None:
         return refuse("doctor", message)
     from sglang_ext.cli.doctor.sizing import compute_sizes
-    from sglang_ext.cli.previewing import CannotStartError
+    from sglang_ext.compat.engine import EngineStartError
 
+    args.model_path = args.size
     if args.kv_cache_dtype is not None:
         args.sglang_flags = ["--kv-cache-dtype", args.kv_cache_dtype, *args.sglang_flags]
     try:
         sizes = compute_sizes(args)
-    except (CannotStartError, OSError, ValueError) as error:
+    except (EngineStartError, OSError, ValueError) as error:
         return refuse("doctor", error)
     if args.json:
         emit(msgspec.to_builtins(sizes))

@@ -21,8 +21,9 @@ from prefix_index.connect import locate
 from prefix_index.folder import free_bytes
 from sglang_ext.cli.index.targets import open_unused
 from sglang_ext.cli.index.text import size
-from sglang_ext.cli.previewing import SAID, CannotStartError, preview_server
+from sglang_ext.cli.previewing import SAID, preview_server
 from sglang_ext.compat import versions
+from sglang_ext.compat.engine import EngineStartError
 from sglang_ext.config import Settings
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.self_test import LEAST_AGREEMENT, run_self_test
@@ -63,7 +64,7 @@ def examine(args: argparse.Namespace) -> list[Finding]:
     if args.model_path is not None and versions.unsupported_message(versions.installed()) is None:
         try:
             preview = preview_server(args)
-        except CannotStartError as error:
+        except EngineStartError as error:
             found.append(Finding("start", FAIL, str(error), "correct what is named, and run doctor again"))
         else:
             settings = preview.settings
