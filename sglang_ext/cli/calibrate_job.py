@@ -220,9 +220,7 @@ class CalibrateJob:
             if prompt.id in held:
                 groups.setdefault(prefix_digest(prompt), []).append(prompt)
         key = f"{self._digest} {self._model.weights_digest}"
-        judge = Judge(
-            self._args.model_path, self._args.sglang_flags, list(groups.values()), folder, key, self._args.rows
-        )
+        judge = Judge(self._args, list(groups.values()), folder, key)
         return choose(judge.judge(candidates), self._args.max_kl)
 
     def _fit_of(self, averages: PromptMeasurement, candidate: Candidate) -> Fit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,12 +36,7 @@ class CaptureSession:
         return self._engine.tokens
 
     def capture(self, name: str, input_ids: Sequence[int], prefix_len: int | None = None) -> PromptCapture:
-        """Run one prompt and return what was recorded, on the CPU.
-
-        Args:
-            name: of the prompt, for messages.
-            input_ids: the prompt.
-            prefix_len: leading tokens that are the prefix; None for the whole prompt.
+        """Run one prompt and return what was recorded, on the CPU; without a `prefix_len` all of it is the prefix.
 
         Raises:
             ValueError: SGLang refuses the prompt, or what was recorded cannot be used.
@@ -60,11 +56,8 @@ class CaptureSession:
         event = reported(self._events, rid)
         if event["status"] != "captured":
             raise ValueError(f"{name}: not captured: {event.get('reason')}: {event.get('detail')}")
-        path = Path(event["path"])
-        try:
-            capture = load_capture(path)
-        finally:
-            path.unlink(missing_ok=True)
+        capture = load_capture(event["path"])
+        os.unlink(event["path"])
         return capture if prefix_len is None else capture.behind(prefix_len)
 
 
@@ -80,8 +73,7 @@ def open_session(
     """A session whose engine ends with the block.
 
     Args:
-        model_path: the model.
-        sglang_flags: device, dtype, attention backend, context length and so on, as for the server.
+        model_path, sglang_flags: as for the server.
         query_samples: sampled query rows per KV head over the whole prompt.
         tail_tokens: last tokens of a prompt that are kept beside the sample.
         decode_steps: tokens generated behind the first one; fewer when the model ends earlier.

@@ -79,20 +79,14 @@ def num_layers_of(model_path: str, sglang_flags: Sequence[str]) -> int | None:
 def check_writable(folder: str | os.PathLike[str]) -> None:
     """Make a folder, and a file in it that goes again. Raises OSError where that cannot be done."""
     os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextmanager
 def plugin_engine(
     model_path: str, flags: Sequence[str], store: str, config: str, on_gpu: Sequence[str]
 ) -> Iterator[OfflineEngine]:
-    """An engine of SGLang with the plugin, which ends with the block.
-
-    Args:
-        flags: SGLang's, those of the job among them.
-        store, config: of the plugin, as its flags take them.
-        on_gpu: flags more, where the others do not name the CPU.
+    """An engine of SGLang with the plugin, which ends with the block. `on_gpu`: flags more, unless the CPU is named.
 
     Raises:
         EngineStartError, SystemExit, EngineDiedError: as `OfflineEngine.open`.

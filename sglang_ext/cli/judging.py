@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -40,47 +41,34 @@ class Judge:
     """Judges candidates one by one; what was judged is read from the folder.
 
     Args:
-        model_path: the model.
-        sglang_flags: as for the server.
+        args: of the command.
         prompts: held-out ones, at least one; a group for each prefix.
         folder: of results and dense's steps; those of another key, other prompts, flags or rows lie beside them.
         key: tells one model and set of prompts from another.
-        rows: requests that decode together behind a prompt.
 
     Raises:
         ValueError: flags of several ranks, each of which would write down its steps.
     """
 
     def __init__(
-        self,
-        model_path: str,
-        sglang_flags: Sequence[str],
-        prompts: Sequence[Sequence[CalibrationPrompt]],
-        folder: Path,
-        key: str,
-        rows: int,
+        self, args: argparse.Namespace, prompts: Sequence[Sequence[CalibrationPrompt]], folder: Path, key: str
     ) -> None:
-        self._model_path = model_path
-        self._flags = list(sglang_flags)
+        self._model_path, self._flags, self._rows = args.model_path, args.sglang_flags, args.rows
         self._long = LONG_ON_CPU if names_cpu(self._flags) else LONG
         self._prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
         self._asked: list[list[list[int]]] = []
         self._prefixes: list[list[int]] = []
-        self._rows = rows
         for name in ("--tp-size", "--tp", "--tensor-parallel-size"):
             if sglang_option(self._flags, name) not in (None, "1"):
                 raise ValueError(f"expected one rank to judge with, got {name}; leave it out, or say --judge no")
         ids = [[prompt.id for prompt in group] for group in self._prompts]
-        own = hashlib.sha256(json.dumps([key, ids, self._flags, rows, STEPS, self._long]).encode()).hexdigest()
+        own = hashlib.sha256(json.dumps([key, ids, self._flags, self._rows, STEPS, self._long]).encode()).hexdigest()
         self._folder = folder / own[:16]
         self._results = self._folder / "judged.json"
         self._references = self._folder / "dense"
 
     def judge(self, candidates: Mapping[Candidate, Path]) -> list[Judged]:
-        """Results in the order of the candidates.
-
-        Args:
-            candidates: each with the profile that says its plan.
+        """Results in the order of the candidates, each of which is given with the profile that says its plan.
 
         Raises:
             ValueError: a prompt without room for what is forced behind it, or one that SGLang refuses.
@@ -88,7 +76,7 @@ class Judge:
         """
         digests = {one: load_profile(path).digest() for one, path in candidates.items()}
         # A plan of other settings has another profile.
-        known = {one.candidate: one for one in self._read() if digests.get(one.candidate) == one.profile}
+        known = {one.candidate: one for one in self._known() if digests.get(one.candidate) == one.profile}
         missing = [candidate for candidate in candidates if candidate not in known]
         bar = tqdm(missing, desc="judge", unit="candidate", initial=len(known), total=len(candidates))
         if missing and not all(path.exists() for _, path in self._dense()):
@@ -103,8 +91,7 @@ class Judge:
             write_whole(self._results, msgspec.json.encode(list(known.values())))
         return [known[candidate] for candidate in candidates]
 
-    def _read(self) -> list[Judged]:
-        """What is there."""
+    def _known(self) -> list[Judged]:
         if not self._results.exists():
             return []
         try:
@@ -179,8 +166,7 @@ class Judge:
                             "--max-running-requests or --max-total-tokens, lower --rows, or say --judge no"
                         )
                 state = engine.state()
-                ms = [] if folder is None else self._times(engine)
-                return ms, state
+                return [] if folder is None else self._times(engine), state
 
     def _tokenize(self, source: TokenSource, context_len: int) -> None:
         """Token ids of the prefixes, and of the rows behind each: its questions in turns."""

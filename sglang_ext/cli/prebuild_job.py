@@ -44,13 +44,7 @@ Lines = Callable[[Iterable[Task]], Iterable[tuple[Prompt, dict[str, Any]]]]
 
 
 class PrebuildJob:
-    """One run over all prompts: what became of each is counted and reported.
-
-    Args:
-        lines: builds, here or elsewhere.
-        report: gets one JSON line a prompt.
-        args: of the command.
-    """
+    """One run over all prompts: what became of each by `lines` is counted, and is one JSON line of the report."""
 
     def __init__(self, lines: Lines, report: TextIO, args: argparse.Namespace) -> None:
         self._lines, self._report, self._args = lines, report, args
@@ -102,14 +96,8 @@ class PrebuildJob:
 
 
 class PromptBuilder:
-    """Builds with one engine: prompt after prompt, beside whoever builds into the same store.
-
-    Args:
-        engine: an open `OfflineEngine`, whose scheduler writes `events`.
-        store: where it stores.
-        settings: that it was started with.
-        events: path of its build report.
-        args: of the command.
+    """Builds with one engine, whose scheduler writes `events`: prompt after prompt, beside whoever builds into the same
+    store.
     """
 
     def __init__(
@@ -193,9 +181,9 @@ class PromptBuilder:
     def _build(self, prompt: Prompt) -> dict[str, Any]:
         try:
             ids, warnings = prefix_tokens(prompt, self._engine.tokens)
+            line = self._build_tokens(prompt, ids)
         except ValueError as error:
             return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
-        line = self._build_tokens(prompt, ids)
         return {**line, "warnings": warnings} if warnings else line
 
     def _build_tokens(self, prompt: Prompt, ids: Sequence[int]) -> dict[str, Any]:
@@ -213,10 +201,7 @@ class PromptBuilder:
         begun = time.perf_counter()
         self._attempts += 1
         rid = f"prebuild-{self._attempts}-{prompt.id}"
-        try:
-            self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
-        except ValueError as error:
-            return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
+        self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
         event = reported(self._events, rid)
         with suppress(IndexStoreError):  # a report of what was built is not lost with the service
             self._store.rescan()

@@ -76,14 +76,7 @@ class BuilderActor:
 
 
 class Cluster:
-    """The actors of one job on a cluster that this process is connected to.
-
-    Args:
-        args: of the command.
-        settings: of all engines.
-        count: of actors at a time.
-        gpus: of each.
-    """
+    """The actors of one job on a cluster that this process is connected to: `count` at a time, each with `gpus`."""
 
     def __init__(self, args: argparse.Namespace, settings: Settings, count: int, gpus: int) -> None:
         import ray
@@ -135,7 +128,8 @@ class Cluster:
                 except self._lost as error:
                     said = str(error).strip().splitlines()[-1]
                     tqdm.write(f"{prompt.id}: its engine was lost: {said}", file=sys.stderr)
-                    self._replace(actor)
+                    self._ray.kill(actor)
+                    self._add()
                     self._failures[prompt.id] += 1
                     if self._failures[prompt.id] < ATTEMPTS:
                         tasks = chain([given], tasks)
@@ -159,10 +153,10 @@ class Cluster:
             tqdm.write(f"one engine less: {said}", file=sys.stderr)
         except self._lost as error:
             self._failed_starts += 1
-            if self._failed_starts < ATTEMPTS:
-                self._replace(actor)
-                return
             self._ray.kill(actor)
+            if self._failed_starts < ATTEMPTS:
+                self._add()
+                return
             if not (others or self._idle or self._starting):
                 raise EngineDiedError(f"expected engines to start on the cluster, got: {error}") from None
             if others or self._idle:  # if one of them is lost, its successor has all its attempts
@@ -171,10 +165,6 @@ class Cluster:
         else:
             self._failed_starts, self._any_started = 0, True
             self._idle.append(actor)
-
-    def _replace(self, actor: Any) -> None:
-        self._ray.kill(actor)
-        self._add()
 
     def close(self) -> None:
         """End the engines. Those that are busy end with their actors, when the connection does."""

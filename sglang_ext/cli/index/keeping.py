@@ -145,7 +145,6 @@ def run_gc(args: argparse.Namespace) -> int:
         complain("gc", f"expected no limits and no --dry-run for {address}: it has limits of its own")
         return 2
     with opened(args) as store:
-        assert isinstance(store, FileStore), "a client of a service, which sees the folder"
         targets = _chosen(store.folder, args)
         if targets and not args.yes and not _agreed(targets, args):
             return _refused()
