@@ -155,3 +155,10 @@ def sglang_option(sglang_flags: Sequence[str], name: str) -> str | None:
         elif word.startswith(f"{name}="):
             value = word.partition("=")[2]
     return value
+
+
+def tp_size(sglang_flags: Sequence[str]) -> int:
+    """Tensor-parallel ranks by SGLang's flags."""
+    names = ("--tp-size", "--tp", "--tensor-parallel-size")
+    sizes = [sglang_option(sglang_flags, name) or "1" for name in names]
+    return max(int(size) if size.isdecimal() else 1 for size in sizes)

@@ -57,30 +57,18 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_measuring(group: Any) -> None:
+    add_count = partial(group.add_argument, type=parse_count, metavar="N")
     group.add_argument("--keep-ratio", type=_ratio, default=0.05, metavar="R", help="budget (default: %(default)s)")
-    group.add_argument(
-        "--decode-steps", type=parse_count, default=16, metavar="N", help="tokens generated and measured (default: 16)"
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=parse_count,
-        default=32,
-        metavar="N",
-        help="tokens measured per prompt, at most (default: 32)",
-    )
-    group.add_argument(
-        "--query-samples",
-        type=parse_count,
-        default=2048,
-        metavar="N",
-        help="sampled query rows per KV head, for channels",
-    )
+    add_count("--decode-steps", default=16, help="tokens generated and measured (default: 16)")
+    add_count("--max-tokens", default=32, help="tokens measured per prompt, at most (default: 32)")
+    add_count("--query-samples", default=2048, help="sampled query rows per KV head, for channels")
     group.add_argument(
         "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
     )
 
 
 def _add_fitting(group: Any) -> None:
+    add_count = partial(group.add_argument, type=parse_count, metavar="N")
     group.add_argument("--method", help="that is judged and recommended (default: the server's default)")
     group.add_argument(
         "--dense-layers",
@@ -89,10 +77,8 @@ def _add_fitting(group: Any) -> None:
         metavar="0,1",
         help="first layers, which read everything (default: 0)",
     )
-    group.add_argument(
+    add_count(
         "--anchors",
-        type=parse_count,
-        metavar="N",
         help="layers that select (default: the fewest that keep 98%% of the layers' own attention mass); where "
         "proposals are judged, the only plan beside every layer selecting",
     )
@@ -100,9 +86,7 @@ def _add_fitting(group: Any) -> None:
     group.add_argument(
         "--block-average", type=float, metavar="B", help="instead of --tau: harmonic mean of the block sizes in tokens"
     )
-    group.add_argument(
-        "--num-channels", type=parse_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
-    )
+    add_count("--num-channels", default=32, help="of the token index (default: %(default)s)")
 
 
 def _add_judging(group: Any) -> None:
@@ -120,9 +104,8 @@ def _add_judging(group: Any) -> None:
         help="bound of the KL divergence from dense (default: that of every layer selecting at --keep-ratio on the "
         "same prompts, and a quarter)",
     )
-    group.add_argument(
-        "--rows", type=parse_count, default=16, metavar="N", help="requests that decode together (default: %(default)s)"
-    )
+    rows = "requests that decode together (default: %(default)s)"
+    group.add_argument("--rows", type=parse_count, default=16, metavar="N", help=rows)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
-from sglang_ext.cli.arguments import names_cpu, sglang_option
+from sglang_ext.cli.arguments import names_cpu, tp_size
 from sglang_ext.cli.checks import plugin_engine
 from sglang_ext.files import write_whole
 from sglang_ext.methods.profile import load_profile
@@ -58,9 +58,8 @@ class Judge:
         self._prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
         self._asked: list[list[list[int]]] = []
         self._prefixes: list[list[int]] = []
-        for name in ("--tp-size", "--tp", "--tensor-parallel-size"):
-            if sglang_option(self._flags, name) not in (None, "1"):
-                raise ValueError(f"expected one rank to judge with, got {name}; leave it out, or say --judge no")
+        if tp_size(self._flags) > 1:
+            raise ValueError("expected one rank to judge with, got --tp-size above 1; leave it out, or say --judge no")
         ids = [[prompt.id for prompt in group] for group in self._prompts]
         own = hashlib.sha256(json.dumps([key, ids, self._flags, self._rows, STEPS, self._long]).encode()).hexdigest()
         self._folder = folder / own[:16]

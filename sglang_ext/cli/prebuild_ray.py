@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from prefix_index import IndexStoreError
-from sglang_ext.cli.arguments import names_cpu, sglang_option
+from sglang_ext.cli.arguments import names_cpu, tp_size
 from sglang_ext.cli.checks import engine_refusal
 from sglang_ext.cli.prebuild_job import Task, open_builder
 from sglang_ext.compat.engine import EngineDiedError, EngineStartError
@@ -33,7 +33,6 @@ from sglang_ext.storage import configured_store
 ATTEMPTS = 3
 """How often a prompt is given to an actor, each of which was lost, and how often actors may fail to start in a row."""
 _PATIENCE_S = 60.0
-_TP_FLAGS = ("--tp-size", "--tp", "--tensor-parallel-size")
 
 
 class BuilderActor:
@@ -194,8 +193,7 @@ def open_cluster(args: argparse.Namespace, settings: Settings, prompts: int) -> 
         raise EngineStartError(f"expected a Ray cluster at --ray {args.ray}, got: {why}") from None
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray takes it
     try:
-        sizes = [sglang_option(args.sglang_flags, name) or "1" for name in _TP_FLAGS]
-        ranks = max(int(size) if size.isdecimal() else 1 for size in sizes)
+        ranks = tp_size(args.sglang_flags)
         gpus = 0 if names_cpu(args.sglang_flags) else int(ray.cluster_resources().get("GPU", 0))
         nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
         count = min(gpus // ranks if gpus else nodes, prompts)
