@@ -9,8 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sglang_ext.cli.arguments import add_sglang_flags, parse_count, parse_layers
-from sglang_ext.cli.stopping import refuse, run_job
+from sglang_ext.cli.arguments import add_sglang_flags, parse_count, parse_layers, refuse
 
 _DESCRIPTION = """\
 Run every prompt of a development set once through SGLang, measure its attention, and write the model's profile:
@@ -53,7 +52,7 @@ def add_parser(commands: Any) -> None:
     _add_fitting(parser.add_argument_group("what is chosen (may change between runs)"))
     _add_judging(parser.add_argument_group("how proposals are judged"))
     add_sglang_flags(parser)
-    parser.set_defaults(run=partial(run_job, "calibrate", run))
+    parser.set_defaults(run=run)
 
 
 def _add_measuring(group: Any) -> None:

@@ -6,13 +6,11 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack, closing, suppress
-from functools import partial
 from typing import Any
 
 from prefix_index import IndexStoreError
 from prefix_index.connect import locate
-from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_seconds
-from sglang_ext.cli.stopping import refuse, run_job
+from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_seconds, refuse
 from sglang_ext.storage import configured_store, make_folder
 
 _DESCRIPTION = """\
@@ -53,7 +51,7 @@ def add_parser(commands: Any) -> None:
     where = "spread the prompts over this Ray cluster (auto, HOST:PORT, ray://HOST:PORT): one engine on each GPU"
     parser.add_argument("--ray", metavar="ADDRESS", help=where)
     add_sglang_flags(parser)
-    parser.set_defaults(run=partial(run_job, "prebuild", run))
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

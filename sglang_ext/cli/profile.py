@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_ext.cli.arguments import add_sglang_flags, parse_layers
-from sglang_ext.cli.stopping import refuse
+from sglang_ext.cli.arguments import add_sglang_flags, parse_layers, refuse
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.methods.layer_plan import LayerPlan

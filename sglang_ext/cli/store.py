@@ -15,9 +15,8 @@ import msgspec
 import xxhash
 
 from prefix_index import IndexStoreError, StoreFolderError, printable
-from sglang_ext.cli.arguments import parse_bytes
+from sglang_ext.cli.arguments import parse_bytes, refuse
 from sglang_ext.cli.index.text import size
-from sglang_ext.cli.stopping import refuse
 from sglang_ext.storage import default_store
 
 _SERVE = """\

@@ -15,8 +15,7 @@ import torch
 
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture
-from sglang_ext.cli import main
-from sglang_ext.cli.stopping import INTERRUPTED
+from sglang_ext.cli import INTERRUPTED, main
 from sglang_ext.methods.profile import load_profile
 from tests.calibration.captures import make_capture
 from tests.prefix_index.samples import sample_model

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prefix_index import IndexStoreError
-from sglang_ext.cli.arguments import add_sglang_flags, parse_count
+from sglang_ext.cli.arguments import add_sglang_flags, parse_count, refuse
 from sglang_ext.cli.asking import ServerError, add_arguments
 from sglang_ext.cli.index.text import SHORT, emit, span, wrapped
-from sglang_ext.cli.stopping import refuse
-from sglang_ext.compat.engine import EngineStartError
 
 _DESCRIPTION = """\
 Compare one prompt with the indexes of a store: the longest common prefix with
@@ -79,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         found = compare_here(args, prompt) if args.url is None else ask_server(args, prompt)
         if args.picture:
             draw(args, prompt, found)
-    except (EngineStartError, ServerError, IndexStoreError, OSError, ValueError) as error:
+    except (ServerError, IndexStoreError, OSError, ValueError) as error:
         return refuse("explain", error)
     found.pop("input_ids", None)
     if args.json:
