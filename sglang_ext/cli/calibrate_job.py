@@ -204,23 +204,19 @@ class CalibrateJob:
         """Serve the held-out prompts by each proposal, fitted on the others, and choose."""
         assert self._model is not None
         layers = self._model.num_layers - self._fit.first_layer(self._model.num_layers)
-        folder = self._folder / JUDGED_FOLDER
-        folder.mkdir(exist_ok=True)
         anchors = len(fit_settings(averages, self._fit).anchors)
-        candidates: dict[Candidate, Path] = {}
         given = self._fit.num_anchors is not None
-        for candidate in proposals(anchors, layers, self._measure.keep_ratios, given=given):
-            path = folder / f"{candidate.anchors or 'all'}-{candidate.keep_ratio:g}.json"
-            own = self._fit_of(averages, candidate)
-            self._profile(self._model, own, candidate.keep_ratio, infos).save(path)
-            candidates[candidate] = path
+        candidates = {
+            one: self._profile(self._model, self._fit_of(averages, one), one.keep_ratio, infos)
+            for one in proposals(anchors, layers, self._measure.keep_ratios, given=given)
+        }
         held = {info.id for info in infos if info.held_out}
         groups: dict[str, list[CalibrationPrompt]] = {}
         for prompt in self._prompts:
             if prompt.id in held:
                 groups.setdefault(prefix_digest(prompt), []).append(prompt)
         key = f"{self._digest} {self._model.weights_digest}"
-        judge = Judge(self._args, list(groups.values()), folder, key)
+        judge = Judge(self._args, list(groups.values()), self._folder / JUDGED_FOLDER, key)
         return choose(judge.judge(candidates), self._args.max_kl)
 
     def _fit_of(self, averages: PromptMeasurement, candidate: Candidate) -> Fit:

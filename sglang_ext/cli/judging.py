@@ -23,7 +23,7 @@ from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, tp_size
 from sglang_ext.cli.checks import plugin_engine
 from sglang_ext.files import write_whole
-from sglang_ext.methods.profile import load_profile
+from sglang_ext.methods.profile import Profile
 from sglang_ext.options import Build, DecodePath, PrefetchPolicy
 from sglang_ext.prefill.prompt_tokens import TokenSource
 
@@ -66,14 +66,14 @@ class Judge:
         self._results = self._folder / "judged.json"
         self._references = self._folder / "dense"
 
-    def judge(self, candidates: Mapping[Candidate, Path]) -> list[Judged]:
+    def judge(self, candidates: Mapping[Candidate, Profile]) -> list[Judged]:
         """Results in the order of the candidates, each of which is given with the profile that says its plan.
 
         Raises:
             ValueError: a prompt without room for what is forced behind it, or one that SGLang refuses.
             EngineStartError, EngineDiedError: see `OfflineEngine`.
         """
-        digests = {one: load_profile(path).digest() for one, path in candidates.items()}
+        digests = {one: profile.digest() for one, profile in candidates.items()}
         # A plan of other settings has another profile.
         known = {one.candidate: one for one in self._known() if digests.get(one.candidate) == one.profile}
         missing = [candidate for candidate in candidates if candidate not in known]
@@ -86,7 +86,7 @@ class Judge:
             self._measure({"build": Build.OFF.value, "decode_path": DecodePath.STOCK.value}, None)
         for candidate in bar:
             bar.set_postfix_str(candidate.name)
-            known[candidate] = self._judge_one(candidate, candidates[candidate], digests[candidate])
+            known[candidate] = self._judge_one(candidate, candidates[candidate])
             write_whole(self._results, msgspec.json.encode(list(known.values())))
         return [known[candidate] for candidate in candidates]
 
@@ -104,14 +104,16 @@ class Judge:
         pairs = itertools.product(range(len(self._prompts)), range(self._rows))
         return [(number, self._references / f"{number}-{row}.npz") for number, row in pairs]
 
-    def _judge_one(self, candidate: Candidate, profile: Path, digest: str) -> Judged:
+    def _judge_one(self, candidate: Candidate, profile: Profile) -> Judged:
+        path = self._folder / f"{candidate.anchors or 'all'}-{candidate.keep_ratio:g}.json"
+        profile.save(path)
         settings = {
             "build": Build.PREFILL.value,
             "decode_path": DecodePath.SPARSE.value,
             "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE.value,
             "share_prefixes": True,
             "keep_ratio": candidate.keep_ratio,
-            "profile": str(profile.absolute()),
+            "profile": str(path.absolute()),
         }
         found: list[list[Agreement]] = [[] for _ in self._prompts]
         with tempfile.TemporaryDirectory(prefix="sparse-attn-forced-") as forced:
@@ -125,7 +127,7 @@ class Judge:
         sparse = state["sparse_rows"]
         return Judged(
             candidate=candidate,
-            profile=digest,
+            profile=profile.digest(),
             steps=sum(one.steps for one in rows),
             kl=[fmean(one.kl for one in group) for group in found],
             top1=fmean(one.top1 for one in rows),

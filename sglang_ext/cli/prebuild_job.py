@@ -149,10 +149,11 @@ class PromptBuilder:
         deadline = time.monotonic() + wait
         while True:
             try:
-                free = self._is_free(digest)
+                lease = self._store.lease(digest)
             except IndexStoreError as error:
                 return {"id": prompt.id, "status": "failed", "reason": type(error).__name__, "detail": str(error)}
-            if free:
+            if lease is not None:  # the index is there, or its builder died; the engine leases it anew
+                lease.release()
                 line = self._one(prompt)
                 if line.get("reason") != "building_elsewhere":
                     return line
@@ -162,14 +163,6 @@ class PromptBuilder:
                 reason = "building_elsewhere"
                 return {"id": prompt.id, "status": "skipped", "reason": reason, "digest": digest, "detail": detail}
             time.sleep(min(0.5, left))  # after a refusal too: another was faster, and builds now
-
-    def _is_free(self, digest: str) -> bool:
-        """Whether nobody builds this index any more: it is there, or its builder died. The engine leases it anew."""
-        lease = self._store.lease(digest)
-        if lease is None:
-            return False
-        lease.release()
-        return True
 
     def _one(self, prompt: Prompt) -> dict[str, Any]:
         try:
@@ -196,7 +189,8 @@ class PromptBuilder:
             model=self._model,
             profile_digest=self._profile,
         )
-        if self._store.contains(identity) and not self._lacks_kv(identity.digest):
+        lacks_kv = self._kv is not None and not (self._kv / kv_file_name(identity.digest)).exists()
+        if self._store.contains(identity) and not lacks_kv:
             return {"status": "exists", "digest": identity.digest, "num_tokens": tokens}
         begun = time.perf_counter()
         self._attempts += 1
@@ -206,10 +200,6 @@ class PromptBuilder:
         with suppress(IndexStoreError):  # a report of what was built is not lost with the service
             self._store.rescan()
         return {"prompt_tokens": len(ids), "seconds": time.perf_counter() - begun, **event}
-
-    def _lacks_kv(self, digest: str) -> bool:
-        """Whether the file of KV that is to lie beside an index is missing."""
-        return self._kv is not None and not (self._kv / kv_file_name(digest)).exists()
 
     def _refused(self, ids: Sequence[int]) -> dict[str, Any] | None:
         """Why a prompt is not sent to the engine, as a line of the report; None if it is."""
