@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
             "expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', or leave --report out",
         )
     from sglang_ext.cli.calibrate_job import CalibrateJob
-    from sglang_ext.cli.capturing import open_session
     from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of
+    from sglang_ext.cli.engines import open_session
 
     # Without a model, too, a profile can be fitted to measurements that are complete.
     refusal = engine_refusal(args.model_path, args.sglang_flags) or measuring_refusal(args.device)

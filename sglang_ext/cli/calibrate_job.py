@@ -42,8 +42,8 @@ from sglang_ext.calibration.prompts import (
 )
 from sglang_ext.calibration.report import Result, write_report
 from sglang_ext.cli.arguments import names_cpu
-from sglang_ext.cli.capturing import CaptureSession
 from sglang_ext.cli.checks import check_writable
+from sglang_ext.cli.engines import CaptureSession
 from sglang_ext.cli.judging import Judge
 from sglang_ext.compat import versions
 from sglang_ext.files import write_whole

@@ -21,7 +21,7 @@ from sglang_ext.calibration.agreement import Agreement, agreement, check_generat
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, tp_size
-from sglang_ext.cli.checks import plugin_engine
+from sglang_ext.cli.engines import plugin_engine
 from sglang_ext.files import write_whole
 from sglang_ext.methods.profile import Profile
 from sglang_ext.options import Build, DecodePath, PrefetchPolicy

@@ -28,7 +28,7 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.cli.checks import plugin_engine, reported
+from sglang_ext.cli.engines import plugin_engine, reported
 from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.offload.kv_files import kv_file_name

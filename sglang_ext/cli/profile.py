@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Entry of the subcommand; returns the exit status."""
     from sglang_ext.calibration.published import load_published_plan
-    from sglang_ext.cli.previewing import preview_server
+    from sglang_ext.cli.checks import preview_server
     from sglang_ext.compat.engine import EngineStartError
     from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel
 

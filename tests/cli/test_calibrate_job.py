@@ -66,7 +66,7 @@ def calibrate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Any]:
     """Runs the command over prompts of these names: (status, stderr)."""
-    monkeypatch.setattr("sglang_ext.cli.capturing.open_session", Engine)
+    monkeypatch.setattr("sglang_ext.cli.engines.open_session", Engine)
     for name in ("starts", "model", "broken", "interrupted_at"):
         monkeypatch.setattr(Engine, name, getattr(Engine, name))
     monkeypatch.setattr(Engine, "starts", 0)

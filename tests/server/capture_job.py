@@ -7,7 +7,7 @@ import os
 import sys
 
 from sglang_ext.calibration.prompt_capture import save_capture
-from sglang_ext.cli.capturing import open_session
+from sglang_ext.cli.engines import open_session
 from tests.server.harness import MODEL
 
 DECODE_STEPS = 8

@@ -19,9 +19,9 @@ import torch
 from prefix_index import IndexEntry, IndexStore, IndexStoreError, ModelFingerprint
 from prefix_index.connect import locate
 from prefix_index.folder import free_bytes
+from sglang_ext.cli.checks import SAID, preview_server
 from sglang_ext.cli.index.targets import open_unused
 from sglang_ext.cli.index.text import size
-from sglang_ext.cli.previewing import SAID, preview_server
 from sglang_ext.compat import versions
 from sglang_ext.compat.engine import EngineStartError
 from sglang_ext.config import Settings

@@ -9,8 +9,8 @@ import msgspec
 import torch
 
 from sglang_ext.cli.arguments import checkpoint_options
+from sglang_ext.cli.checks import config_text, preview_server
 from sglang_ext.cli.index.text import size
-from sglang_ext.cli.previewing import config_text, preview_server
 from sglang_ext.compat.memory import promised_bytes
 from sglang_ext.config import parse_profiled
 from sglang_ext.decode.select_op import graph_refusal

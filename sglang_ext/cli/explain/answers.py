@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from sglang_ext.cli.asking import ask, request
+from sglang_ext.cli.checks import preview_server
 from sglang_ext.cli.explain.picture import draw_attended, read_attended
-from sglang_ext.cli.previewing import preview_server
 from sglang_ext.compat.engine import salt_refusal
 from sglang_ext.prefill.prompt_tokens import request_tokens
 from sglang_ext.prefill.prompts import Prompt, PromptError, check_prompt

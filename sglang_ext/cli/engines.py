@@ -1,25 +1,66 @@
-"""Captures of prompts through SGLang itself: an engine whose scheduler process records what the model does."""
+"""Engines of jobs, whose scheduler process builds or records, and writes down what became of each request."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture, load_capture
-from sglang_ext.cli.checks import plugin_engine, reported
+from sglang_ext.cli.arguments import names_cpu
 from sglang_ext.options import Build, DecodePath
 from sglang_ext.prefill.prompt_tokens import TokenSource
 
 if TYPE_CHECKING:
     from sglang_ext.compat.engine import OfflineEngine
+
+
+@contextmanager
+def plugin_engine(
+    model_path: str, flags: Sequence[str], store: str, config: str, on_gpu: Sequence[str]
+) -> Iterator[OfflineEngine]:
+    """An engine of SGLang with the plugin, which ends with the block. `on_gpu`: flags more, unless the CPU is named.
+
+    Raises:
+        EngineStartError, SystemExit, EngineDiedError: as `OfflineEngine.open`.
+    """
+    from sglang_ext.compat.engine import OfflineEngine
+
+    own = ["--model-path", model_path, "--log-level", "error", *flags, *(() if names_cpu(flags) else on_gpu)]
+    engine = OfflineEngine([*own, "--sparse-attn", "--sparse-attn-store", store, "--sparse-attn-config", config])
+    try:
+        engine.open()
+        yield engine
+    finally:
+        engine.close()
+
+
+#: Seconds that a report may take to be written after its request ended.
+REPORT_TIMEOUT_S = 600.0
+
+
+def reported(events: Path, rid: str) -> dict[str, Any]:
+    """What the scheduler process wrote of a request (`build_report`), which it does when the request gives its slot
+    back; a failure where it wrote nothing in time.
+    """
+    deadline = time.monotonic() + REPORT_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if events.exists():
+            for text in events.read_text().splitlines():
+                event: dict[str, Any] = json.loads(text)
+                if event.pop("rid") == rid:
+                    return event
+        time.sleep(0.02)
+    detail = f"the scheduler reported nothing within {REPORT_TIMEOUT_S:.0f} s; see its log"
+    return {"status": "failed", "reason": "no_report", "detail": detail}
 
 
 class CaptureSession:
