@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +35,10 @@ def plugin_engine(
     from sglang_ext.compat.engine import OfflineEngine
 
     own = ["--model-path", model_path, "--log-level", "error", *flags, *(() if names_cpu(flags) else on_gpu)]
-    engine = OfflineEngine([*own, "--sparse-attn", "--sparse-attn-store", store, "--sparse-attn-config", config])
-    try:
+    own += ["--sparse-attn", "--sparse-attn-store", store, "--sparse-attn-config", config]
+    with closing(OfflineEngine(own)) as engine:
         engine.open()
         yield engine
-    finally:
-        engine.close()
 
 
 #: Seconds that a report may take to be written after its request ended.
