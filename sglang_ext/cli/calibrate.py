@@ -146,19 +146,15 @@ def run(args: argparse.Namespace) -> int:
         return refuse("calibrate", error, 1)
 
 
-def _ratio(text: str) -> float:
-    return _above_zero(text, 1.0, "a number above 0 and at most 1")
-
-
-def _nats(text: str) -> float:
-    return _above_zero(text, sys.float_info.max, "nats above 0")
-
-
-def _above_zero(text: str, most: float, what: str) -> float:
+def _above_zero(most: float, what: str, text: str) -> float:
     with suppress(ValueError):
         if 0.0 < float(text) <= most:
             return float(text)
     raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+
+
+_ratio = partial(_above_zero, 1.0, "a number above 0 and at most 1")
+_nats = partial(_above_zero, sys.float_info.max, "nats above 0")
 
 
 def _first_layers(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -42,7 +43,6 @@ from sglang_ext.calibration.prompts import (
 )
 from sglang_ext.calibration.report import Result, write_report
 from sglang_ext.cli.arguments import names_cpu
-from sglang_ext.cli.checks import check_writable
 from sglang_ext.cli.engines import CaptureSession
 from sglang_ext.cli.judging import Judge
 from sglang_ext.compat import versions
@@ -96,7 +96,8 @@ class CalibrateJob:
         if out.is_dir():
             raise IsADirectoryError(f"{out} is a folder; name a file in it with --out")
         for folder in filter(None, (out.parent, self._folder, args.report)):
-            check_writable(folder)
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # it can be written to
         if args.no_resume:
             self._forget()
         self._model = self._open_state()

@@ -81,12 +81,6 @@ def num_layers_of(model_path: str, sglang_flags: Sequence[str]) -> int | None:
     return None
 
 
-def check_writable(folder: str | os.PathLike[str]) -> None:
-    """Make a folder, and a file in it that goes again. Raises OSError where that cannot be done."""
-    os.makedirs(folder, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
-
-
 def config_text(args: argparse.Namespace) -> str | None:
     """The configuration that was given, with the profile that was. Raises ConfigError."""
     from sglang_ext.config import decode_config
@@ -107,9 +101,13 @@ def preview_server(args: argparse.Namespace, *, plugin: bool = True) -> ServerPr
     """
     if local_folder(args.model_path, *checkpoint_options(args.sglang_flags)) is None:
         raise EngineStartError(not_local(args.model_path))
+    import torch
+
     said = io.StringIO()
+    own = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
+    if sglang_option(own, "--device") is None and not torch.accelerator.is_available():
+        own += ["--device", "cpu"]  # without an accelerator SGLang knows no device by itself
     with ExitStack() as opened:
-        own = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
         if plugin:
             store = args.store or os.environ.get(ENV_STORE)
             if store is None and not os.path.isdir(default_store()):
@@ -121,17 +119,9 @@ def preview_server(args: argparse.Namespace, *, plugin: bool = True) -> ServerPr
             with redirect_stderr(said):
                 from sglang_ext.compat.preview import ServerPreview
 
-                return ServerPreview([*own, *device_flags(own)])
+                return ServerPreview(own)
         except SystemExit as error:
             lines = [line for line in said.getvalue().splitlines() if line.startswith(SAID)]
             raise EngineStartError(lines[-1].removeprefix(SAID) if lines else said.getvalue()[-500:]) from error
         except Exception as error:  # SGLang's, of whatever kind
             raise EngineStartError(str(error) or repr(error)) from error
-
-
-def device_flags(flags: list[str]) -> list[str]:
-    """To add to SGLang's: without an accelerator it knows no device by itself."""
-    import torch
-
-    named = sglang_option(flags, "--device") is not None or torch.accelerator.is_available()
-    return [] if named else ["--device", "cpu"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from prefix_index import IndexEntry, IndexStore, IndexStoreError, ModelFingerprint
+from prefix_index import IndexStore, IndexStoreError, ModelFingerprint
 from prefix_index.connect import locate
 from prefix_index.folder import free_bytes
 from sglang_ext.cli.checks import SAID, preview_server
@@ -204,27 +204,20 @@ def _indexes(store: IndexStore, model: ModelFingerprint, settings: Settings) -> 
     kinds = Counter(misfit(entry.identity, model, digest) for entry in entries)
     usable = kinds.pop(None, 0)
     told = f"{usable} of {len(entries)} usable, {size(sum(entry.nbytes for entry in entries))}"
-    verdict = WARN if entries and not usable else OK
     todo = (
         "give the server's --sparse-attn-config, and its flags behind --, or build such indexes (sglang-ext prebuild)"
-        if verdict == WARN
-        else ""
     )
-    yield Finding("indexes", verdict, told, todo)
+    yield Finding("indexes", WARN, told, todo) if entries and not usable else Finding("indexes", OK, told)
     specs = {name: spec.to_dict() for name, spec in method_specs(settings.config).items()}
     for kind, count in kinds.most_common():
         one = next(entry for entry in entries if misfit(entry.identity, model, digest) == kind)
-        fields = "; ".join(differences(one.identity, _spec_of(one), model, digest, specs))
+        built_by: Specs | None = None
+        with contextlib.suppress(IndexStoreError, AssertionError), open_unused(one) as index:
+            built_by = index.spec
+        fields = "; ".join(differences(one.identity, built_by, model, digest, specs))
         yield Finding("unusable", OK if usable else WARN, f"{count} {kind}; {one.digest[:12]}: {fields}")
     for path, error in problems[:3]:
         yield Finding("damaged", WARN, f"{path}: {error}", "sglang-ext index verify, then rm and prebuild")
-
-
-def _spec_of(entry: IndexEntry) -> Specs | None:
-    """What an index was built by; None where its file cannot be read now."""
-    with contextlib.suppress(IndexStoreError, AssertionError), open_unused(entry) as index:
-        return index.spec
-    return None
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
