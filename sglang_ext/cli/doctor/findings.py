@@ -204,10 +204,11 @@ def _indexes(store: IndexStore, model: ModelFingerprint, settings: Settings) -> 
     kinds = Counter(misfit(entry.identity, model, digest) for entry in entries)
     usable = kinds.pop(None, 0)
     told = f"{usable} of {len(entries)} usable, {size(sum(entry.nbytes for entry in entries))}"
-    todo = (
-        "give the server's --sparse-attn-config, and its flags behind --, or build such indexes (sglang-ext prebuild)"
-    )
-    yield Finding("indexes", WARN, told, todo) if entries and not usable else Finding("indexes", OK, told)
+    if entries and not usable:
+        todo = "give the server's --sparse-attn-config and its flags behind --, or build some (sglang-ext prebuild)"
+        yield Finding("indexes", WARN, told, todo)
+    else:
+        yield Finding("indexes", OK, told)
     specs = {name: spec.to_dict() for name, spec in method_specs(settings.config).items()}
     for kind, count in kinds.most_common():
         one = next(entry for entry in entries if misfit(entry.identity, model, digest) == kind)
