@@ -139,9 +139,7 @@ def run_du(args: argparse.Namespace) -> int:
         return 0
     for by in _GROUPS:
         rows = [(group[by][: 2 * TAG], str(group["indexes"]), size(group["nbytes"])) for group in usage[f"by_{by}"]]
-        for line in table((by.upper().ljust(2 * TAG), "INDEXES", "      SIZE"), rows, (1, 2)):
-            print(line)
-        print()
+        print(*table((by.upper().ljust(2 * TAG), "INDEXES", "      SIZE"), rows, (1, 2)), "", sep="\n")
     print(f"total      {count(usage['indexes'])}, {size(usage['nbytes'])}")
     if usage["unusable"]:
         print(f"unusable   {usage['unusable']}, {size(usage['unusable_nbytes'])}")
