@@ -25,6 +25,7 @@ from sglang_ext.calibration.layer_statistics import (
 )
 from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture
 from sglang_ext.files import partial_file
+from sglang_ext.methods.base import check_finite
 from sglang_ext.options import SparseAttnConfig
 
 MEASUREMENT_VERSION = 5
@@ -119,8 +120,7 @@ def measure_prompt(
         best.append(best_recall(part, scale, setting).mean(dim=2))
         sparsity.append(keys_for_mass(part, scale, setting.mass).mean(dim=1))
     importance = capture.importance.double().mean(dim=1).cpu()
-    if not bool(torch.isfinite(importance).all()):
-        raise ValueError("expected finite importance, got NaN or infinity; the capture is unusable, take it again")
+    check_finite(importance=importance)
     served = SparseAttnConfig(keep_ratio=setting.keep_ratio, min_top_k=setting.min_top_k)
     return PromptMeasurement(
         recall=torch.stack(recall),

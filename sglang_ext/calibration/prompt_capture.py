@@ -17,7 +17,6 @@ from torch import Tensor
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.pooling import Pooling, pool_scores
 from sglang_ext.files import partial_file
-from sglang_ext.methods.base import check_keys
 
 ELEMENTS_PER_CHUNK = 1 << 24
 """Upper bound, in elements, of the largest temporary (64 MiB in fp32): queries are taken in chunks below it."""
@@ -80,13 +79,6 @@ class LayerCapture(NamedTuple):
         return (self.positions.long() + 1).clamp_max(self.prefix_len)
 
 
-def check_capture(capture: LayerCapture) -> None:
-    """Raise ValueError where a value of queries or keys is NaN or infinite, or there are no keys."""
-    check_keys(capture.keys)
-    if not bool(torch.isfinite(capture.queries).all()):
-        raise ValueError("expected finite queries, got NaN or infinity; the capture is unusable, take it again")
-
-
 def attention_chunks(
     capture: LayerCapture, sm_scale: float, elements_per_token: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
@@ -95,7 +87,7 @@ def attention_chunks(
     Source: Kascade, 3.4 (post-softmax pooling; decode pools over the GQA group only).
 
     Args:
-        capture: one layer's, checked.
+        capture: one layer's, finite.
         sm_scale: the model's attention scale.
         elements_per_token: of the reader's largest temporary; a chunk keeps it below `ELEMENTS_PER_CHUNK`, too.
 
