@@ -138,10 +138,8 @@ class Judge:
         )
 
     def _measure(self, settings: dict[str, Any], folder: Path | None) -> tuple[list[float], dict[str, Any]]:
-        """Force dense's tokens behind every prompt into files of the folder; None: make dense's own, drawn.
-
-        Returns:
-            Milliseconds of a step behind the longest prompt, none where dense's own are made; the plugin's counters.
+        """Force dense's tokens behind every prompt into files of the folder; None: make dense's own, drawn. Returns
+        milliseconds of a step behind the longest prompt, none where dense's own are made, and the plugin's counters.
         """
         from sglang_ext.compat.forced_tokens import forcing
 

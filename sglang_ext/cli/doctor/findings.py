@@ -42,14 +42,7 @@ _NAMES = ("sparse_attn", "sparse_attn_cpu")
 
 
 class Finding(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        what: was looked at.
-        verdict: `OK`, `WARN` or `FAIL`.
-        found: what is there.
-        todo: what to do about it; empty for nothing.
-    """
+    """One row of the table: what was looked at, what is there, and what to do about it (empty: nothing)."""
 
     what: str
     verdict: str
