@@ -93,8 +93,8 @@ def commands() -> Iterator[str]:
     """A section for each command: what it does, its arguments."""
     top = Parser(prog="sglang-ext")
     subcommands = top.add_subparsers()
-    for module in COMMANDS.values():
-        importlib.import_module(module).add_parser(subcommands)
+    for name in COMMANDS:
+        importlib.import_module(f"sglang_ext.cli.{name}").add_parser(subcommands)
     for parser, summary in parsers(top):
         rows = [
             f"| {cell(written(action))} | {cell(action.help % vars(action) if action.help else '')} |"

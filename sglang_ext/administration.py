@@ -50,9 +50,10 @@ logger = logging.getLogger(__name__)
 GOOD, BAD, UNKNOWN, CONFLICT, FAILED = 200, 400, 404, 409, 500
 """Statuses of answers, as HTTP has them: done, a bad body, nothing by that name, not possible now, our own fault."""
 
-
 MOST_SHOWN = 500
 """Indexes that one answer tells of: it is made between two decode steps."""
+
+_OFF = "turned off by an operator"
 
 
 class CommandError(Exception):
@@ -172,10 +173,8 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     rows["dense"] = counters.dense_rows - counters.cascade_rows
     total = sum(rows.values())
     of_packages = {name: versions.installed(name) for name in ("sglang", "torch")}
-    off = "turned off by an operator"
-    exact = planner.refusal or (off if planner.paused else None if planner.cascade else "share_prefixes is off")
-    selects = planner.refusal or runtime.ready.stale or (off if runtime.ready.off else None)
-    selects = selects or (None if planner.uses_indexes else "not configured: see the log")
+    exact = planner.refusal or (_OFF if planner.paused else None if planner.cascade else "share_prefixes is off")
+    selects = _why_no_index(runtime)
     return {
         "summary": summary(runtime),
         "shared_prefixes": {"on": exact is None, "why_not": exact},
@@ -186,6 +185,13 @@ def _status(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
         "versions": {"sglang-ext": __version__, "python": sys.version.split()[0], **of_packages},
         "state": state,
     }
+
+
+def _why_no_index(runtime: SparseRuntime) -> str | None:
+    """Why no step goes by an index, whatever its requests; None where some may."""
+    if why := runtime.planner.refusal or runtime.ready.stale or (_OFF if runtime.ready.off else None):
+        return why
+    return None if runtime.planner.uses_indexes else "indexes are not configured: see the log"
 
 
 def _budget_of(runtime: SparseRuntime) -> dict[str, Any]:
@@ -263,8 +269,6 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
     except (InvalidPayload, OverflowError) as error:
         raise CommandError(BAD, f"expected token ids; got: {error}") from error
     runtime.directory.known()
-    off = planner.refusal or runtime.ready.stale or ("turned off by an operator" if runtime.ready.off else None)
-    off = off or (None if planner.uses_indexes else "indexes are not configured: see the log")
     entry, on_device, prefix_len, budget, standing = found.entry, None, 0, None, Standing.SERVING
     if entry is not None:
         on_device, prefix_len = runtime.residency.resident().get(entry.digest), entry.identity.num_tokens
@@ -274,7 +278,7 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
         sparse = planner.sparse
         budget = runtime.config.budget(prefix_len) if sparse is None else sparse.budget(prefix_len, factor)
     costs = planner.costs_alone(len(ids) + 1, prefix_len, budget or 0)
-    path, why = _way(off, found, on_device, standing, costs, forced=planner.forced)
+    path, why = _way(_why_no_index(runtime), found, on_device, standing, costs, forced=planner.forced)
     return {
         "index": None if entry is None else entry.digest,
         "name": None if entry is None else entry.retention.name,

@@ -18,7 +18,7 @@ from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
 from sglang_ext.methods.base import did_you_mean
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
-from sglang_ext.options import Build, DecodePath, Exactness, SparseAttnConfig
+from sglang_ext.options import Build, DecodePath, Exactness, Offload, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
 from sglang_ext.storage import ENV_STORE, default_store, holds_indexes, make_folder, remote_addresses
 
@@ -142,40 +142,38 @@ def _check_methods(config: SparseAttnConfig) -> None:
         raise _fail("sum_every 1 with a method other than token_index and two_level", config.sum_every, todo)
 
 
-def _check_suffix_part(config: SparseAttnConfig) -> None:
-    """What selects from a request's suffix tokens is made of their keys alone."""
-    if config.suffix_dense_tokens is None:
-        return
-    if config.method != "token_index":
-        todo = f"Remove it; the method is {config.method!r}."
-        raise _fail("suffix_dense_tokens null with a method other than token_index", config.suffix_dense_tokens, todo)
-    if config.trace_folder is not None:
+def _check_together(config: SparseAttnConfig) -> None:
+    """What cannot be asked for beside something else."""
+    suffix, offload, build, verify = config.suffix_dense_tokens, config.offload, config.build, config.exactness
+    of_method, one = f"Remove it; the method is {config.method!r}.", "Remove one of them."
+    if suffix is not None and config.method != "token_index":  # made of the keys of suffix tokens alone
+        raise _fail("suffix_dense_tokens null with a method other than token_index", suffix, of_method)
+    if suffix is not None and config.trace_folder is not None:
         todo = "Remove one of them: a trace has selections from prefixes only."
-        raise _fail("suffix_dense_tokens null with a trace_folder", config.suffix_dense_tokens, todo)
-
-
-def _check_ahead(config: SparseAttnConfig) -> None:
-    """What a step names for the next one are candidates, and each step needs its own."""
-    if not config.select_ahead:
-        return
-    if config.method != "two_level":
+        raise _fail("suffix_dense_tokens null with a trace_folder", suffix, todo)
+    if config.select_ahead and config.method != "two_level":
         todo = f"Remove it, or name two_level; the method is {config.method!r}."
         raise _fail("select_ahead false with a method other than two_level", True, todo)
-    if config.search_period > 1:
-        raise _fail("search_period 1 with select_ahead", config.search_period, "Remove one of them.")
+    if config.select_ahead and config.search_period > 1:  # each step needs its own candidates
+        raise _fail("search_period 1 with select_ahead", config.search_period, one)
+    if verify is Exactness.VERIFY:  # what reads the steps of a request one by one knows nothing of drafts
+        if offload is not None:
+            raise _fail("exactness selected with offload", verify.value, one)
+        if build is Build.CAPTURE:
+            raise _fail("build off, shared or prefill with exactness verify", build.value, one)
+        for name in ("trace_folder", "quality_slo"):
+            if getattr(config, name) is not None:
+                todo = f"Remove {name!r}: every draft is compared with the exact step, and wrong ones are dropped."
+                raise _fail(f"{name} null with exactness verify", getattr(config, name), todo)
+    if offload is not None:
+        _check_offload(config, offload)
 
 
-def _check_offload(config: SparseAttnConfig) -> None:
+def _check_offload(config: SparseAttnConfig, offload: Offload) -> None:
     """A positive size of each, and nothing beside it that reads a prefix's slots on the device."""
-    offload = config.offload
-    if offload is None:
-        return
-    for name in msgspec.structs.fields(offload):
-        value = getattr(offload, name.name)
+    for name, value in msgspec.structs.asdict(offload).items():
         if isinstance(value, int) and value < PAGE_TOKENS:
-            raise _fail(f"offload.{name.name} to be {PAGE_TOKENS} or more", value, f"Change {name.name!r}.")
-    if config.exactness is Exactness.VERIFY:
-        raise _fail("exactness selected with offload", config.exactness.value, "Remove one of them.")
+            raise _fail(f"offload.{name} to be {PAGE_TOKENS} or more", value, f"Change {name!r}.")
     if offload.folder is None and offload.folder_bytes is not None:
         raise _fail("offload.folder with offload.folder_bytes", None, "Name a folder, or remove 'folder_bytes'.")
     if config.build is Build.CAPTURE:
@@ -189,26 +187,11 @@ def _check_offload(config: SparseAttnConfig) -> None:
         raise _fail("trace_folder null with offload", config.trace_folder, "Remove one of them.")
 
 
-def _check_exactness(config: SparseAttnConfig) -> None:
-    """What reads the steps of a request one by one knows nothing of drafts."""
-    if config.exactness is not Exactness.VERIFY:
-        return
-    if config.build is Build.CAPTURE:
-        raise _fail("build off, shared or prefill with exactness verify", config.build.value, "Remove one of them.")
-    for name in ("trace_folder", "quality_slo"):
-        if getattr(config, name) is not None:
-            todo = f"Remove {name!r}: every draft is compared with the exact step, and wrong ones are dropped."
-            raise _fail(f"{name} null with exactness verify", getattr(config, name), todo)
-
-
-def _check_access(config: SparseAttnConfig) -> None:
+def _check_store(config: SparseAttnConfig) -> None:
     try:
         Access.of(config.store_mode, config.store_group)
     except prefix_index.InvalidPayload as error:
         raise ConfigError(f"--sparse-attn-config: store_mode and store_group: {error}") from error
-
-
-def _check_remote(config: SparseAttnConfig) -> None:
     for address in remote_addresses(config):
         try:
             good = locate(address).kind in ("objects", "mooncake") or address.startswith("file://")
@@ -249,12 +232,8 @@ def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:
     config = _converted(raw)
     check_ranges(config)
     _check_methods(config)
-    _check_suffix_part(config)
-    _check_ahead(config)
-    _check_offload(config)
-    _check_exactness(config)
-    _check_access(config)
-    _check_remote(config)
+    _check_together(config)
+    _check_store(config)
     return config
 
 
@@ -308,13 +287,10 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
                 f"--sparse-attn-store: expected to be able to make the default folder {store!r}; got: {error}. "
                 "Name a folder that exists."
             ) from error
-        if _expects_no_index(config) and not holds_indexes(store):
+        asked_for = config.decode_path is not DecodePath.AUTO or config.build is not Build.OFF or config.store_remote
+        if not asked_for and not holds_indexes(store):
             config = msgspec.structs.replace(config, decode_path=DecodePath.CASCADE)
     return Settings(config=config, store=_checked_store(store, config), profile=profile)
-
-
-def _expects_no_index(config: SparseAttnConfig) -> bool:
-    return config.decode_path is DecodePath.AUTO and config.build is Build.OFF and not config.store_remote
 
 
 def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[SparseAttnConfig, Profile | None]:

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from sglang_ext import __version__
+from tests.house_report import ROOT, SOURCES
+from tests.test_house import project_files
 
 pytest.importorskip("hatchling")
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = {"sglang_ext": ROOT, "prefix_kernels": ROOT / "kernels", "prefix_index": ROOT / "index_store"}
 NAME = f"sglang_ext-{__version__}"
 
 
@@ -52,19 +52,8 @@ def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("installed")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-qq",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(target),
-        str(wheel),
-    ]
-    subprocess.run(pip, check=True, capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", target, wheel], check=True, capture_output=True, text=True)
     return target
 
 
@@ -75,20 +64,12 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 def sources() -> dict[str, bytes]:
     """Tracked and new files of the packages, by their names in a wheel."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    files = project_files()
     return {
         str(path.relative_to(root)): path.read_bytes()
         for package, root in SOURCES.items()
         for path in files
-        if path.is_relative_to(root / package) and path.is_file()
+        if path.is_relative_to(root / package)
     }
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-
 _LEAST = 1e-12
 """Of the probability behind the top tokens: what rounding leaves of less is not known."""
 
@@ -56,7 +54,7 @@ def check_generated(path: str | Path, output_ids: Sequence[int]) -> None:
         )
 
 
-def kl_divergence(reference: npt.NDArray[Any], other: npt.NDArray[Any]) -> Floats:
+def kl_divergence(reference: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """KL(reference || other) of each step in nats, over the reference's top tokens and all others as one bin.
 
     A lower bound of the divergence over the whole vocabulary, and never below 0.

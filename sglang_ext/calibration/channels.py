@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sglang_ext.calibration.prompt_capture import LayerCapture, check_capture
+from sglang_ext.calibration.prompt_capture import LayerCapture
+from sglang_ext.methods.base import check_finite
 
 NUM_CHANNELS_GQA = 32
 """Channels of a KV head's key in GQA models (AsyncTLS)."""
@@ -30,13 +31,11 @@ def channel_maxima(layers: Iterable[LayerCapture]) -> tuple[Tensor, Tensor]:
         several prompts are their maxima.
 
     Raises:
-        ValueError: an unusable capture.
+        ValueError: a query or key that is NaN or infinite.
     """
-    found = []
-    for capture in layers:
-        check_capture(capture)
-        found.append([x.abs().amax(dim=0).double().cpu() for x in (capture.queries, capture.keys)])
+    found = [[x.abs().amax(dim=0).double().cpu() for x in (capture.queries, capture.keys)] for capture in layers]
     q_max, k_max = (torch.stack(part) for part in zip(*found, strict=True))
+    check_finite(queries=q_max, keys=k_max)
     return q_max, k_max
 
 

@@ -106,10 +106,7 @@ def fit_settings(averages: PromptMeasurement, setting: FitSetting) -> Fit:
         # Layers that are dense have no index: their recall must not take part.
         sizes = block_sizes_by_tau(recall, 1.0)
         sizes[first:] = block_sizes_by_budget(recall[first:], setting.block_average)
-    if setting.num_anchors is None:
-        anchors = fewest_anchors(averages, setting)
-    else:
-        anchors = best_anchors(averages, setting, setting.num_anchors)
+    anchors = best_anchors(averages, setting)
     contribution = channel_contribution(averages.q_max, averages.k_max)
     return Fit(
         block_sizes=sizes,
@@ -131,28 +128,26 @@ def with_flat_heads(fit: Fit, averages: PromptMeasurement, budget: int = 0) -> F
     """
     flat = near_uniform_heads(averages.best[budget])
     flat[list(fit.plan.dense_layers)] = False
-    layers = flat.any(dim=1).nonzero().flatten().tolist()
-    plan = make_layer_plan(fit.anchors, averages.recovery, (*fit.plan.dense_layers, *layers))
+    plan = fit.plan.with_dense(flat.any(dim=1).nonzero().flatten().tolist())
     return replace(fit, plan=plan if plan.anchor_layers else fit.plan, flat_heads=flat)
 
 
-def best_anchors(averages: PromptMeasurement, setting: FitSetting, num_anchors: int) -> tuple[int, ...]:
-    """The programme's anchors. Raises ValueError where there are not so many layers."""
-    num_layers = averages.oracle.shape[0]
-    similarity = layer_similarity(averages.recovery)
-    return choose_anchors(similarity, averages.importance, num_anchors, setting.first_layer(num_layers))
-
-
-def fewest_anchors(averages: PromptMeasurement, setting: FitSetting) -> tuple[int, ...]:
-    """The smallest number of anchors whose reuse keeps `REUSE_RETENTION` of the layers' own attention mass."""
+def best_anchors(averages: PromptMeasurement, setting: FitSetting) -> tuple[int, ...]:
+    """The programme's anchors: as many as the setting says, else the fewest whose reuse keeps `REUSE_RETENTION` of the
+    layers' own attention mass.
+    """
     num_layers = averages.oracle.shape[0]
     first = setting.first_layer(num_layers)
-    wanted = REUSE_RETENTION * plan_recovery(averages.recovery, tuple(range(first, num_layers)))
-    for num_anchors in range(1, num_layers - first):
-        choice = best_anchors(averages, setting, num_anchors)
+    similarity = layer_similarity(averages.recovery)
+    if setting.num_anchors is not None:
+        return choose_anchors(similarity, averages.importance, setting.num_anchors, first)
+    everything = tuple(range(first, num_layers))
+    wanted = REUSE_RETENTION * plan_recovery(averages.recovery, everything)
+    for num_anchors in range(1, len(everything)):
+        choice = choose_anchors(similarity, averages.importance, num_anchors, first)
         if plan_recovery(averages.recovery, choice) >= wanted:
             return choice
-    return best_anchors(averages, setting, num_layers - first)
+    return everything
 
 
 def plan_recovery(recovery: Tensor, anchors: tuple[int, ...]) -> float:

@@ -65,7 +65,7 @@ def recall_by_block_size(capture: LayerCapture, sm_scale: float, setting: Measur
     its keys.
 
     Args:
-        capture: one layer's, checked.
+        capture: one layer's, finite.
         sm_scale: the model's attention scale.
         setting: budget and windows.
 
@@ -92,7 +92,7 @@ def best_recall(capture: LayerCapture, sm_scale: float, setting: MeasureSetting)
     """Recall of the best single tokens at several budgets, windows included: what no selection exceeds.
 
     Args:
-        capture: one layer's, checked.
+        capture: one layer's, finite.
         sm_scale: the model's attention scale.
         setting: budgets, windows, fewest tokens of a budget.
 
@@ -175,7 +175,7 @@ def reuse_recovery(layers: Iterable[LayerCapture], sm_scale: float, top_k: int) 
     the head's GQA group, and I the Top-k positions: sum P_b,h[t, I_a,g[t]].
 
     Args:
-        layers: one checked capture per layer in layer order, of the same tokens over the same prefix; read once.
+        layers: one finite capture per layer in layer order, of the same tokens over the same prefix; read once.
         sm_scale: the model's attention scale.
         top_k: the budget of serving; limited by prefix_len.
 

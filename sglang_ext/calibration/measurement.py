@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_ext.calibration.channels import channel_maxima
@@ -21,7 +23,9 @@ from sglang_ext.calibration.layer_statistics import (
     recall_by_block_size,
     reuse_recovery,
 )
-from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture, read_tensors, write_tensors
+from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture
+from sglang_ext.files import partial_file
+from sglang_ext.methods.base import check_finite
 from sglang_ext.options import SparseAttnConfig
 
 MEASUREMENT_VERSION = 5
@@ -99,10 +103,8 @@ def measure_prompt(
     """Measure one prompt, whose capture is cut to its prefix; layers go to the device one by one.
 
     Raises:
-        ValueError: an unusable capture (NaN, infinity, no token).
+        ValueError: an unusable capture (NaN, infinity).
     """
-    if len(capture.positions) == 0:
-        raise ValueError("expected a capture of at least one token, got none; take it again")
     rows = measured_tokens(capture, setting.max_tokens).cpu()
     scale = capture.sm_scale
 
@@ -118,8 +120,7 @@ def measure_prompt(
         best.append(best_recall(part, scale, setting).mean(dim=2))
         sparsity.append(keys_for_mass(part, scale, setting.mass).mean(dim=1))
     importance = capture.importance.double().mean(dim=1).cpu()
-    if not bool(torch.isfinite(importance).all()):
-        raise ValueError("expected finite importance, got NaN or infinity; the capture is unusable, take it again")
+    check_finite(importance=importance)
     served = SparseAttnConfig(keep_ratio=setting.keep_ratio, min_top_k=setting.min_top_k)
     return PromptMeasurement(
         recall=torch.stack(recall),
@@ -133,13 +134,7 @@ def measure_prompt(
 
 
 def average(measurements: Sequence[PromptMeasurement]) -> PromptMeasurement:
-    """Means over at least one prompt, every one weighs the same; of channels the maxima.
-
-    Raises:
-        ValueError: prompts of different models.
-    """
-    if len({(one.q_max.shape, one.k_max.shape) for one in measurements}) != 1:
-        raise ValueError("expected prompts of one model, got different numbers of layers or heads; measure them again")
+    """Means over at least one prompt of one model, every one weighs the same; of channels the maxima."""
     means = {}
     for field in fields(PromptMeasurement):
         stacked = torch.stack([getattr(one, field.name) for one in measurements])
@@ -153,31 +148,24 @@ def save_measurement(measurement: PromptMeasurement, info: PromptInfo, path: str
     Raises:
         OSError: the folder is missing or full.
     """
-    tensors = {field.name: getattr(measurement, field.name) for field in fields(PromptMeasurement)}
-    meta = {"version": str(MEASUREMENT_VERSION), "info": msgspec.json.encode(info).decode()}
-    write_tensors(path, tensors, meta, private=False)
+    tensors = {field.name: getattr(measurement, field.name).contiguous() for field in fields(PromptMeasurement)}
+    with partial_file(path) as partial:
+        save_file(tensors, partial, {"info": msgspec.json.encode(info).decode()})
 
 
 def load_measurement(path: str | Path) -> tuple[PromptMeasurement, PromptInfo]:
-    """Read a file of `save_measurement`.
+    """Read a file of `save_measurement` of this `MEASUREMENT_VERSION`, which the state's settings tell.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no measurement, one of another version, or it does not say of which prompt.
+        ValueError: it is no measurement, or it does not say of which prompt.
     """
-    tensors, meta = read_tensors(
-        path,
-        [field.name for field in fields(PromptMeasurement)],
-        MEASUREMENT_VERSION,
-        what="a measurement",
-        if_other="remove the state folder and calibrate again",
-        if_damaged="remove it, and the prompt is measured again",
-    )
-    text = meta.get("info", "")
     try:
-        return PromptMeasurement(**tensors), msgspec.json.decode(text, type=PromptInfo)
-    except msgspec.DecodeError as error:
+        with safe_open(path, "pt") as file:
+            tensors = {field.name: file.get_tensor(field.name) for field in fields(PromptMeasurement)}
+            info = msgspec.json.decode((file.metadata() or {}).get("info", ""), type=PromptInfo)
+    except (SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(
-            f"expected a measurement with the fields {', '.join(PromptInfo.__struct_fields__)} of its prompt in "
-            f"{path}, got {text!r}; remove it, and the prompt is measured again"
+            f"expected a measurement of a prompt in {path}, got {error}; remove it, and the prompt is measured again"
         ) from error
+    return PromptMeasurement(**tensors), info

@@ -46,17 +46,9 @@ def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, fir
 
     Returns:
         Layer numbers, ascending, the first is `first_layer`. Of equal choices that with the earliest last anchor.
-
-    Raises:
-        ValueError: more anchors than layers.
     """
     weighted = similarity.double().cpu().triu() * importance.double().cpu()
     size = weighted.shape[0] - first_layer
-    if not 1 <= num_anchors <= size:
-        raise ValueError(
-            f"expected num_anchors in 1..{size} (layers {first_layer}..{weighted.shape[0] - 1}), got {num_anchors}; "
-            "choose a number in that range"
-        )
     # reach[i, j]: what anchor i is worth for the layers i..j - 1.
     reach = torch.zeros(size, size + 1, dtype=torch.float64)
     reach[:, 1:] = weighted[first_layer:, first_layer:].cumsum(dim=1)
@@ -129,7 +121,7 @@ def plan_from_maps(
     own selection.
 
     Args:
-        anchors: ascending; layers before the first must be dense.
+        anchors: ascending; layers before the first are dense.
         maps: head map of every layer that reuses one; others are not read.
         num_layers, num_kv_heads: of the whole model.
         dense_layers: layers that read the whole prefix, anchors or not.
@@ -137,20 +129,8 @@ def plan_from_maps(
     Raises:
         ValueError: anchors or maps break a rule.
     """
-    dense = set(dense_layers)
-    nearest = assigned_anchors(anchors, num_layers)
-    uncovered = sorted(set(range(anchors[0])) - dense)
-    if uncovered:
-        raise ValueError(
-            f"expected the layers before the first anchor {anchors[0]} to be dense, got layer {uncovered[0]} with "
-            "nothing to reuse; make it dense or an anchor"
-        )
-    roles = []
-    for layer in range(num_layers):
-        if layer in dense:
-            roles.append(LayerRole(LayerMode.DENSE))
-        elif nearest[layer] == layer or nearest[layer] in dense:
-            roles.append(LayerRole(LayerMode.ANCHOR))
-        else:
-            roles.append(LayerRole(LayerMode.REUSE, nearest[layer], tuple(maps[layer])))
-    return LayerPlan(tuple(roles), num_kv_heads)
+    roles = [LayerRole(LayerMode.DENSE)] * num_layers
+    for layer, anchor in assigned_anchors(anchors, num_layers).items():
+        reuses = layer != anchor
+        roles[layer] = LayerRole(LayerMode.REUSE, anchor, maps[layer]) if reuses else LayerRole(LayerMode.ANCHOR)
+    return LayerPlan(tuple(roles), num_kv_heads).with_dense(dense_layers)

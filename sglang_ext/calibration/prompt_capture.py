@@ -4,22 +4,19 @@ measures; and the attention that its queries and keys make.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from prefix_kernels.block_scores import block_scores_mean
 from prefix_kernels.pooling import Pooling, pool_scores
 from sglang_ext.files import partial_file
-from sglang_ext.methods.base import check_keys
-
-CAPTURE_VERSION = 2
 
 ELEMENTS_PER_CHUNK = 1 << 24
 """Upper bound, in elements, of the largest temporary (64 MiB in fp32): queries are taken in chunks below it."""
@@ -40,22 +37,12 @@ def attention_importance(x: Tensor, y: Tensor) -> Tensor:
 
     Returns:
         [num_tokens] fp64 in 0..2. A vector of length 0 has no direction: 0 where both are, as nothing changed,
-        1 where one is.
-
-    Raises:
-        ValueError: shapes do not fit, or a value is NaN or infinite.
+        1 where one is, NaN where a value is NaN or infinite.
     """
-    if x.dim() != 2 or 0 in x.shape or x.shape != y.shape:
-        raise ValueError(
-            "expected x and y [num_tokens >= 1, hidden_size] of one shape, got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}; pass the residual stream before and behind one attention block"
-        )
     x, y = x.double(), y.double()
-    if not bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
-        raise ValueError("expected finite hidden states, got NaN or infinity; the capture is unusable, take it again")
     lengths = x.norm(dim=1) * y.norm(dim=1)
     cosine = (x * y).sum(dim=1) / lengths.masked_fill(lengths == 0, 1.0)
-    unchanged = (x == y).all(dim=1)
+    unchanged = (x == y).all(dim=1) & lengths.isfinite()
     change: Tensor = 1.0 - cosine.clamp(-1.0, 1.0)
     return change.masked_fill(unchanged, 0.0)
 
@@ -92,22 +79,6 @@ class LayerCapture(NamedTuple):
         return (self.positions.long() + 1).clamp_max(self.prefix_len)
 
 
-def check_capture(capture: LayerCapture) -> None:
-    """Raise ValueError where shapes or dtypes of queries and keys do not fit, or a value is NaN or infinite."""
-    queries, keys, _ = capture
-    check_keys(keys)
-    num_kv_heads, head_dim = keys.shape[1:]
-    fits = queries.dim() == 3 and 0 not in queries.shape and queries.dtype.is_floating_point
-    if not fits or queries.shape[2] != head_dim or queries.shape[1] % num_kv_heads:
-        raise ValueError(
-            f"expected queries [num_tokens >= 1, num_qo_heads, head_dim={head_dim}] with num_qo_heads a multiple "
-            f"of num_kv_heads={num_kv_heads} in a floating dtype, got {tuple(queries.shape)} {queries.dtype}; "
-            "capture queries and keys of the same layer"
-        )
-    if not bool(torch.isfinite(queries).all()):
-        raise ValueError("expected finite queries, got NaN or infinity; the capture is unusable, take it again")
-
-
 def attention_chunks(
     capture: LayerCapture, sm_scale: float, elements_per_token: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
@@ -116,7 +87,7 @@ def attention_chunks(
     Source: Kascade, 3.4 (post-softmax pooling; decode pools over the GQA group only).
 
     Args:
-        capture: one layer's, checked.
+        capture: one layer's, finite.
         sm_scale: the model's attention scale.
         elements_per_token: of the reader's largest temporary; a chunk keeps it below `ELEMENTS_PER_CHUNK`, too.
 
@@ -177,16 +148,7 @@ class PromptCapture:
         return self.keys.shape[1]
 
     def behind(self, prefix_len: int) -> PromptCapture:
-        """The same with the first `prefix_len` tokens as the prefix: later keys are left out.
-
-        Raises:
-            ValueError: fewer tokens than that are here, or none is asked for.
-        """
-        if not 1 <= prefix_len <= self.prefix_len:
-            raise ValueError(
-                f"expected a prefix of 1..{self.prefix_len} tokens (the capture's), got {prefix_len}; capture a "
-                "prompt that contains the prefix"
-            )
+        """The same with the first `prefix_len` tokens as the prefix: later keys are left out."""
         return replace(self, keys=self.keys[:, :prefix_len])
 
     def asked(self) -> Tensor:
@@ -199,69 +161,15 @@ class PromptCapture:
         return LayerCapture(self.queries[layer][rows], self.keys[layer], self.positions[rows])
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, str], *, private: bool) -> None:
-    """Write one safetensors file: all of it or nothing.
-
-    A private one is for this user alone, and for a process that runs now; another one is whole also when the machine
-    stops meanwhile.
-
-    Raises:
-        OSError: the folder is missing or full.
-    """
-    with partial_file(path, private=private) as partial:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, str(partial), dict(meta))
-
-
-def read_tensors(
-    path: str | Path,
-    names: Iterable[str],
-    version: int,
-    *,
-    what: str,
-    if_other: str,
-    if_damaged: str,
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors of these names and metadata of a file of `write_tensors`.
-
-    Args:
-        what: the file is, for messages.
-        if_other, if_damaged: what to do with one of another version, and with one that cannot be read.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is something else, or of another version.
-    """
-    try:
-        with safe_open(str(path), "pt") as file:
-            meta = file.metadata() or {}
-            if meta.get("version") != str(version):
-                raise ValueError(
-                    f"expected {what} of version {version} in {path}, got {meta.get('version')!r}; {if_other}"
-                )
-            return {name: file.get_tensor(name) for name in names}, meta
-    except SafetensorError as error:
-        raise ValueError(
-            f"expected {what} in {path}, got a file that cannot be read ({error}); {if_damaged}"
-        ) from error
-
-
 def save_capture(capture: PromptCapture, path: str | Path) -> None:
     """Write a capture, for this user alone. Raises OSError where the folder is missing or full."""
-    meta = {"version": CAPTURE_VERSION, "prompt_len": capture.prompt_len, "sm_scale": repr(capture.sm_scale)}
-    tensors = {name: getattr(capture, name) for name in _TENSORS}
-    write_tensors(path, tensors, {name: str(value) for name, value in meta.items()}, private=True)
+    tensors = {name: getattr(capture, name).contiguous().cpu() for name in _TENSORS}
+    with partial_file(path, private=True) as partial:
+        save_file(tensors, partial, {"prompt_len": str(capture.prompt_len), "sm_scale": repr(capture.sm_scale)})
 
 
 def load_capture(path: str | Path) -> PromptCapture:
-    """Read a file of `save_capture`. Raises OSError where it cannot be read, ValueError where it is no capture, or one
-    of another version.
-    """
-    tensors, meta = read_tensors(
-        path,
-        _TENSORS,
-        CAPTURE_VERSION,
-        what="a capture",
-        if_other="take it again with this sglang-ext",
-        if_damaged="take it again",
-    )
+    """Read a file of `save_capture`, which another process of this release wrote."""
+    with safe_open(path, "pt") as file:
+        tensors, meta = {name: file.get_tensor(name) for name in _TENSORS}, file.metadata()
     return PromptCapture(**tensors, prompt_len=int(meta["prompt_len"]), sm_scale=float(meta["sm_scale"]))

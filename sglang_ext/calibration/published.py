@@ -64,15 +64,10 @@ def load_published_plan(
 
 
 def _check(head_map: npt.NDArray[Any], anchors: Sequence[int], num_layers: int, num_kv_heads: int) -> None:
-    if head_map.ndim != 2 or head_map.dtype.kind not in "iu":
+    if head_map.shape != (num_layers, num_kv_heads) or head_map.dtype.kind not in "iu":
         raise ValueError(
-            "expected an integer array [num_layers, num_kv_heads], got "
-            f"{head_map.shape} {head_map.dtype}; is the file a head map?"
-        )
-    if head_map.shape != (num_layers, num_kv_heads):
-        raise ValueError(
-            f"expected a head map of {num_layers} layers and {num_kv_heads} KV heads (the model's), got "
-            f"{head_map.shape[0]} and {head_map.shape[1]}; take the file of this model"
+            f"expected an integer array of {num_layers} layers and {num_kv_heads} KV heads (the model's), got "
+            f"{head_map.shape} {head_map.dtype}; take the head map of this model"
         )
     rows = head_map.tolist()
     for anchor in anchors:

@@ -119,12 +119,7 @@ def _plots(shown: Result) -> dict[str, bytes]:
 
 
 def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
-    """The HTML page, images inside.
-
-    Args:
-        shown: what to tell.
-        plots: name -> PNG, the names of `write_report`'s files.
-    """
+    """The HTML page, with the plots (PNG by name) inside."""
     keep = f"{shown.measure.keep_ratio:.0%}"
     own = shown.profile.model
     parts = [

@@ -8,22 +8,24 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from sglang_ext import __version__, logs
-from sglang_ext.cli.arguments import Parser
-from sglang_ext.cli.stopping import BROKEN_PIPE, INTERRUPTED, TERMINATED, Terminated, heed_sigterm
+from sglang_ext.cli.arguments import Parser, refuse
+from sglang_ext.compat.engine import EngineDiedError, EngineStartError
 
-#: Modules by subcommand. Only the one that is asked for is imported: a listing must not wait for torch.
-COMMANDS = {
-    "prebuild": "sglang_ext.cli.prebuild",
-    "calibrate": "sglang_ext.cli.calibrate",
-    "profile": "sglang_ext.cli.profile",
-    "index": "sglang_ext.cli.index",
-    "store": "sglang_ext.cli.store",
-    "doctor": "sglang_ext.cli.doctor",
-    "explain": "sglang_ext.cli.explain",
-    "server": "sglang_ext.cli.server",
-}
+#: Subcommands; each is a module. Only the one that is asked for is imported: a listing must not wait for torch.
+COMMANDS = ("prebuild", "calibrate", "profile", "index", "store", "doctor", "explain", "server")
+
+
+#: Those of them that go on where they ended before.
+JOBS = ("prebuild", "calibrate")
+#: As a shell reports a process that SIGINT, SIGPIPE or SIGTERM ended.
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. Whatever lets Ctrl-C pass lets this pass, too: asyncio does, for instance."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,13 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status: 0 good, 1 something failed, 2 wrong usage, 130 interrupted, 141 nobody reads the
     output any more, 143 terminated.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words else ""
+    again = "; run the same command again to go on" if command in JOBS else ""
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return _run(words)
+    except EngineStartError as error:
+        return refuse(command, error)
+    except EngineDiedError as error:
+        return refuse(command, f"{error}{again}", 1)
     except Terminated:
-        print("sglang-ext: terminated", file=sys.stderr)
+        print(f"sglang-ext: terminated{again}", file=sys.stderr)
         return TERMINATED
     except KeyboardInterrupt:  # while modules are imported, too
-        print("sglang-ext: interrupted", file=sys.stderr)
+        print(f"sglang-ext: interrupted{again}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # What is still buffered has no reader; the interpreter would complain when it flushes at its end.
@@ -56,13 +65,23 @@ def _run(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"sglang-ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    wanted = [words[0]] if words and words[0] in COMMANDS else list(COMMANDS)
+    wanted = [words[0]] if words and words[0] in COMMANDS else COMMANDS
     for name in wanted:
-        importlib.import_module(COMMANDS[name]).add_parser(commands)
+        importlib.import_module(f"sglang_ext.cli.{name}").add_parser(commands)
     args = parser.parse_args(words)
     status: int = args.run(args)
     sys.stdout.flush()
     return status
+
+
+def heed_sigterm() -> None:
+    """From now on SIGTERM raises `Terminated` in the main thread, once: another one does not stop the closing."""
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise Terminated
 
 
 def console() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -46,6 +47,12 @@ class Parser(argparse.ArgumentParser):
                 message += f"; flags of SGLang go behind --, as in: {self.prog} ... -- {unknown[0]} ..."
             self.error(message)
         return found, unknown
+
+
+def refuse(command: str, why: object, status: int = 2) -> int:
+    """Say what a command is refused for; returns the exit status."""
+    print(f"sglang-ext {command}: {why}", file=sys.stderr)
+    return status
 
 
 def add_sglang_flags(parser: argparse.ArgumentParser) -> None:
@@ -155,3 +162,10 @@ def sglang_option(sglang_flags: Sequence[str], name: str) -> str | None:
         elif word.startswith(f"{name}="):
             value = word.partition("=")[2]
     return value
+
+
+def tp_size(sglang_flags: Sequence[str]) -> int:
+    """Tensor-parallel ranks by SGLang's flags."""
+    names = ("--tp-size", "--tp", "--tensor-parallel-size")
+    sizes = [sglang_option(sglang_flags, name) or "1" for name in names]
+    return max(int(size) if size.isdecimal() else 1 for size in sizes)

@@ -9,8 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sglang_ext.cli.arguments import add_sglang_flags, parse_count, parse_layers
-from sglang_ext.cli.stopping import refuse, run_job
+from sglang_ext.cli.arguments import add_sglang_flags, parse_count, parse_layers, refuse
 
 _DESCRIPTION = """\
 Run every prompt of a development set once through SGLang, measure its attention, and write the model's profile:
@@ -57,30 +56,18 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_measuring(group: Any) -> None:
+    add_count = partial(group.add_argument, type=parse_count, metavar="N")
     group.add_argument("--keep-ratio", type=_ratio, default=0.05, metavar="R", help="budget (default: %(default)s)")
-    group.add_argument(
-        "--decode-steps", type=parse_count, default=16, metavar="N", help="tokens generated and measured (default: 16)"
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=parse_count,
-        default=32,
-        metavar="N",
-        help="tokens measured per prompt, at most (default: 32)",
-    )
-    group.add_argument(
-        "--query-samples",
-        type=parse_count,
-        default=2048,
-        metavar="N",
-        help="sampled query rows per KV head, for channels",
-    )
+    add_count("--decode-steps", default=16, help="tokens generated and measured (default: 16)")
+    add_count("--max-tokens", default=32, help="tokens measured per prompt, at most (default: 32)")
+    add_count("--query-samples", default=2048, help="sampled query rows per KV head, for channels")
     group.add_argument(
         "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
     )
 
 
 def _add_fitting(group: Any) -> None:
+    add_count = partial(group.add_argument, type=parse_count, metavar="N")
     group.add_argument("--method", help="that is judged and recommended (default: the server's default)")
     group.add_argument(
         "--dense-layers",
@@ -89,10 +76,8 @@ def _add_fitting(group: Any) -> None:
         metavar="0,1",
         help="first layers, which read everything (default: 0)",
     )
-    group.add_argument(
+    add_count(
         "--anchors",
-        type=parse_count,
-        metavar="N",
         help="layers that select (default: the fewest that keep 98%% of the layers' own attention mass); where "
         "proposals are judged, the only plan beside every layer selecting",
     )
@@ -100,9 +85,7 @@ def _add_fitting(group: Any) -> None:
     group.add_argument(
         "--block-average", type=float, metavar="B", help="instead of --tau: harmonic mean of the block sizes in tokens"
     )
-    group.add_argument(
-        "--num-channels", type=parse_count, default=32, metavar="N", help="of the token index (default: %(default)s)"
-    )
+    add_count("--num-channels", default=32, help="of the token index (default: %(default)s)")
 
 
 def _add_judging(group: Any) -> None:
@@ -120,26 +103,20 @@ def _add_judging(group: Any) -> None:
         help="bound of the KL divergence from dense (default: that of every layer selecting at --keep-ratio on the "
         "same prompts, and a quarter)",
     )
-    group.add_argument(
-        "--rows", type=parse_count, default=16, metavar="N", help="requests that decode together (default: %(default)s)"
-    )
+    rows = "requests that decode together (default: %(default)s)"
+    group.add_argument("--rows", type=parse_count, default=16, metavar="N", help=rows)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry of the subcommand; returns the exit status."""
+    """Returns the exit status. What can be wrong with the arguments is found before SGLang is started."""
     if args.report is not None and importlib.util.find_spec("matplotlib") is None:
         return refuse(
             "calibrate",
             "expected matplotlib for --report, got none; pip install 'sglang-ext[calibrate]', or leave --report out",
         )
-    return run_job("calibrate", partial(_run, args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    """What can be wrong with the arguments is found before SGLang is started."""
     from sglang_ext.cli.calibrate_job import CalibrateJob
-    from sglang_ext.cli.capturing import open_session
     from sglang_ext.cli.checks import engine_refusal, measuring_refusal, num_layers_of
+    from sglang_ext.cli.engines import open_session
 
     # Without a model, too, a profile can be fitted to measurements that are complete.
     refusal = engine_refusal(args.model_path, args.sglang_flags) or measuring_refusal(args.device)
@@ -169,19 +146,15 @@ def _run(args: argparse.Namespace) -> int:
         return refuse("calibrate", error, 1)
 
 
-def _ratio(text: str) -> float:
-    return _above_zero(text, 1.0, "a number above 0 and at most 1")
-
-
-def _nats(text: str) -> float:
-    return _above_zero(text, sys.float_info.max, "nats above 0")
-
-
-def _above_zero(text: str, most: float, what: str) -> float:
+def _above_zero(most: float, what: str, text: str) -> float:
     with suppress(ValueError):
         if 0.0 < float(text) <= most:
             return float(text)
     raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+
+
+_ratio = partial(_above_zero, 1.0, "a number above 0 and at most 1")
+_nats = partial(_above_zero, sys.float_info.max, "nats above 0")
 
 
 def _first_layers(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -42,8 +43,7 @@ from sglang_ext.calibration.prompts import (
 )
 from sglang_ext.calibration.report import Result, write_report
 from sglang_ext.cli.arguments import names_cpu
-from sglang_ext.cli.capturing import CaptureSession
-from sglang_ext.cli.checks import check_writable
+from sglang_ext.cli.engines import CaptureSession
 from sglang_ext.cli.judging import Judge
 from sglang_ext.compat import versions
 from sglang_ext.files import write_whole
@@ -59,17 +59,11 @@ JUDGED_FOLDER = "judged"
 _MEASUREMENT = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
-class StateError(ValueError):
-    """Measurements that cannot be used; says what was expected, what came, what to do."""
-
-
 class CalibrateJob:
     """One run of the command line's `args`: `measure` what is `missing`, then `finish`.
 
     Raises:
-        PromptError: the data cannot be used.
-        StateError: measurements are there that were made with other settings.
-        ValueError: a method that is no index.
+        ValueError: data (`PromptError`) or a method that cannot be used, or measurements made with other settings.
         OSError: a folder cannot be written to.
     """
 
@@ -102,7 +96,8 @@ class CalibrateJob:
         if out.is_dir():
             raise IsADirectoryError(f"{out} is a folder; name a file in it with --out")
         for folder in filter(None, (out.parent, self._folder, args.report)):
-            check_writable(folder)
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # it can be written to
         if args.no_resume:
             self._forget()
         self._model = self._open_state()
@@ -116,8 +111,7 @@ class CalibrateJob:
         """Run and measure every prompt that is missing. What cannot be measured is left out, with its reason.
 
         Raises:
-            StateError: the measurements that are there are of another model.
-            ValueError: a setting that does not fit the model.
+            ValueError: a setting that does not fit the model, or measurements of another one.
         """
         self._check_model(session.model)
         self.check_layers(session.model.num_layers)
@@ -143,15 +137,14 @@ class CalibrateJob:
         """Fit, write profile and report; returns the exit status: 1 where a prompt was left out.
 
         Raises:
-            StateError: too few prompts were measured.
-            ValueError: a setting that does not fit the model.
+            ValueError: too few prompts were measured, or a setting does not fit the model.
         """
         measured = [load_measurement(self._path(p.id)) for p in self._prompts if self._path(p.id).is_file()]
         halves: tuple[list[PromptMeasurement], list[PromptMeasurement]] = ([], [])
         for measurement, info in measured:
             halves[info.held_out].append(measurement)
         if not halves[0] or not halves[1] or self._model is None:
-            raise StateError(
+            raise ValueError(
                 "expected measured prompts in the fitted and in the held-out half, got "
                 f"{len(halves[0])} and {len(halves[1])}; no profile is written. Give more prompts, or correct those "
                 "that were left out"
@@ -212,25 +205,19 @@ class CalibrateJob:
         """Serve the held-out prompts by each proposal, fitted on the others, and choose."""
         assert self._model is not None
         layers = self._model.num_layers - self._fit.first_layer(self._model.num_layers)
-        folder = self._folder / JUDGED_FOLDER
-        folder.mkdir(exist_ok=True)
         anchors = len(fit_settings(averages, self._fit).anchors)
-        candidates: dict[Candidate, Path] = {}
         given = self._fit.num_anchors is not None
-        for candidate in proposals(anchors, layers, self._measure.keep_ratios, given=given):
-            path = folder / f"{candidate.anchors or 'all'}-{candidate.keep_ratio:g}.json"
-            own = self._fit_of(averages, candidate)
-            self._profile(self._model, own, candidate.keep_ratio, infos).save(path)
-            candidates[candidate] = path
+        candidates = {
+            one: self._profile(self._model, self._fit_of(averages, one), one.keep_ratio, infos)
+            for one in proposals(anchors, layers, self._measure.keep_ratios, given=given)
+        }
         held = {info.id for info in infos if info.held_out}
         groups: dict[str, list[CalibrationPrompt]] = {}
         for prompt in self._prompts:
             if prompt.id in held:
                 groups.setdefault(prefix_digest(prompt), []).append(prompt)
         key = f"{self._digest} {self._model.weights_digest}"
-        judge = Judge(
-            self._args.model_path, self._args.sglang_flags, list(groups.values()), folder, key, self._args.rows
-        )
+        judge = Judge(self._args, list(groups.values()), self._folder / JUDGED_FOLDER, key)
         return choose(judge.judge(candidates), self._args.max_kl)
 
     def _fit_of(self, averages: PromptMeasurement, candidate: Candidate) -> Fit:
@@ -306,7 +293,7 @@ class CalibrateJob:
         path = self._folder / SETTINGS_FILE
         if not path.is_file():
             if self._files():
-                raise StateError(
+                raise ValueError(
                     f"expected {SETTINGS_FILE} beside the measurements in {self._folder}, got none; measure anew with "
                     "--no-resume"
                 )
@@ -315,11 +302,11 @@ class CalibrateJob:
             saved = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
             model = msgspec.convert(saved.pop("model"), ModelFingerprint)
         except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, ValueError) as error:
-            raise StateError(f"expected settings in {path}, got {error}; measure anew with --no-resume") from error
+            raise ValueError(f"expected settings in {path}, got {error}; measure anew with --no-resume") from error
         own = self._settings()
         for name in sorted({*own, *saved}, key=lambda name: (name != "version", name)):  # of others, other names
             if saved.get(name) != own.get(name):
-                raise StateError(
+                raise ValueError(
                     f"expected measurements with {name}={own.get(name)!r} in {self._folder}, got "
                     f"{saved.get(name)!r}; use that, name another folder with --state, or measure anew with --no-resume"
                 )
@@ -333,7 +320,7 @@ class CalibrateJob:
             return
         differs = model_mismatch(model, self._model)
         if differs:
-            raise StateError(
+            raise ValueError(
                 f"expected measurements of this model in {self._folder}, got another ({differs}); name another folder "
                 "with --state, or measure anew with --no-resume"
             )
@@ -345,7 +332,7 @@ class CalibrateJob:
             return
         with suppress(FileNotFoundError):
             if weights_digest(folder) != model.weights_digest:
-                raise StateError(
+                raise ValueError(
                     f"expected measurements of the weights in {folder}, got those of others; measure anew with "
                     "--no-resume"
                 )

@@ -1,22 +1,27 @@
-"""What jobs check before they start SGLang: each problem is one line, and the exit status of wrong usage. And how they
-start it, and learn what became of a request."""
+"""What commands find out of a server before, or without, a start: each problem is one line."""
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang_ext.cli.arguments import checkpoint_options, names_cpu, sglang_option
+from sglang_ext.cli.arguments import checkpoint_options, sglang_option
+from sglang_ext.compat.engine import EngineStartError
 from sglang_ext.profiles import local_folder
+from sglang_ext.storage import ENV_STORE, default_store
 
-if TYPE_CHECKING:
-    from sglang_ext.compat.engine import OfflineEngine
+if TYPE_CHECKING:  # imports SGLang
+    from sglang_ext.compat.preview import ServerPreview
+
+SAID = "sglang-ext: "
+"""What the plugin's own messages begin with."""
 
 
 def engine_refusal(model_path: str, sglang_flags: Sequence[str]) -> str | None:
@@ -76,53 +81,47 @@ def num_layers_of(model_path: str, sglang_flags: Sequence[str]) -> int | None:
     return None
 
 
-def check_writable(folder: str | os.PathLike[str]) -> None:
-    """Make a folder, and a file in it that goes again. Raises OSError where that cannot be done."""
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+def config_text(args: argparse.Namespace) -> str | None:
+    """The configuration that was given, with the profile that was. Raises ConfigError."""
+    from sglang_ext.config import decode_config
+
+    given: str | None = args.sparse_attn_config
+    return given if args.profile is None else json.dumps({**decode_config(given), "profile": args.profile})
 
 
-@contextmanager
-def plugin_engine(
-    model_path: str, flags: Sequence[str], store: str, config: str, on_gpu: Sequence[str]
-) -> Iterator[OfflineEngine]:
-    """An engine of SGLang with the plugin, which ends with the block.
+def preview_server(args: argparse.Namespace, *, plugin: bool = True) -> ServerPreview:
+    """The server of a command's --model-path, --store, --sparse-attn-config, --profile and SGLang's flags.
 
     Args:
-        flags: SGLang's, those of the job among them.
-        store, config: of the plugin, as its flags take them.
-        on_gpu: flags more, where the others do not name the CPU.
+        args: of the command.
+        plugin: with `--sparse-attn`.
 
     Raises:
-        EngineStartError, SystemExit, EngineDiedError: as `OfflineEngine.open`.
+        EngineStartError: the model is not on this machine, or SGLang or the plugin refuses what was given.
     """
-    from sglang_ext.compat.engine import OfflineEngine
+    if local_folder(args.model_path, *checkpoint_options(args.sglang_flags)) is None:
+        raise EngineStartError(not_local(args.model_path))
+    import torch
 
-    own = ["--model-path", model_path, "--log-level", "error", *flags, *(() if names_cpu(flags) else on_gpu)]
-    engine = OfflineEngine([*own, "--sparse-attn", "--sparse-attn-store", store, "--sparse-attn-config", config])
-    try:
-        engine.open()
-        yield engine
-    finally:
-        engine.close()
+    said = io.StringIO()
+    own = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
+    if sglang_option(own, "--device") is None and not torch.accelerator.is_available():
+        own += ["--device", "cpu"]  # without an accelerator SGLang knows no device by itself
+    with ExitStack() as opened:
+        if plugin:
+            store = args.store or os.environ.get(ENV_STORE)
+            if store is None and not os.path.isdir(default_store()):
+                store = opened.enter_context(tempfile.TemporaryDirectory())  # a start would make the default one
+            own += ["--sparse-attn", *(["--sparse-attn-store", store] if store else [])]
+        try:
+            text = config_text(args) if plugin else None
+            own += ["--sparse-attn-config", text] if text else []
+            with redirect_stderr(said):
+                from sglang_ext.compat.preview import ServerPreview
 
-
-#: Seconds that a report may take to be written after its request ended.
-REPORT_TIMEOUT_S = 600.0
-
-
-def reported(events: Path, rid: str) -> dict[str, Any]:
-    """What the scheduler process wrote of a request (`build_report`), which it does when the request gives its slot
-    back; a failure where it wrote nothing in time.
-    """
-    deadline = time.monotonic() + REPORT_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if events.exists():
-            for text in events.read_text().splitlines():
-                event: dict[str, Any] = json.loads(text)
-                if event.pop("rid") == rid:
-                    return event
-        time.sleep(0.02)
-    detail = f"the scheduler reported nothing within {REPORT_TIMEOUT_S:.0f} s; see its log"
-    return {"status": "failed", "reason": "no_report", "detail": detail}
+                return ServerPreview(own)
+        except SystemExit as error:
+            lines = [line for line in said.getvalue().splitlines() if line.startswith(SAID)]
+            raise EngineStartError(lines[-1].removeprefix(SAID) if lines else said.getvalue()[-500:]) from error
+        except Exception as error:  # SGLang's, of whatever kind
+            raise EngineStartError(str(error) or repr(error)) from error

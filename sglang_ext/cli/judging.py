@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -19,10 +20,10 @@ from tqdm import tqdm
 from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
-from sglang_ext.cli.arguments import names_cpu, sglang_option
-from sglang_ext.cli.checks import plugin_engine
+from sglang_ext.cli.arguments import names_cpu, tp_size
+from sglang_ext.cli.engines import plugin_engine
 from sglang_ext.files import write_whole
-from sglang_ext.methods.profile import load_profile
+from sglang_ext.methods.profile import Profile
 from sglang_ext.options import Build, DecodePath, PrefetchPolicy
 from sglang_ext.prefill.prompt_tokens import TokenSource
 
@@ -40,55 +41,41 @@ class Judge:
     """Judges candidates one by one; what was judged is read from the folder.
 
     Args:
-        model_path: the model.
-        sglang_flags: as for the server.
+        args: of the command.
         prompts: held-out ones, at least one; a group for each prefix.
         folder: of results and dense's steps; those of another key, other prompts, flags or rows lie beside them.
         key: tells one model and set of prompts from another.
-        rows: requests that decode together behind a prompt.
 
     Raises:
         ValueError: flags of several ranks, each of which would write down its steps.
     """
 
     def __init__(
-        self,
-        model_path: str,
-        sglang_flags: Sequence[str],
-        prompts: Sequence[Sequence[CalibrationPrompt]],
-        folder: Path,
-        key: str,
-        rows: int,
+        self, args: argparse.Namespace, prompts: Sequence[Sequence[CalibrationPrompt]], folder: Path, key: str
     ) -> None:
-        self._model_path = model_path
-        self._flags = list(sglang_flags)
+        self._model_path, self._flags, self._rows = args.model_path, args.sglang_flags, args.rows
         self._long = LONG_ON_CPU if names_cpu(self._flags) else LONG
         self._prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
         self._asked: list[list[list[int]]] = []
         self._prefixes: list[list[int]] = []
-        self._rows = rows
-        for name in ("--tp-size", "--tp", "--tensor-parallel-size"):
-            if sglang_option(self._flags, name) not in (None, "1"):
-                raise ValueError(f"expected one rank to judge with, got {name}; leave it out, or say --judge no")
+        if tp_size(self._flags) > 1:
+            raise ValueError("expected one rank to judge with, got --tp-size above 1; leave it out, or say --judge no")
         ids = [[prompt.id for prompt in group] for group in self._prompts]
-        own = hashlib.sha256(json.dumps([key, ids, self._flags, rows, STEPS, self._long]).encode()).hexdigest()
+        own = hashlib.sha256(json.dumps([key, ids, self._flags, self._rows, STEPS, self._long]).encode()).hexdigest()
         self._folder = folder / own[:16]
         self._results = self._folder / "judged.json"
         self._references = self._folder / "dense"
 
-    def judge(self, candidates: Mapping[Candidate, Path]) -> list[Judged]:
-        """Results in the order of the candidates.
-
-        Args:
-            candidates: each with the profile that says its plan.
+    def judge(self, candidates: Mapping[Candidate, Profile]) -> list[Judged]:
+        """Results in the order of the candidates, each of which is given with the profile that says its plan.
 
         Raises:
             ValueError: a prompt without room for what is forced behind it, or one that SGLang refuses.
             EngineStartError, EngineDiedError: see `OfflineEngine`.
         """
-        digests = {one: load_profile(path).digest() for one, path in candidates.items()}
+        digests = {one: profile.digest() for one, profile in candidates.items()}
         # A plan of other settings has another profile.
-        known = {one.candidate: one for one in self._read() if digests.get(one.candidate) == one.profile}
+        known = {one.candidate: one for one in self._known() if digests.get(one.candidate) == one.profile}
         missing = [candidate for candidate in candidates if candidate not in known]
         bar = tqdm(missing, desc="judge", unit="candidate", initial=len(known), total=len(candidates))
         if missing and not all(path.exists() for _, path in self._dense()):
@@ -99,12 +86,11 @@ class Judge:
             self._measure({"build": Build.OFF.value, "decode_path": DecodePath.STOCK.value}, None)
         for candidate in bar:
             bar.set_postfix_str(candidate.name)
-            known[candidate] = self._judge_one(candidate, candidates[candidate], digests[candidate])
+            known[candidate] = self._judge_one(candidate, candidates[candidate])
             write_whole(self._results, msgspec.json.encode(list(known.values())))
         return [known[candidate] for candidate in candidates]
 
-    def _read(self) -> list[Judged]:
-        """What is there."""
+    def _known(self) -> list[Judged]:
         if not self._results.exists():
             return []
         try:
@@ -118,14 +104,16 @@ class Judge:
         pairs = itertools.product(range(len(self._prompts)), range(self._rows))
         return [(number, self._references / f"{number}-{row}.npz") for number, row in pairs]
 
-    def _judge_one(self, candidate: Candidate, profile: Path, digest: str) -> Judged:
+    def _judge_one(self, candidate: Candidate, profile: Profile) -> Judged:
+        path = self._folder / f"{candidate.anchors or 'all'}-{candidate.keep_ratio:g}.json"
+        profile.save(path)
         settings = {
             "build": Build.PREFILL.value,
             "decode_path": DecodePath.SPARSE.value,
             "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE.value,
             "share_prefixes": True,
             "keep_ratio": candidate.keep_ratio,
-            "profile": str(profile.absolute()),
+            "profile": str(path.absolute()),
         }
         found: list[list[Agreement]] = [[] for _ in self._prompts]
         with tempfile.TemporaryDirectory(prefix="sparse-attn-forced-") as forced:
@@ -139,7 +127,7 @@ class Judge:
         sparse = state["sparse_rows"]
         return Judged(
             candidate=candidate,
-            profile=digest,
+            profile=profile.digest(),
             steps=sum(one.steps for one in rows),
             kl=[fmean(one.kl for one in group) for group in found],
             top1=fmean(one.top1 for one in rows),
@@ -150,10 +138,8 @@ class Judge:
         )
 
     def _measure(self, settings: dict[str, Any], folder: Path | None) -> tuple[list[float], dict[str, Any]]:
-        """Force dense's tokens behind every prompt into files of the folder; None: make dense's own, drawn.
-
-        Returns:
-            Milliseconds of a step behind the longest prompt, none where dense's own are made; the plugin's counters.
+        """Force dense's tokens behind every prompt into files of the folder; None: make dense's own, drawn. Returns
+        milliseconds of a step behind the longest prompt, none where dense's own are made, and the plugin's counters.
         """
         from sglang_ext.compat.forced_tokens import forcing
 
@@ -179,8 +165,7 @@ class Judge:
                             "--max-running-requests or --max-total-tokens, lower --rows, or say --judge no"
                         )
                 state = engine.state()
-                ms = [] if folder is None else self._times(engine)
-                return ms, state
+                return [] if folder is None else self._times(engine), state
 
     def _tokenize(self, source: TokenSource, context_len: int) -> None:
         """Token ids of the prefixes, and of the rows behind each: its questions in turns."""

@@ -6,13 +6,11 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack, closing, suppress
-from functools import partial
 from typing import Any
 
 from prefix_index import IndexStoreError
 from prefix_index.connect import locate
-from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_seconds
-from sglang_ext.cli.stopping import refuse, run_job
+from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_seconds, refuse
 from sglang_ext.storage import configured_store, make_folder
 
 _DESCRIPTION = """\
@@ -57,12 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Entry of the subcommand; returns the exit status."""
-    return run_job("prebuild", partial(_run, args))
-
-
-def _run(args: argparse.Namespace) -> int:
-    """What can be wrong with the arguments is found before SGLang is started."""
+    """Returns the exit status. What can be wrong with the arguments is found before SGLang is started."""
     from sglang_ext.cli.checks import engine_refusal, model_refusal
     from sglang_ext.cli.prebuild_job import PrebuildJob, open_builder
     from sglang_ext.config import ConfigError, make_settings, parse_profiled

@@ -28,7 +28,7 @@ from prefix_index import (
     namespace_digest,
     page_hashes,
 )
-from sglang_ext.cli.checks import plugin_engine, reported
+from sglang_ext.cli.engines import plugin_engine, reported
 from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.offload.kv_files import kv_file_name
@@ -44,13 +44,7 @@ Lines = Callable[[Iterable[Task]], Iterable[tuple[Prompt, dict[str, Any]]]]
 
 
 class PrebuildJob:
-    """One run over all prompts: what became of each is counted and reported.
-
-    Args:
-        lines: builds, here or elsewhere.
-        report: gets one JSON line a prompt.
-        args: of the command.
-    """
+    """One run over all prompts: what became of each by `lines` is counted, and is one JSON line of the report."""
 
     def __init__(self, lines: Lines, report: TextIO, args: argparse.Namespace) -> None:
         self._lines, self._report, self._args = lines, report, args
@@ -102,14 +96,8 @@ class PrebuildJob:
 
 
 class PromptBuilder:
-    """Builds with one engine: prompt after prompt, beside whoever builds into the same store.
-
-    Args:
-        engine: an open `OfflineEngine`, whose scheduler writes `events`.
-        store: where it stores.
-        settings: that it was started with.
-        events: path of its build report.
-        args: of the command.
+    """Builds with one engine, whose scheduler writes `events`: prompt after prompt, beside whoever builds into the same
+    store.
     """
 
     def __init__(
@@ -161,10 +149,11 @@ class PromptBuilder:
         deadline = time.monotonic() + wait
         while True:
             try:
-                free = self._is_free(digest)
+                lease = self._store.lease(digest)
             except IndexStoreError as error:
                 return {"id": prompt.id, "status": "failed", "reason": type(error).__name__, "detail": str(error)}
-            if free:
+            if lease is not None:  # the index is there, or its builder died; the engine leases it anew
+                lease.release()
                 line = self._one(prompt)
                 if line.get("reason") != "building_elsewhere":
                     return line
@@ -174,14 +163,6 @@ class PromptBuilder:
                 reason = "building_elsewhere"
                 return {"id": prompt.id, "status": "skipped", "reason": reason, "digest": digest, "detail": detail}
             time.sleep(min(0.5, left))  # after a refusal too: another was faster, and builds now
-
-    def _is_free(self, digest: str) -> bool:
-        """Whether nobody builds this index any more: it is there, or its builder died. The engine leases it anew."""
-        lease = self._store.lease(digest)
-        if lease is None:
-            return False
-        lease.release()
-        return True
 
     def _one(self, prompt: Prompt) -> dict[str, Any]:
         try:
@@ -193,9 +174,9 @@ class PromptBuilder:
     def _build(self, prompt: Prompt) -> dict[str, Any]:
         try:
             ids, warnings = prefix_tokens(prompt, self._engine.tokens)
+            line = self._build_tokens(prompt, ids)
         except ValueError as error:
             return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
-        line = self._build_tokens(prompt, ids)
         return {**line, "warnings": warnings} if warnings else line
 
     def _build_tokens(self, prompt: Prompt, ids: Sequence[int]) -> dict[str, Any]:
@@ -208,23 +189,17 @@ class PromptBuilder:
             model=self._model,
             profile_digest=self._profile,
         )
-        if self._store.contains(identity) and not self._lacks_kv(identity.digest):
+        lacks_kv = self._kv is not None and not (self._kv / kv_file_name(identity.digest)).exists()
+        if self._store.contains(identity) and not lacks_kv:
             return {"status": "exists", "digest": identity.digest, "num_tokens": tokens}
         begun = time.perf_counter()
         self._attempts += 1
         rid = f"prebuild-{self._attempts}-{prompt.id}"
-        try:
-            self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
-        except ValueError as error:
-            return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
+        self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
         event = reported(self._events, rid)
         with suppress(IndexStoreError):  # a report of what was built is not lost with the service
             self._store.rescan()
         return {"prompt_tokens": len(ids), "seconds": time.perf_counter() - begun, **event}
-
-    def _lacks_kv(self, digest: str) -> bool:
-        """Whether the file of KV that is to lie beside an index is missing."""
-        return self._kv is not None and not (self._kv / kv_file_name(digest)).exists()
 
     def _refused(self, ids: Sequence[int]) -> dict[str, Any] | None:
         """Why a prompt is not sent to the engine, as a line of the report; None if it is."""

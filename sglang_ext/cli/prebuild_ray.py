@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from prefix_index import IndexStoreError
-from sglang_ext.cli.arguments import names_cpu, sglang_option
+from sglang_ext.cli.arguments import names_cpu, tp_size
 from sglang_ext.cli.checks import engine_refusal
 from sglang_ext.cli.prebuild_job import Task, open_builder
 from sglang_ext.compat.engine import EngineDiedError, EngineStartError
@@ -33,7 +33,6 @@ from sglang_ext.storage import configured_store
 ATTEMPTS = 3
 """How often a prompt is given to an actor, each of which was lost, and how often actors may fail to start in a row."""
 _PATIENCE_S = 60.0
-_TP_FLAGS = ("--tp-size", "--tp", "--tensor-parallel-size")
 
 
 class BuilderActor:
@@ -76,14 +75,7 @@ class BuilderActor:
 
 
 class Cluster:
-    """The actors of one job on a cluster that this process is connected to.
-
-    Args:
-        args: of the command.
-        settings: of all engines.
-        count: of actors at a time.
-        gpus: of each.
-    """
+    """The actors of one job on a cluster that this process is connected to: `count` at a time, each with `gpus`."""
 
     def __init__(self, args: argparse.Namespace, settings: Settings, count: int, gpus: int) -> None:
         import ray
@@ -135,7 +127,8 @@ class Cluster:
                 except self._lost as error:
                     said = str(error).strip().splitlines()[-1]
                     tqdm.write(f"{prompt.id}: its engine was lost: {said}", file=sys.stderr)
-                    self._replace(actor)
+                    self._ray.kill(actor)
+                    self._add()
                     self._failures[prompt.id] += 1
                     if self._failures[prompt.id] < ATTEMPTS:
                         tasks = chain([given], tasks)
@@ -159,10 +152,10 @@ class Cluster:
             tqdm.write(f"one engine less: {said}", file=sys.stderr)
         except self._lost as error:
             self._failed_starts += 1
-            if self._failed_starts < ATTEMPTS:
-                self._replace(actor)
-                return
             self._ray.kill(actor)
+            if self._failed_starts < ATTEMPTS:
+                self._add()
+                return
             if not (others or self._idle or self._starting):
                 raise EngineDiedError(f"expected engines to start on the cluster, got: {error}") from None
             if others or self._idle:  # if one of them is lost, its successor has all its attempts
@@ -171,10 +164,6 @@ class Cluster:
         else:
             self._failed_starts, self._any_started = 0, True
             self._idle.append(actor)
-
-    def _replace(self, actor: Any) -> None:
-        self._ray.kill(actor)
-        self._add()
 
     def close(self) -> None:
         """End the engines. Those that are busy end with their actors, when the connection does."""
@@ -204,8 +193,7 @@ def open_cluster(args: argparse.Namespace, settings: Settings, prompts: int) -> 
         raise EngineStartError(f"expected a Ray cluster at --ray {args.ray}, got: {why}") from None
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray takes it
     try:
-        sizes = [sglang_option(args.sglang_flags, name) or "1" for name in _TP_FLAGS]
-        ranks = max(int(size) if size.isdecimal() else 1 for size in sizes)
+        ranks = tp_size(args.sglang_flags)
         gpus = 0 if names_cpu(args.sglang_flags) else int(ray.cluster_resources().get("GPU", 0))
         nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
         count = min(gpus // ranks if gpus else nodes, prompts)

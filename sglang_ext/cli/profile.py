@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_ext.cli.arguments import add_sglang_flags, checkpoint_options, parse_layers
-from sglang_ext.cli.stopping import refuse
+from sglang_ext.cli.arguments import add_sglang_flags, parse_layers, refuse
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
     from sglang_ext.methods.layer_plan import LayerPlan
@@ -54,7 +53,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Entry of the subcommand; returns the exit status."""
     from sglang_ext.calibration.published import load_published_plan
-    from sglang_ext.compat.checkpoint import read_model
+    from sglang_ext.cli.checks import preview_server
     from sglang_ext.compat.engine import EngineStartError
     from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel
 
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return refuse("profile import", refusal)
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        model = read_model(_flags(args))
+        model = preview_server(args, plugin=False).model(weights=False)
         plan = load_published_plan(
             file, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, anchors=args.anchors
         )
@@ -95,26 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _refusal(args: argparse.Namespace, file: Path, out: Path) -> str | None:
     """What is wrong with the arguments before SGLang is imported; None if nothing is."""
-    from sglang_ext.cli.checks import not_local
-    from sglang_ext.profiles import local_folder
-
     if not file.is_file():
         return f"expected a head map (.npy), got no file {args.file!r}; correct the path, or download it"
     if out.is_dir():
         return f"expected --out to be a file, got the folder {args.out!r}; name a file in it"
     if out.exists() and not args.replace:
         return f"expected no file at --out, got {args.out!r}; name another one, or overwrite it with --replace"
-    if local_folder(args.model_path, *checkpoint_options(args.sglang_flags)) is None:
-        return not_local(args.model_path)
     return None
-
-
-def _flags(args: argparse.Namespace) -> list[str]:
-    """SGLang's, as a server has them."""
-    from sglang_ext.cli.previewing import device_flags
-
-    flags = ["--model-path", args.model_path, "--log-level", "error", *args.sglang_flags]
-    return [*flags, *device_flags(flags)]
 
 
 def _say(args: argparse.Namespace, plan: LayerPlan) -> None:

@@ -44,8 +44,7 @@ def run_status(args: argparse.Namespace) -> int:
     if args.json:
         emit(found)
         return 0
-    for line in table(("SERVER", args.url), list(_status_rows(found).items())):
-        print(line)
+    print(*table(("SERVER", args.url), list(_status_rows(found).items())), sep="\n")
     return 0
 
 
@@ -88,8 +87,7 @@ def run_indexes(args: argparse.Namespace) -> int:
         cells = (one["digest"][:SHORT], str(one["tokens"]), size(one["device_bytes"]), size(one["store_bytes"]), where)
         rows.append((*cells, state, str(one["users"]), str(one["hits"]), kept, span(now - one["created"]), _named(one)))
     header = ("INDEX", "TOKENS", "DEVICE", "STORE", "WHERE", "STATE", "USERS", "HITS", "KEPT", "AGE", "NAME")
-    for line in table(header, rows, (1, 2, 3, 6, 7, 9)):
-        print(line)
+    print(*table(header, rows, (1, 2, 3, 6, 7, 9)), sep="\n")
     if found["not_shown"]:
         print(f"and {found['not_shown']} more in the store that nobody uses: sglang-ext index ls lists all")
     return 0

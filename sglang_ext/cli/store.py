@@ -15,9 +15,8 @@ import msgspec
 import xxhash
 
 from prefix_index import IndexStoreError, StoreFolderError, printable
-from sglang_ext.cli.arguments import parse_bytes
+from sglang_ext.cli.arguments import parse_bytes, refuse
 from sglang_ext.cli.index.text import size
-from sglang_ext.cli.stopping import refuse
 from sglang_ext.storage import default_store
 
 _SERVE = """\
@@ -47,13 +46,10 @@ def add_parser(commands: Any) -> None:
     serve = actions.add_parser("serve", help="run the service", description=_SERVE)
     serve.add_argument("--dir", default=default_store(), help="index store; made when missing (default: %(default)s)")
     serve.add_argument("--endpoint", default=default_endpoint(), metavar="ipc:///PATH", help="default: %(default)s")
-    serve.add_argument(
-        "--max-bytes", type=parse_bytes, metavar="N", help="evict the least recently used above it (default: never)"
-    )
-    serve.add_argument("--min-free-bytes", type=parse_bytes, default=0, metavar="N", help="to leave free on the disk")
-    serve.add_argument(
-        "--memory-bytes", type=parse_bytes, default=0, metavar="N", help="size of the DRAM tier (default: none)"
-    )
+    add_size = partial(serve.add_argument, type=parse_bytes, metavar="N")
+    add_size("--max-bytes", help="evict the least recently used above it (default: never)")
+    add_size("--min-free-bytes", default=0, help="to leave free on the disk")
+    add_size("--memory-bytes", default=0, help="size of the DRAM tier (default: none)")
     serve.add_argument("--memory-dir", metavar="DIR", help="the DRAM tier's folder, on a tmpfs")
     serve.add_argument("--mode", default="0700", help="of folders made in it, octal; files: the same without execution")
     serve.add_argument("--group", metavar="NAME", help="that they belong to, for readers of a mode such as 0750")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_ext.calibration.fit import FitSetting, fewest_anchors, fit_settings, plan_recovery, with_flat_heads
+from sglang_ext.calibration.fit import FitSetting, best_anchors, fit_settings, plan_recovery, with_flat_heads
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import average, measure_prompt
 from tests.calibration.captures import make_capture
@@ -121,9 +121,9 @@ def test_block_sizes_of_a_given_average():
 
 
 def test_the_fewest_anchors_keep_most_of_the_mass():
-    assert fewest_anchors(average(FITTED), FitSetting()) == (1, 2, 3, 4)
+    assert best_anchors(average(FITTED), FitSetting()) == (1, 2, 3, 4)
     alike = [replace(one, recovery=reuse_table(own=0.805)) for one in FITTED]
-    assert fewest_anchors(average(alike), FitSetting()) == (1, 3)
+    assert best_anchors(average(alike), FitSetting()) == (1, 3)
 
 
 @pytest.mark.parametrize("dense", [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5)])

@@ -7,12 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sglang_ext.calibration.channels import channel_maxima
 from sglang_ext.calibration.layer_statistics import MeasureSetting, keys_for_mass, recall_by_block_size, reuse_recovery
 from sglang_ext.calibration.measurement import (
-    MEASUREMENT_VERSION,
     PromptInfo,
     PromptMeasurement,
     average,
@@ -93,12 +92,6 @@ def test_the_average_weighs_prompts_alike_and_keeps_channel_maxima():
     assert torch.equal(means.k_max, torch.stack(k_max).amax(dim=0))
 
 
-def test_an_average_of_two_models_is_refused():
-    ones = [measure_prompt(make_capture(num_layers=layers), SETTING) for layers in (2, 3)]
-    with pytest.raises(ValueError, match="prompts of one model"):
-        average(ones)
-
-
 def test_a_file_is_read_back_as_it_was_written(tmp_path):
     one = measure_prompt(make_capture(4), SETTING)
     save_measurement(one, INFO, tmp_path / "a.safetensors")
@@ -109,43 +102,15 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"], "nothing partial stays"
 
 
-def test_a_damaged_or_newer_file_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("info", [None, "{", '{"id": "a-1"}', json.dumps({**msgspec.to_builtins(INFO), "odd": 1})])
+def test_a_file_that_is_damaged_or_does_not_tell_its_prompt_is_refused(tmp_path, info):
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"expected a measurement of a prompt in .* measured again"):
         load_measurement(path)
-    monkeypatch.setattr("sglang_ext.calibration.measurement.MEASUREMENT_VERSION", 99)
     save_measurement(measure_prompt(make_capture(), SETTING), INFO, path)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match=rf"version {MEASUREMENT_VERSION} in .*, got '99'"):
-        load_measurement(path)
-
-
-GOOD_INFO = msgspec.to_builtins(INFO)
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        None,
-        "{",
-        "[]",
-        "null",
-        json.dumps({**GOOD_INFO, "odd": 1}),
-        json.dumps({name: value for name, value in GOOD_INFO.items() if name != "task"}),
-        json.dumps({**GOOD_INFO, "held_out": 2}),
-    ],
-    ids=["none", "no JSON", "a list", "null", "one field more", "one less", "another kind"],
-)
-def test_a_file_that_does_not_tell_its_prompt_is_refused(tmp_path, info):
-    one = measure_prompt(make_capture(), SETTING)
-    tensors = {field.name: getattr(one, field.name).contiguous() for field in fields(PromptMeasurement)}
-    meta = {"version": str(MEASUREMENT_VERSION)}
-    path = tmp_path / "a.safetensors"
-    save_file(tensors, str(path), {**meta, "info": json.dumps(GOOD_INFO)})
-    assert load_measurement(path)[1] == INFO
-    save_file(tensors, str(path), meta if info is None else {**meta, "info": info})
-    with pytest.raises(ValueError, match=r"expected a measurement with the fields id, task, .* measured again"):
+    save_file(load_file(path), path, info and {"info": info})
+    with pytest.raises(ValueError, match=r"expected a measurement of a prompt in .* measured again"):
         load_measurement(path)
 
 
@@ -157,9 +122,3 @@ def test_nan_and_infinity_are_refused(name, value):
     broken.view(-1)[-1] = value
     with pytest.raises(ValueError, match="NaN or infinity"):
         measure_prompt(replace(capture, **{name: broken}), SETTING)
-
-
-def test_a_capture_without_tokens_is_refused():
-    capture = make_capture(asked=0, sampled=0)
-    with pytest.raises(ValueError, match="at least one token, got none"):
-        measure_prompt(capture, SETTING)

@@ -20,8 +20,6 @@ from sglang_ext.calibration.published import load_published_plan
 from sglang_ext.methods import LayerPlan
 from tests.examples import examples
 
-BLOCKS, ALIKE = torch.eye(6), torch.ones(6)
-
 
 @settings(max_examples=examples(80))
 @given(data=st.data(), size=st.integers(1, 8))
@@ -101,13 +99,10 @@ def test_a_dense_layer_between_is_skipped():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: choose_anchors(BLOCKS, ALIKE, 0), r"expected num_anchors in 1\.\.6 .*got 0"),
-        (lambda: choose_anchors(BLOCKS, ALIKE, 6, 1), r"expected num_anchors in 1\.\.5"),
         (lambda: assigned_anchors((0, 2, 2), 4), "expected at least one anchor, ascending"),
         (lambda: assigned_anchors((), 4), "expected at least one anchor"),
         (lambda: assigned_anchors((0, 6), 6), r"in 0\.\.5, got \[0, 6\]"),
         (lambda: make_layer_plan((0, 6), head_similarity()), r"in 0\.\.5, got \[0, 6\]"),
-        (lambda: make_layer_plan((2,), head_similarity()), "got layer 1 with nothing to reuse"),
         (lambda: plan_from_maps((1,), {2: (0, 7)}, 3, 2), r"layer 2: expected head_map entries in 0\.\.1, got 7"),
     ],
 )
@@ -150,8 +145,7 @@ def changed(layer, head, value):
 @pytest.mark.parametrize(
     ("head_map", "anchors", "message"),
     [
-        (HEAD_MAP[:5], ANCHORS, "expected a head map of 6 layers and 2 KV heads .* got 5 and 2; take the file"),
-        (np.zeros((6, 8), np.int32), ANCHORS, "got 6 and 8"),
+        (HEAD_MAP[:5], ANCHORS, r"of 6 layers and 2 KV heads .* got \(5, 2\) int32; take"),
         (HEAD_MAP.astype(np.float32), ANCHORS, r"expected an integer array .*float32"),
         (HEAD_MAP[0], ANCHORS, "expected an integer array"),
         (HEAD_MAP.astype(bool), ANCHORS, "expected an integer array"),

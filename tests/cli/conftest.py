@@ -53,6 +53,10 @@ class Shelf:
         """One byte of an array, or of the header, is no longer what was written."""
         flip(self.path(number), at)
 
+    def use(self, number: int, when: float) -> None:
+        """It was used last at that time."""
+        os.utime(self.path(number), (when, self.path(number).stat().st_mtime))
+
     def digests(self) -> list[str]:
         return list(kept(self.folder))
 

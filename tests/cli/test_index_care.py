@@ -6,18 +6,18 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefix_index import FileStore, Retention, StoreFolderError
+from prefix_index import FileStore, Retention, StoreFolderError, canonical_digest
 from sglang_ext.cli import main
-from tests.cli.conftest import flip, kept
+from tests.cli.conftest import kept
+from tests.prefix_index import tiers
 from tests.prefix_index.samples import sample_identity, sample_payload
-from tests.prefix_index.tiers import Service
+from tests.prefix_index.small_stores import flip as flip_in_place
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ def test_verify_show_and_export_do_not_count_as_a_use(
     url = request.getfixturevalue("served").endpoint if where == "service" else str(shelf.folder)
     long_ago = time.time() - 5000
     for number in range(5):
-        os.utime(shelf.path(number), (long_ago, shelf.path(number).stat().st_mtime))
+        shelf.use(number, long_ago)
     digest = shelf.entries[0].digest
     for words in (["verify"], ["show", digest], ["export", "--all", "--to", tmp_path / "out"], ["ls"], ["du"]):
         assert index(*words, "--store", url).status == 0
@@ -44,37 +44,21 @@ def test_verify_through_a_service_reads_the_disk_and_not_the_copy_in_memory(
     tmp_path: Path, index: Any, patient: None
 ) -> None:
     """One byte on the disk changes behind the service's back; the copy in DRAM is good, and is served."""
-    from prefix_index import Copies
-    from prefix_index.service import StoreClient, StoreServer
-
-    (tmp_path / "run").mkdir(mode=0o700)
-    url = f"ipc://{tmp_path}/run/sock"
-    copies = Copies(tmp_path / "dram", keeper=FileStore(tmp_path / "dram", create=True, max_bytes=1 << 28))
-    server = StoreServer(FileStore(tmp_path / "ssd", create=True, copies=copies), url)
-    server.open()
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    try:
-        with StoreClient(url, timeout_s=120.0) as client:
+    with tiers.served(tmp_path, tiers.two_tiers(tmp_path)) as url:
+        with tiers.patient(url) as client:
             entry = client.put(sample_payload(values_per_array=4096))
-            deadline = time.monotonic() + 60
-            while not list((tmp_path / "dram").glob("*/*.pfxindex")):
-                assert time.monotonic() < deadline
+
+            def is_copied() -> bool:
                 client.get(entry.digest).close()
-                time.sleep(0.02)
-            (durable,) = (tmp_path / "ssd").glob("*/*.pfxindex")
-            before = durable.stat()
-            flip(durable, before.st_size // 2)
-            os.utime(durable, ns=(before.st_atime_ns, before.st_mtime_ns))
-            said = index("verify", "--json", "--store", url)
-            assert (said.status, [line["status"] for line in said.lines]) == (1, ["corrupt"])
-    finally:
-        server.stop()
-        thread.join(60)
-        server.close()
+                return bool(list((tmp_path / "dram").glob("*/*.pfxindex")))
+
+            tiers.eventually(is_copied)
+        flip_in_place(Path(entry.path or ""), entry.nbytes // 2)
+        said = index("verify", "--json", "--store", url)
+    assert (said.status, [line["status"] for line in said.lines]) == (1, ["corrupt"])
 
 
-def test_all_commands_work_through_the_socket(served: Service, shelf: Any, index: Any, tmp_path: Path) -> None:
+def test_all_commands_work_through_the_socket(served: tiers.Service, shelf: Any, index: Any, tmp_path: Path) -> None:
     url = ["--store", served.endpoint]
     digests = [entry.digest for entry in shelf.entries]
     listed = index("ls", "--json", *url).lines
@@ -92,6 +76,11 @@ def test_all_commands_work_through_the_socket(served: Service, shelf: Any, index
     assert (shelf.path(2).read_bytes(), len(shelf.digests())) == ((tmp_path / "one.pfxindex").read_bytes(), 5)
     assert index("gc", *url).status == 0
     assert index("gc", "--max-bytes", "1", *url).status == 2
+    chosen = ["gc", *url, "--model", canonical_digest(shelf.entries[2].identity.model)]
+    assert index(*chosen).status == 2
+    (done,) = index(*chosen, "--yes", "--json").lines
+    assert [one["digest"] for one in done["removed"]] == [digests[2]]
+    assert not shelf.path(2).exists()
 
 
 # -- gc ----------------------------------------------------------------------------------------------------------------

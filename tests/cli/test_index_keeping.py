@@ -105,8 +105,7 @@ def test_gc_removes_what_has_expired(shelf: Any, index: Any) -> None:
 def test_gc_over_a_limit_does_what_its_dry_run_says(shelf: Any, index: Any) -> None:
     now = time.time()
     for number in range(5):  # the first one was used last
-        used = now - 1000 * (number + 1)
-        os.utime(shelf.path(number), (used, shelf.path(number).stat().st_mtime))
+        shelf.use(number, now - 1000 * (number + 1))
     index("pin", shelf.entries[4].digest)
     limit = sum(entry.nbytes for entry in shelf.entries[:3])
     flags = ["--max-bytes", str(limit)]
@@ -152,6 +151,14 @@ def test_gc_says_nothing_of_a_build_under_way(shelf: Any, index: Any) -> None:
 # -- gc of what was chosen ---------------------------------------------------------------------------------------------
 
 
+def make_newer(path: Path) -> None:
+    """The header says, with its checksum, that a later version wrote the file."""
+    raw = bytearray(path.read_bytes())
+    raw[8:12] = struct.pack("<I", 2)
+    raw[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:56])))
+    path.write_bytes(raw)
+
+
 def model_of(entry: Any) -> str:
     return canonical_digest(entry.identity.model)
 
@@ -186,8 +193,7 @@ def test_gc_removes_the_indexes_of_an_old_model_and_is_resumed_by_the_same_comma
 
 def test_gc_leaves_what_was_used_lately_or_is_pinned(shelf: Any, index: Any) -> None:
     for number, hours in enumerate((50, 1, 50, 50, 1)):
-        used = time.time() - 3600 * hours
-        os.utime(shelf.path(number), (used, shelf.path(number).stat().st_mtime))
+        shelf.use(number, time.time() - 3600 * hours)
     index("pin", shelf.entries[3].digest)
     flags = ["gc", "--yes", "--json", "--unused-for", "2d"]
     (done,) = index(*flags, "--model", model_of(shelf.entries[0])).lines
@@ -203,10 +209,7 @@ def test_gc_removes_damaged_indexes_when_told_and_never_pinned_ones_or_newer_for
         shelf.flip(number, at=70)
     shelf.path(3).with_suffix(".pfxkeep").write_bytes(b"nobody can read this")
     shelf.flip(0, at=70)
-    raw = bytearray(shelf.path(1).read_bytes())
-    raw[8:12] = struct.pack("<I", 2)
-    raw[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:56])))
-    shelf.path(1).write_bytes(raw)
+    make_newer(shelf.path(1))
     index("gc")
     assert all(shelf.path(number).exists() for number in range(5))
     damaged = shelf.entries[0].digest
@@ -231,9 +234,9 @@ class Slow(Terminal):
 def test_gc_leaves_what_was_built_again_or_pinned_while_it_asked(
     shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, again, pinned = time.time() - 3600, sample_payload(shelf.entries[0].identity), shelf.entries[1].digest
+    again, pinned = sample_payload(shelf.entries[0].identity), shelf.entries[1].digest
     for number in range(3):
-        os.utime(shelf.path(number), (used, shelf.path(number).stat().st_mtime))
+        shelf.use(number, time.time() - 3600)
     shelf.flip(4, at=70)
 
     def meanwhile() -> None:
@@ -256,14 +259,6 @@ def test_gc_beside_a_limit_counts_what_leaves_anyway(shelf: Any, index: Any) -> 
         assert [one["digest"] for one in done["removed"]] == [shelf.entries[2].digest]
     with pytest.raises(SystemExit):
         index("gc", "--model", "abc")
-
-
-def test_gc_of_a_services_folder(served: Any, shelf: Any, index: Any) -> None:
-    flags = ["gc", "--store", served.endpoint, "--model", model_of(shelf.entries[2])]
-    assert index(*flags).status == 2
-    (done,) = index(*flags, "--yes", "--json").lines
-    assert [one["digest"] for one in done["removed"]] == [shelf.entries[2].digest]
-    assert not shelf.path(2).exists()
 
 
 # -- export and import -------------------------------------------------------------------------------------------------
@@ -326,10 +321,7 @@ def test_import_refuses_what_is_not_whole_by_name_and_goes_on(shelf: Any, index:
     flip(files[1], -5000)
     files[2].write_bytes(files[2].read_bytes()[:8192])
     flip(files[3], 20)
-    raw = bytearray(files[4].read_bytes())
-    raw[8:12] = struct.pack("<I", 2)
-    raw[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:56])))
-    files[4].write_bytes(raw)
+    make_newer(files[4])
     files[5].write_text("shopping list")
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

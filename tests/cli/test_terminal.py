@@ -55,9 +55,9 @@ def test_ctrl_c_and_sigterm_end_with_one_line(
 def test_a_job_that_is_terminated_twice_closes_what_it_opened_and_says_how_to_go_on() -> None:
     code = """if True:
         import os, signal, sys, time
-        from sglang_ext.cli.stopping import heed_sigterm, run_job
+        from sglang_ext import cli
 
-        def job():
+        def job(words):
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
@@ -66,12 +66,13 @@ def test_a_job_that_is_terminated_twice_closes_what_it_opened_and_says_how_to_go
                 time.sleep(0.1)
                 print("closed")
 
-        heed_sigterm()
-        sys.exit(run_job("prebuild", job))
+        cli._run = job
+        cli.heed_sigterm()
+        sys.exit(cli.main(["prebuild"]))
     """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout) == (143, "closed\n"), ran.stderr
-    assert ran.stderr == "terminated; run the same command again to go on\n"
+    assert ran.stderr == "sglang-ext: terminated; run the same command again to go on\n"
 
 
 def test_a_listing_imports_neither_torch_nor_sglang_and_starts_fast(shelf: Any) -> None:

@@ -24,7 +24,7 @@ def heard_signals() -> dict[str, Any]:
     from sglang.srt.entrypoints import engine as entrypoint
     from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager
 
-    from sglang_ext.cli.stopping import heed_sigterm
+    from sglang_ext.cli import heed_sigterm
     from sglang_ext.compat.engine import OfflineEngine
 
     async def forever():

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from sglang_ext.cli.arguments import add_sglang_flags, parse_count
+from sglang_ext.cli.arguments import add_sglang_flags, parse_count, refuse
 from sglang_ext.cli.index.text import emit, size, table, wrapped
-from sglang_ext.cli.stopping import refuse
 
 _DESCRIPTION = """\
 Look at versions, GPU, start, memory, profile, store and kernels, and say of each
@@ -82,13 +81,13 @@ def _run_size(args: argparse.Namespace) -> int:
     if message is not None:
         return refuse("doctor", message)
     from sglang_ext.cli.doctor.sizing import compute_sizes
-    from sglang_ext.cli.previewing import CannotStartError
 
+    args.model_path = args.size
     if args.kv_cache_dtype is not None:
         args.sglang_flags = ["--kv-cache-dtype", args.kv_cache_dtype, *args.sglang_flags]
     try:
         sizes = compute_sizes(args)
-    except (CannotStartError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return refuse("doctor", error)
     if args.json:
         emit(msgspec.to_builtins(sizes))

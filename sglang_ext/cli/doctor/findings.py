@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from prefix_index import IndexEntry, IndexStore, IndexStoreError, ModelFingerprint
+from prefix_index import IndexStore, IndexStoreError, ModelFingerprint
 from prefix_index.connect import locate
 from prefix_index.folder import free_bytes
+from sglang_ext.cli.checks import SAID, preview_server
 from sglang_ext.cli.index.targets import open_unused
 from sglang_ext.cli.index.text import size
-from sglang_ext.cli.previewing import SAID, CannotStartError, preview_server
 from sglang_ext.compat import versions
+from sglang_ext.compat.engine import EngineStartError
 from sglang_ext.config import Settings
 from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.self_test import LEAST_AGREEMENT, run_self_test
@@ -41,14 +42,7 @@ _NAMES = ("sparse_attn", "sparse_attn_cpu")
 
 
 class Finding(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        what: was looked at.
-        verdict: `OK`, `WARN` or `FAIL`.
-        found: what is there.
-        todo: what to do about it; empty for nothing.
-    """
+    """One row of the table: what was looked at, what is there, and what to do about it (empty: nothing)."""
 
     what: str
     verdict: str
@@ -63,7 +57,7 @@ def examine(args: argparse.Namespace) -> list[Finding]:
     if args.model_path is not None and versions.unsupported_message(versions.installed()) is None:
         try:
             preview = preview_server(args)
-        except CannotStartError as error:
+        except EngineStartError as error:
             found.append(Finding("start", FAIL, str(error), "correct what is named, and run doctor again"))
         else:
             settings = preview.settings
@@ -203,27 +197,21 @@ def _indexes(store: IndexStore, model: ModelFingerprint, settings: Settings) -> 
     kinds = Counter(misfit(entry.identity, model, digest) for entry in entries)
     usable = kinds.pop(None, 0)
     told = f"{usable} of {len(entries)} usable, {size(sum(entry.nbytes for entry in entries))}"
-    verdict = WARN if entries and not usable else OK
-    todo = (
-        "give the server's --sparse-attn-config, and its flags behind --, or build such indexes (sglang-ext prebuild)"
-        if verdict == WARN
-        else ""
-    )
-    yield Finding("indexes", verdict, told, todo)
+    if entries and not usable:
+        todo = "give the server's --sparse-attn-config and its flags behind --, or build some (sglang-ext prebuild)"
+        yield Finding("indexes", WARN, told, todo)
+    else:
+        yield Finding("indexes", OK, told)
     specs = {name: spec.to_dict() for name, spec in method_specs(settings.config).items()}
     for kind, count in kinds.most_common():
         one = next(entry for entry in entries if misfit(entry.identity, model, digest) == kind)
-        fields = "; ".join(differences(one.identity, _spec_of(one), model, digest, specs))
+        built_by: Specs | None = None
+        with contextlib.suppress(IndexStoreError, AssertionError), open_unused(one) as index:
+            built_by = index.spec
+        fields = "; ".join(differences(one.identity, built_by, model, digest, specs))
         yield Finding("unusable", OK if usable else WARN, f"{count} {kind}; {one.digest[:12]}: {fields}")
     for path, error in problems[:3]:
         yield Finding("damaged", WARN, f"{path}: {error}", "sglang-ext index verify, then rm and prebuild")
-
-
-def _spec_of(entry: IndexEntry) -> Specs | None:
-    """What an index was built by; None where its file cannot be read now."""
-    with contextlib.suppress(IndexStoreError, AssertionError), open_unused(entry) as index:
-        return index.spec
-    return None
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import msgspec
 import torch
 
 from sglang_ext.cli.arguments import checkpoint_options
+from sglang_ext.cli.checks import config_text, preview_server
 from sglang_ext.cli.index.text import size
-from sglang_ext.cli.previewing import config_text, preview_server
 from sglang_ext.compat.memory import promised_bytes
 from sglang_ext.config import parse_profiled
 from sglang_ext.decode.select_op import graph_refusal
@@ -47,12 +47,13 @@ def compute_sizes(args: argparse.Namespace) -> Sizes:
     """Of `--prompts` prompts of `--tokens` tokens each.
 
     Raises:
-        CannotStartError: the model is not here, or SGLang refuses the flags.
+        EngineStartError: the model is not here, or SGLang refuses the flags.
         ValueError: the settings, the profile or the number of tokens cannot be used.
         OSError: the model's configuration cannot be read.
     """
-    preview = preview_server(args, args.size, plugin=False)
-    config, profile = parse_profiled(config_text(args), local_folder(args.size, *checkpoint_options(args.sglang_flags)))
+    preview = preview_server(args, plugin=False)
+    folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
+    config, profile = parse_profiled(config_text(args), folder)
     model = preview.model(weights=False)
     if profile is not None:
         check_profile(profile, model)

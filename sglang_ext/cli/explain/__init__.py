@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_ext.cli.arguments import add_sglang_flags, parse_count
-from sglang_ext.cli.asking import add_arguments
+from prefix_index import IndexStoreError
+from sglang_ext.cli.arguments import add_sglang_flags, parse_count, refuse
+from sglang_ext.cli.asking import ServerError, add_arguments
 from sglang_ext.cli.index.text import SHORT, emit, span, wrapped
-from sglang_ext.cli.stopping import refuse
 
 _DESCRIPTION = """\
 Compare one prompt with the indexes of a store: the longest common prefix with
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
         return refuse("explain", "expected no settings beside --url: the server has its own; leave them out")
     if args.picture and args.url is None:
         return refuse("explain", "expected --url with --picture: a running server draws on what it attended; name it")
-    from sglang_ext.cli.explain.answers import CannotExplainError, ask_server, compare_here, draw, read_prompt
+    from sglang_ext.cli.explain.answers import ask_server, compare_here, draw, read_prompt
 
     try:
         prompt = read_prompt(args)
         found = compare_here(args, prompt) if args.url is None else ask_server(args, prompt)
         if args.picture:
             draw(args, prompt, found)
-    except CannotExplainError as error:
+    except (ServerError, IndexStoreError, OSError, ValueError) as error:
         return refuse("explain", error)
     found.pop("input_ids", None)
     if args.json:

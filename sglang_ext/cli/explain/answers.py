@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from prefix_index import IndexStoreError
-from sglang_ext.cli.asking import ServerError, ask, request
+from sglang_ext.cli.asking import ask, request
+from sglang_ext.cli.checks import preview_server
 from sglang_ext.cli.explain.picture import draw_attended, read_attended
-from sglang_ext.cli.previewing import CannotStartError, preview_server
 from sglang_ext.compat.engine import salt_refusal
 from sglang_ext.prefill.prompt_tokens import request_tokens
 from sglang_ext.prefill.prompts import Prompt, PromptError, check_prompt
@@ -27,12 +26,8 @@ _ATTEMPTS = 3
 """Requests, at most: the first ones may decode while their index is loading."""
 
 
-class CannotExplainError(Exception):
-    """The prompt, the settings or the server cannot be used; the message says why."""
-
-
 def read_prompt(args: argparse.Namespace) -> Prompt:
-    """What --prompt, or --messages and --tools say, with the namespace. Raises CannotExplainError."""
+    """What --prompt, or --messages and --tools say, with the namespace. Raises ValueError."""
     try:
         if args.prompt is not None:
             given: Any = {"text": Path(args.prompt[1:]).read_text() if args.prompt.startswith("@") else args.prompt}
@@ -45,44 +40,41 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
         prompt = msgspec.convert({**given, **{name: one for name, one in own.items() if one is not None}}, Prompt)
         check_prompt(prompt, args.messages or "--prompt")
     except (OSError, UnicodeDecodeError) as error:
-        raise CannotExplainError(f"expected a file that can be read, got: {error}; correct the path") from error
+        raise ValueError(f"expected a file that can be read, got: {error}; correct the path") from error
     except (TypeError, ValueError, PromptError) as error:
-        raise CannotExplainError(
+        raise ValueError(
             f'expected messages such as [{{"role": "user", "content": "..."}}], or an object with them; got: {error}'
         ) from error
     return prompt
 
 
 def compare_here(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
-    """By the settings of a server that need not run. Raises CannotExplainError."""
-    try:
-        preview = preview_server(args)
-        settings, source = preview.settings, preview.tokens
-        assert settings is not None, "--sparse-attn is among the flags"
-        ids = request_tokens(prompt, source)
-        if refusal := salt_refusal(prompt.cache_salt):
-            raise ValueError(refusal)
-        namespace = {"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
-        found = explain_prompt(settings, preview.model(), ids, namespace, source.text)
-    except (CannotStartError, IndexStoreError, OSError, ValueError) as error:
-        raise CannotExplainError(str(error)) from error
-    return {"compared": msgspec.to_builtins(found)}
+    """By the settings of a server that need not run.
+
+    Raises:
+        EngineStartError, IndexStoreError, OSError, ValueError: the settings, the store or the prompt cannot be used.
+    """
+    preview = preview_server(args)
+    settings, source = preview.settings, preview.tokens
+    assert settings is not None, "--sparse-attn is among the flags"
+    ids = request_tokens(prompt, source)
+    if refusal := salt_refusal(prompt.cache_salt):
+        raise ValueError(refusal)
+    namespace = {"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
+    return {"compared": msgspec.to_builtins(explain_prompt(settings, preview.model(), ids, namespace, source.text))}
 
 
 def ask_server(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
-    """What a running server says. Raises CannotExplainError."""
+    """What a running server says. Raises ServerError."""
     named = {name: value for name, value in msgspec.structs.asdict(prompt).items() if value not in (None, "")}
-    try:
-        return ask(args, "explain", named, _SECONDS)
-    except ServerError as error:
-        raise CannotExplainError(str(error)) from error
+    return ask(args, "explain", named, _SECONDS)
 
 
 def draw(args: argparse.Namespace, prompt: Prompt, found: Mapping[str, Any]) -> None:
-    """Send requests of the prompt that the server traces, and draw what they attended. Raises CannotExplainError."""
+    """Send requests of the prompt that the server traces, and draw what they attended."""
     folder = found["trace_folder"]
     if folder is None:
-        raise CannotExplainError(
+        raise ValueError(
             "expected a server that traces, for --picture; this one does not. Start it with "
             '"trace_folder": "FOLDER" in --sparse-attn-config: steps of requests \'trace-...\' are slower then'
         )
@@ -99,17 +91,15 @@ def draw(args: argparse.Namespace, prompt: Prompt, found: Mapping[str, Any]) -> 
             attended = read_attended(Path(folder), rid)
             if attended:
                 return draw_attended(attended, Path(args.picture))
-        except ServerError as error:
-            raise CannotExplainError(str(error)) from error
         except OSError as error:
             todo = "run this on the server's host, as its user, and name a file that can be written"
-            raise CannotExplainError(
+            raise ValueError(
                 f"expected to read traces in {folder} and write the picture, got: {error}; {todo}"
             ) from error
         except (ImportError, ValueError) as error:
-            raise CannotExplainError(
+            raise ValueError(
                 f"expected matplotlib and a picture's name, got: {error}; pip install 'sglang-ext[calibrate]', or "
                 "correct --picture"
             ) from error
     said = json.dumps(meta.get("sparse_attn", meta))[:500]
-    raise CannotExplainError(f"expected a step by an index to draw, got none; the response says {said}")
+    raise ValueError(f"expected a step by an index to draw, got none; the response says {said}")

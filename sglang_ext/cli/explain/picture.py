@@ -20,14 +20,8 @@ Attended = Mapping[int, NDArray[np.float64]]
 
 
 def read_attended(folder: Path, rid: str) -> Attended:
-    """What a request attended in its steps by an index; empty where there were none.
-
-    Args:
-        folder: where the server writes its traces.
-        rid: of the request.
-
-    Raises:
-        OSError: the folder cannot be read.
+    """What a request attended in its steps by an index, by the traces in a folder; empty where there were none.
+    Raises OSError where the folder cannot be read.
     """
     sums: dict[int, NDArray[np.float64]] = {}
     steps = 0

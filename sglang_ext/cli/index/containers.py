@@ -96,10 +96,10 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def _verify_all(entries: Sequence[IndexEntry], jobs: int) -> Iterator[Verdict]:
     inner = max(1, jobs // max(1, len(entries)))
-    with progress(sum(entry.nbytes for entry in entries), "verify") as add, ThreadPoolExecutor(jobs) as pool:
+    with progress(sum(entry.nbytes for entry in entries), "verify") as bar, ThreadPoolExecutor(jobs) as pool:
         try:
             for task in as_completed([pool.submit(_verify_one, entry, inner) for entry in entries]):
-                add(task.result().nbytes)
+                bar.update(task.result().nbytes)
                 yield task.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # on Ctrl-C too: the others do not begin
@@ -138,11 +138,11 @@ def run_export(args: argparse.Namespace) -> int:
         statuses = Counter(damaged=len(damaged))
         for path, error in damaged:
             _say(args, Verdict(digest_in(path), path, 0, "damaged", str(error)))
-        with progress(sum(entry.nbytes for entry in entries), "export") as add:
+        with progress(sum(entry.nbytes for entry in entries), "export") as bar:
             for entry in entries:
                 file = to / f"{entry.digest}{SUFFIX}" if into_folder else to
                 verdict = _export_one(entry, file, replace_it=args.replace)
-                add(entry.nbytes)
+                bar.update(entry.nbytes)
                 statuses[verdict.status] += 1
                 _say(args, verdict)
     return _summary(args, statuses, ("exported", "exists"))
@@ -165,10 +165,10 @@ def run_import(args: argparse.Namespace) -> int:
     statuses: Counter[str] = Counter()
     with opened(args, create=True) as store:
         files = list(_files(args.file))
-        with progress(sum(map(length, files)), "import") as add:
+        with progress(sum(map(length, files)), "import") as bar:
             for path in files:
                 verdict = _import_one(store, path, replace_it=args.replace)
-                add(length(path))
+                bar.update(length(path))
                 statuses[verdict.status] += 1
                 _say(args, verdict)
     return _summary(args, statuses, ("imported", "exists", "expired"))

@@ -145,7 +145,6 @@ def run_gc(args: argparse.Namespace) -> int:
         complain("gc", f"expected no limits and no --dry-run for {address}: it has limits of its own")
         return 2
     with opened(args) as store:
-        assert isinstance(store, FileStore), "a client of a service, which sees the folder"
         targets = _chosen(store.folder, args)
         if targets and not args.yes and not _agreed(targets, args):
             return _refused()
@@ -161,10 +160,7 @@ def _chosen(folder: Path, args: argparse.Namespace) -> list[Target]:
     Raises:
         UnknownIndex: a word fits several models.
     """
-    books = FolderBooks(folder, time.time)
-    with os_errors(folder):
-        books.rescan()
-    targets, now = [], time.time()
+    books, targets, now = _books(folder), [], time.time()
     if args.model or args.unused_for is not None:
         uses = [(canonical_digest(entry.identity.model), entry, used) for _, entry, used in books.uses()]
         models = {_model(word, {model for model, *_ in uses}) for word in args.model or ()}
@@ -185,6 +181,13 @@ def _chosen(folder: Path, args: argparse.Namespace) -> list[Target]:
                 if not retention.pinned:
                     targets.append(Target(digest, None, error, path, (version, retention)))
     return targets
+
+
+def _books(folder: Path) -> FolderBooks:
+    books = FolderBooks(folder, time.time)
+    with os_errors(folder):
+        books.rescan()
+    return books
 
 
 def _model(word: str, known: Collection[str]) -> str | None:
@@ -313,10 +316,7 @@ def _plan(folder: Path, args: argparse.Namespace, chosen: Sequence[Target] = ())
 
     Limits that even an empty store would exceed are no reason to lose what is pinned: all others leave.
     """
-    now = time.time()
-    books = FolderBooks(folder, time.time)
-    with os_errors(folder):
-        books.rescan()
+    books, now = _books(folder), time.time()
     asked = {target.digest for target in chosen}
     candidates = [Candidate(entry, used) for _, entry, used in books.uses() if entry.digest not in asked]
     dead = sum(nbytes for name, nbytes in _leftovers(folder).items() if Path(name).name.startswith(PARTIAL))

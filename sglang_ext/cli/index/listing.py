@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from prefix_index import IndexEntry, IndexFile, IndexStore
+from prefix_index import FileStore, IndexEntry, IndexFile
 from prefix_index.copies import digest_in
 from prefix_index.format import is_digest
 from sglang_ext.cli.index.targets import fields, find, length, listing, open_unused, opened, store_address
@@ -139,38 +139,26 @@ def run_du(args: argparse.Namespace) -> int:
         return 0
     for by in _GROUPS:
         rows = [(group[by][: 2 * TAG], str(group["indexes"]), size(group["nbytes"])) for group in usage[f"by_{by}"]]
-        for line in table((by.upper().ljust(2 * TAG), "INDEXES", "      SIZE"), rows, (1, 2)):
-            print(line)
-        print()
+        print(*table((by.upper().ljust(2 * TAG), "INDEXES", "      SIZE"), rows, (1, 2)), "", sep="\n")
     print(f"total      {count(usage['indexes'])}, {size(usage['nbytes'])}")
     if usage["unusable"]:
         print(f"unusable   {usage['unusable']}, {size(usage['unusable_nbytes'])}")
-    if usage["free_bytes"] is not None:
-        print(f"free disk  {size(usage['free_bytes'])} of {size(usage['disk_bytes'])}")
+    print(f"free disk  {size(usage['free_bytes'])} of {size(usage['disk_bytes'])}")
     return 0
 
 
-def _usage(store: IndexStore) -> dict[str, Any]:
+def _usage(store: FileStore) -> dict[str, Any]:
     entries, problems = store.list(), store.problems()
-    free, disk = _disk(store)
+    disk = shutil.disk_usage(store.folder)
     return {
         "indexes": len(entries),
         "nbytes": sum(entry.nbytes for entry in entries),
         "unusable": len(problems),
         "unusable_nbytes": sum(length(path) for path, _ in problems if digest_in(path) is not None),
-        "free_bytes": free,
-        "disk_bytes": disk,
+        "free_bytes": disk.free,
+        "disk_bytes": disk.total,
         **{f"by_{name}": _grouped(entries, name) for name in _GROUPS},
     }
-
-
-def _disk(store: IndexStore) -> tuple[int | None, int | None]:
-    """(free, all) bytes of the disk below a store in a folder; None where there is no folder to ask for."""
-    folder = getattr(store, "folder", None)
-    if folder is None:
-        return None, None
-    usage = shutil.disk_usage(folder)
-    return usage.free, usage.total
 
 
 def _grouped(entries: Sequence[IndexEntry], name: str) -> list[dict[str, Any]]:

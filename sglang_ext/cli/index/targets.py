@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from prefix_index import IndexEntry, IndexFile, IndexStore, IndexStoreError, Retention, canonical_digest
+from prefix_index import FileStore, IndexEntry, IndexFile, IndexStore, IndexStoreError, Retention, canonical_digest
 from prefix_index.connect import open_store
 from prefix_index.copies import digest_in
 from prefix_index.folder import Signature
@@ -39,17 +39,11 @@ def store_address(args: argparse.Namespace) -> str:
     return args.store or os.environ.get(ENV_STORE) or default_store()
 
 
-@contextmanager
-def opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[IndexStore]:
-    """The store of a command, open for its length; for what only reads, another user's folder will do. Raises what the
-    store raises.
-    """
+def opened(args: argparse.Namespace, *, create: bool = False) -> FileStore:
+    """The store of a command, opened by `with`; for what only reads, another user's folder will do."""
     store = open_store(store_address(args), create=create, write=create)
-    store.open()
-    try:
-        yield store
-    finally:
-        store.close()
+    assert isinstance(store, FileStore), "a folder's, or the client of a service, which sees the folder"
+    return store
 
 
 def open_unused(entry: IndexEntry) -> IndexFile:
@@ -62,10 +56,9 @@ def open_unused(entry: IndexEntry) -> IndexFile:
 
 def length(path: str | os.PathLike[str]) -> int:
     """Bytes of a file; 0 where there is none to ask."""
-    try:
+    with suppress(OSError):
         return os.lstat(path).st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def find(store: IndexStore, words: Sequence[str], *, several: bool = False) -> list[Target]:

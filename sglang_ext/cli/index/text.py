@@ -5,9 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -51,11 +49,11 @@ def span(seconds: float) -> str:
     return f"{int(seconds)}s"
 
 
-def retention(pinned: bool, expires: float | None, now: float | None = None) -> str:
+def retention(pinned: bool, expires: float | None, now: float) -> str:
     """`pin`, `3d left`, `pin 3d`, or `-`."""
     if expires is None:
         return "pin" if pinned else "-"
-    left = span(expires - (time.time() if now is None else now) + 1.0)  # 30d is 30d for a second
+    left = span(expires - now + 1.0)  # 30d is 30d for a second
     return f"pin {left}" if pinned else f"{left} left"
 
 
@@ -85,16 +83,11 @@ def complain(command: str, message: str) -> None:
     print(wrapped(f"sglang-ext index {command}: {message}", hanging="  "), file=sys.stderr)
 
 
-@contextmanager
-def progress(total_bytes: int, label: str) -> Iterator[Callable[[int], object]]:
-    """A bar of bytes on standard error, where that is a terminal; the function adds bytes."""
-    if not sys.stderr.isatty():
-        yield lambda nbytes: None
-        return
+def progress(total_bytes: int, label: str) -> Any:
+    """A bar of bytes on standard error, where that is a terminal: tqdm's, to be closed."""
     from tqdm import tqdm
 
     scale: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     # A container's terminal may say that it has 0 rows and columns; tqdm would then draw nothing.
-    screen: dict[str, Any] = {"ncols": width() - 1, "nrows": 24}
-    with tqdm(total=total_bytes, desc=label, file=sys.stderr, leave=False, **screen, **scale) as bar:
-        yield bar.update
+    screen: dict[str, Any] = {"ncols": width() - 1, "nrows": 24, "disable": None}
+    return tqdm(total=total_bytes, desc=label, file=sys.stderr, leave=False, **screen, **scale)
