@@ -44,7 +44,7 @@ TEMPLATE = """\
 """
 
 
-def llama_model(folder: Path, *, template: str = TEMPLATE) -> Path:
+def llama_model(folder: Path) -> Path:
     """Writes the model; returns its folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -61,7 +61,7 @@ def llama_model(folder: Path, *, template: str = TEMPLATE) -> Path:
     tokenizer.post_processor = processor
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"bos_token": BOS, "eos_token": "<|eot_id|>", "pad_token": "<pad>", "chat_template": template}
+    config |= {"bos_token": BOS, "eos_token": "<|eot_id|>", "pad_token": "<pad>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 

@@ -19,14 +19,21 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@dataclass(frozen=True, eq=False)
-class PlantedPrefix:
-    """A prefix with critical keys that only queries about their topic attend."""
+KV_HEADS, GQA, HEAD_DIM, ROWS, SAMPLES = 2, 4, 64, 8, 2048
+STRENGTH, NOISE = 8.5, 0.7
+"""Length of a topic's direction in queries and critical keys; standard deviation of a query's noise per channel."""
+SHIFT = 12.0
+"""Length of the constant that is added to every query and, negated, to every key: queries and keys are then two
+separate clouds (CSAttention, 2.4), while the content of the scores stays."""
+MARGIN = 256
+"""Positions at either end that hold no critical key."""
+
+
+class PlantedPrefix(NamedTuple):
+    """A prefix with critical keys that only queries about their topic attend; all fp32."""
 
     keys: Tensor
-    """[prefix_len, num_kv_heads, head_dim] fp32."""
-    values: Tensor
-    """Same shape, unit variance."""
+    """[prefix_len, num_kv_heads, head_dim]."""
     samples: Tensor
     """[num_kv_heads, num_samples, head_dim] queries of the prefix's own prefill, all heads of the group."""
     queries: Tensor
@@ -41,80 +48,60 @@ class PlantedPrefix:
 
 @dataclass(frozen=True)
 class PlantedConfig:
-    """What `planted_prefix` makes; lengths in tokens, strengths in units of the noise's standard deviation.
+    """What `planted_prefix` makes.
 
     Attributes:
-        prefix_len, num_kv_heads, gqa, head_dim, num_rows, num_samples: sizes.
+        prefix_len: tokens.
         num_topics: clusters of queries per KV head.
         hits_per_topic: critical keys of each topic.
-        span: critical keys stand in runs of this many neighbours (1: scattered).
-        strength: length of a topic's direction in queries and critical keys. 0 plants nothing.
-        shift: length of the constant that is added to every query and, negated, to every key: queries and
-            keys are then two separate clouds (CSAttention, 2.4), while the content of the scores stays.
-        noise: standard deviation of the query noise per channel.
         rope_base: 0 for none; else queries and keys are rotated by their position (neox halves) and topics
             live in the slow channels, as trained models keep content there.
-        margin: positions at either end that hold no critical key.
-        seed: of everything.
     """
 
     prefix_len: int = 8192
-    num_kv_heads: int = 2
-    gqa: int = 4
-    head_dim: int = 64
-    num_rows: int = 8
-    num_samples: int = 2048
     num_topics: int = 32
     hits_per_topic: int = 32
-    span: int = 1
-    strength: float = 8.5
-    shift: float = 12.0
-    noise: float = 0.7
     rope_base: float = 0.0
-    margin: int = 256
-    seed: int = 0
 
 
 def planted_prefix(config: PlantedConfig) -> PlantedPrefix:
-    """Heavy hitters under a query/key shift: see `PlantedConfig`.
-
-    Raises:
-        ValueError: the critical keys do not fit between the margins.
-    """
-    c = config
-    gen = torch.Generator().manual_seed(c.seed)
+    """Heavy hitters under a query/key shift: see `PlantedConfig`."""
+    gen = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=gen)
 
-    slow = _slow_channels(c)
-    direction = torch.zeros(c.num_kv_heads, c.num_topics, c.head_dim)
-    direction[..., slow] = randn(c.num_kv_heads, c.num_topics, int(slow.sum()))
-    direction = torch.nn.functional.normalize(direction, dim=-1) * c.strength
-    offset = torch.nn.functional.normalize(randn(c.num_kv_heads, c.head_dim), dim=-1) * c.shift
+    slow = _slow_channels(config)
+    direction = torch.zeros(KV_HEADS, config.num_topics, HEAD_DIM)
+    direction[..., slow] = randn(KV_HEADS, config.num_topics, int(slow.sum()))
+    direction = torch.nn.functional.normalize(direction, dim=-1) * STRENGTH
+    offset = torch.nn.functional.normalize(randn(KV_HEADS, HEAD_DIM), dim=-1) * SHIFT
 
-    hits = _plant_positions(c, gen)
-    keys = randn(c.num_kv_heads, c.prefix_len, c.head_dim) - offset[:, None]
-    expanded = direction[:, :, None].expand(-1, -1, hits.shape[2], -1).flatten(1, 2)
-    keys.scatter_add_(1, hits.flatten(1)[..., None].expand_as(expanded), expanded)
-
-    sample_topic = torch.randint(c.num_topics, (c.num_kv_heads, c.num_samples), generator=gen)
-    head = torch.arange(c.num_kv_heads)
-    samples = direction[head[:, None], sample_topic] + offset[:, None]
-    samples = samples + c.noise * randn(*samples.shape)
-    topics = torch.randint(c.num_topics, (c.num_rows, c.num_kv_heads, c.gqa), generator=gen)
-    queries = direction[head[None, :, None], topics] + offset[None, :, None]
-    queries = queries + c.noise * randn(*queries.shape)
-    if c.rope_base:
-        asked_at = torch.randint(c.prefix_len, (c.num_samples,), generator=gen)
-        keys = rotate(keys, torch.arange(c.prefix_len), c.rope_base)
-        samples = rotate(samples, asked_at, c.rope_base)
-        decode_at = c.prefix_len + torch.arange(c.num_rows)
-        queries = rotate(queries, decode_at[:, None, None].expand(queries.shape[:3]), c.rope_base)
-    keys = keys.transpose(0, 1).contiguous()
-    return PlantedPrefix(
-        keys, randn(*keys.shape), samples, queries.flatten(1, 2), hits, topics.flatten(1, 2), c.head_dim**-0.5
+    places, planted = config.prefix_len - 2 * MARGIN, config.num_topics * config.hits_per_topic
+    order = torch.stack([torch.randperm(places, generator=gen)[:planted] for _ in range(KV_HEADS)])
+    hits = order.view(KV_HEADS, config.num_topics, config.hits_per_topic) + MARGIN
+    keys = randn(KV_HEADS, config.prefix_len, HEAD_DIM) - offset[:, None]
+    keys.scatter_add_(
+        1,
+        hits.flatten(1, 2)[..., None].expand(-1, -1, HEAD_DIM),
+        direction.repeat_interleave(config.hits_per_topic, dim=1),
     )
+
+    head = torch.arange(KV_HEADS)
+    sample_topic = torch.randint(config.num_topics, (KV_HEADS, SAMPLES), generator=gen)
+    samples = direction[head[:, None], sample_topic] + offset[:, None]
+    samples = samples + NOISE * randn(*samples.shape)
+    topics = torch.randint(config.num_topics, (ROWS, KV_HEADS, GQA), generator=gen)
+    queries = direction[head[None, :, None], topics] + offset[None, :, None]
+    queries = queries + NOISE * randn(*queries.shape)
+    if config.rope_base:
+        asked_at = torch.randint(config.prefix_len, (SAMPLES,), generator=gen)
+        keys = rotate(keys, torch.arange(config.prefix_len), config.rope_base)
+        samples = rotate(samples, asked_at, config.rope_base)
+        decode_at = config.prefix_len + torch.arange(ROWS)
+        queries = rotate(queries, decode_at[:, None, None].expand(queries.shape[:3]), config.rope_base)
+    keys = keys.transpose(0, 1).contiguous()
+    return PlantedPrefix(keys, samples, queries.flatten(1, 2), hits, topics.flatten(1, 2), HEAD_DIM**-0.5)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
@@ -172,27 +159,10 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
     return torch.einsum("rhd,nhd->rhn", q.double(), keys.double().repeat_interleave(gqa, dim=1))
 
 
-def _slow_channels(c: PlantedConfig) -> Tensor:
+def _slow_channels(config: PlantedConfig) -> Tensor:
     """Bool [head_dim]: channels that turn less than half a radian over the prefix; all without RoPE."""
-    if not c.rope_base:
-        return torch.ones(c.head_dim, dtype=torch.bool)
-    half = c.head_dim // 2
-    slowest = math.ceil(half * math.log(2 * c.prefix_len) / math.log(c.rope_base))
-    if slowest >= half:
-        raise ValueError(f"rope_base={c.rope_base} leaves no slow channel at {c.prefix_len} tokens; raise it")
-    slow = torch.arange(half) >= slowest
+    if not config.rope_base:
+        return torch.ones(HEAD_DIM, dtype=torch.bool)
+    half = HEAD_DIM // 2
+    slow = torch.arange(half) >= math.ceil(half * math.log(2 * config.prefix_len) / math.log(config.rope_base))
     return torch.cat([slow, slow])
-
-
-def _plant_positions(c: PlantedConfig, gen: torch.Generator) -> Tensor:
-    """[num_kv_heads, num_topics, hits_per_topic] distinct positions in runs of `span`."""
-    runs = -(-c.hits_per_topic // c.span)
-    places = (c.prefix_len - 2 * c.margin) // c.span
-    if c.num_topics * runs > places:
-        raise ValueError(
-            f"expected room for {c.num_topics * runs} runs of {c.span} critical keys, the prefix has "
-            f"{places}; lower num_topics or hits_per_topic, or raise prefix_len"
-        )
-    order = torch.stack([torch.randperm(places, generator=gen) for _ in range(c.num_kv_heads)])
-    start = order[:, : c.num_topics * runs].view(c.num_kv_heads, c.num_topics, runs, 1) * c.span + c.margin
-    return (start + torch.arange(c.span)).flatten(2)[..., : c.hits_per_topic]

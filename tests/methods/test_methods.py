@@ -8,7 +8,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.methods import METHODS, make_builder, parse_spec
 from tests.methods.common import randn, recall, select
-from tests.planted import PlantedConfig, attention_mass, attention_recall, planted_prefix
+from tests.planted import KV_HEADS, ROWS, PlantedConfig, attention_mass, attention_recall, planted_prefix
 
 SPECS = [
     {"method": "exact"},
@@ -82,13 +82,13 @@ def test_exact_selects_the_true_top():
 def test_planted_keys_are_hard_for_chance_and_windows_and_possible_for_the_oracle(rope_base):
     config = PlantedConfig(prefix_len=4096, rope_base=rope_base)
     planted = planted_prefix(config)
-    heads, budget = config.num_kv_heads, config.prefix_len // 10
+    heads, budget = KV_HEADS, config.prefix_len // 10
     windows = top_k_selection(torch.zeros(heads, config.prefix_len), budget, 16, budget - 16)
     noise = torch.rand(heads, config.prefix_len, generator=torch.Generator().manual_seed(0))
     chance = top_k_selection(noise, budget, 16, 64)
     # Ideal: the critical keys of the topics that each row's heads ask about.
     recalls = []
-    for row in range(config.num_rows):
+    for row in range(ROWS):
         q = planted.queries[row : row + 1]
         topics = planted.topics[row].view(heads, -1)
         scores = torch.zeros(heads, config.prefix_len)

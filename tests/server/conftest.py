@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +44,6 @@ def texts() -> Texts:
         elsewhere=make_document("many_keys", seed=75, num_tokens=1088, num_questions=8),
         large=make_document("many_keys", seed=501, num_tokens=5120, num_questions=24),
         damaged=make_document("many_keys", seed=77, num_tokens=1024, num_questions=2),
-        spoilt=make_document("many_keys", seed=78, num_tokens=1024, num_questions=2),
     )
 
 
@@ -52,8 +54,22 @@ def prebuild() -> Callable[..., Prebuilt]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -> Prebuilt:
-    """The main store's prebuild job: indexes by a chunked prefill, refused prompts among them, a short one."""
+    """The main store's prebuild job, which all processes of a run share."""
     serve.close()
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "stocked"
+    folder.mkdir(exist_ok=True)
+    done = folder / "job.pickle"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            done.write_bytes(pickle.dumps(_stocked(folder, texts)))
+    job: Prebuilt = pickle.loads(done.read_bytes())
+    return job
+
+
+def _stocked(folder: Path, texts: Texts) -> Prebuilt:
+    """Indexes by a chunked prefill, refused prompts among them, a short one."""
     prompts = [
         {"id": "first", "text": texts.first.text},
         {"id": "second", "text": texts.second.text},
@@ -61,13 +77,11 @@ def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -
         {"id": "second-named", "text": texts.second.text, "extra_key": "tenant-b"},
         {"id": "large", "text": texts.large.text},
         {"id": "damaged", "text": texts.damaged.text},
-        {"id": "spoilt", "text": texts.spoilt.text},
         {"id": "negative", "input_ids": [5] * 1087 + [-1]},
         {"id": "outside", "input_ids": [5] * 1087 + [1 << 20]},
         {"id": "too-long", "input_ids": [5] * 12288},
         {"id": "short", "text": texts.first.questions[0].text},
     ]
-    folder = tmp_path_factory.mktemp("stocked")
     config = {**EXACT_CONFIG, "offload": {"host_bytes": 16, "folder": str(folder / "kv")}}
     job = run_prebuild(folder, prompts, config=config, chunked_prefill_size="512")
     assert {line["id"] for line in job.report} == {prompt["id"] for prompt in prompts}, job.output[-4000:]
@@ -76,21 +90,18 @@ def built(tmp_path_factory: pytest.TempPathFactory, texts: Texts, serve: Pool) -
 
 @pytest.fixture(scope="session")
 def damaged(built: Prebuilt, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a copy of the main store, in it the index of `damaged`, which has a wrong byte in an array). That of `spoilt`
-    has one, too: whoever asks for one first hides it from the server's other tests.
-    """
+    """(a copy of the main store, in it the index of `damaged`, which has a wrong byte in an array)."""
     store = Path(shutil.copytree(built.store, tmp_path_factory.mktemp("damaged") / "store"))
-    spoilt, wrong = (store / Path(built.line(name)["path"]).relative_to(built.store) for name in ("spoilt", "damaged"))
-    for path in (spoilt, wrong):
-        raw = bytearray(path.read_bytes())
-        raw[len(raw) // 2] ^= 0xFF
-        path.write_bytes(raw)
+    wrong = store / Path(built.line("damaged")["path"]).relative_to(built.store)
+    raw = bytearray(wrong.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    wrong.write_bytes(raw)
     return store, wrong
 
 
 @pytest.fixture
 def production(serve: Pool, damaged: tuple[Path, Path]) -> Server:
-    """The server of most tests: as people serve, on a store of which two indexes are damaged. The model has no chat
+    """The server of most tests: as people serve, on a store of which an index is damaged. The model has no chat
     template of its own.
     """
     flags = {"disable_overlap_schedule": None, "admin_api_key": ADMIN_KEY, "chat_template": "chatml"}
@@ -99,31 +110,8 @@ def production(serve: Pool, damaged: tuple[Path, Path]) -> Server:
 
 @pytest.fixture
 def store(built: Prebuilt) -> Path:
-    """The main store, to read only: tests that change files take `own_store`."""
+    """The main store, to read only: tests that change files copy it."""
     return built.store
-
-
-@pytest.fixture
-def own_store(built: Prebuilt, tmp_path: Path) -> Path:
-    """A copy of the main store."""
-    return Path(shutil.copytree(built.store, tmp_path / "store"))
-
-
-#: Servers whose tests run in one process, one after another, as they read one store; others have one of their own.
-LANES = dict.fromkeys(
-    (
-        "production",
-        "guard",
-        "lossless",
-        "lossless-small",
-        "offload",
-        "offload-small",
-        "small-pool",
-        "exact-1",
-        "exact-64",
-    ),
-    "indexed",
-)
 
 
 def _boot(item: pytest.Item) -> str:
@@ -140,17 +128,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     here = Path(__file__).parent
     ours = [item for item in items if here in Path(str(item.path)).parents]
-    order = {name: number for number, name in enumerate(dict.fromkeys(["production", *map(_boot, ours)]))}
-    lanes = {name: number for number, name in enumerate(dict.fromkeys(LANES.get(name, name) for name in order))}
+    others = [item for item in items if here not in Path(str(item.path)).parents]
+    order = list(dict.fromkeys(["production", *map(_boot, ours)]))
     for item in ours:
         item.add_marker(pytest.mark.server)
         item.add_marker(pytest.mark.timeout(1800))
-        item.add_marker(pytest.mark.xdist_group(f"server-{LANES.get(_boot(item), _boot(item))}"))
-
-    def place(item: pytest.Item) -> tuple[int, int]:
-        name = _boot(item)
-        return lanes[LANES.get(name, name)], order[name]
-
-    ours.sort(key=place)
-    others = [item for item in items if here not in Path(str(item.path)).parents]
-    items[:] = [*ours, *others]
+        item.add_marker(pytest.mark.xdist_group(f"server-{_boot(item)}"))
+    items[:] = [*sorted(ours, key=lambda item: order.index(_boot(item))), *others]

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from prefix_index import FileStore, IndexPayload
 from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, ROOT, begin, flags_of, rendezvous
 
 
@@ -25,7 +28,6 @@ class Prebuilt:
     status: int
     report: list[dict[str, Any]]
     output: str
-    seconds: float
 
     @property
     def kv(self) -> Path:
@@ -34,6 +36,22 @@ class Prebuilt:
 
     def line(self, name: str) -> dict[str, Any]:
         return next(line for line in self.report if line["id"] == name)
+
+    def index(self, name: str) -> IndexPayload:
+        """That of this prompt."""
+        with FileStore(self.store) as store, store.get(self.line(name)["digest"]) as file:
+            return IndexPayload(file.identity, file.read_many(), spec=file.spec, stats=file.stats, info=file.info)
+
+
+def processes(group: int, word: str = "") -> list[psutil.Process]:
+    """Those of a process group that live, whose name or command has this word."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            named = any(word in part for part in (one.name(), *one.cmdline()))
+            if os.getpgid(one.pid) == group and one.status() != psutil.STATUS_ZOMBIE and (named or not word):
+                found.append(one)
+    return found
 
 
 @contextlib.contextmanager
@@ -65,6 +83,22 @@ def run_job(
     return status, log.read_text(errors="replace")
 
 
+def prebuild_command(
+    prompts: Path, store: Path, report: Path, config: dict[str, Any] | None = None, model: Path = MODEL, *more: str
+) -> list[str]:
+    """Flags of SGLang come behind it."""
+    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(model), *more]
+    command += ["--prompts", str(prompts), "--store", str(store), "--report", str(report)]
+    return [*command, "--sparse-attn-config", json.dumps(DISK | (EXACT_CONFIG if config is None else config)), "--"]
+
+
+def many_prompts(file: Path, count: int) -> Path:
+    """A file of different prompts of 2,048 tokens, "p0" and so on."""
+    lines = [{"id": f"p{n}", "input_ids": [5 + (n + i) % 90 for i in range(2048)]} for n in range(count)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
 def run_prebuild(
     folder: Path,
     prompts: Sequence[dict[str, Any]] | str,
@@ -80,11 +114,8 @@ def run_prebuild(
     store = store or folder / "store"
     file, report = folder / "prompts.jsonl", folder / f"report-{time.monotonic_ns()}.jsonl"
     file.write_text(prompts if isinstance(prompts, str) else "".join(json.dumps(line) + "\n" for line in prompts))
-    command = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(model)]
-    command += ["--prompts", str(file), "--store", str(store), "--report", str(report)]
-    command += ["--sparse-attn-config", json.dumps(DISK | (EXACT_CONFIG if config is None else config)), "--"]
-    command += [*rendezvous(), *flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})]
-    begun = time.monotonic()
+    command = [*prebuild_command(file, store, report, config, model), *rendezvous()]
+    command += flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})
     status, output = run_job(command, folder / "prebuild.log", timeout)
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    return Prebuilt(store, status, lines, output, time.monotonic() - begun)
+    return Prebuilt(store, status, lines, output)

@@ -119,7 +119,7 @@ def test_an_index_is_loaded_pinned_and_evicted(server: Server, texts: Any) -> No
     assert told(server, "pin", index="second")["device"] == "done"
     assert "unpin it first" in called(server, "/evict", b'{"index": "second"}')[1].decode()
     answers, delta = server.compared([texts.ask(texts.second, 1)], TOKENS)
-    assert answers[0].meta["sparse_attn"][-1]["index"] == "second"
+    assert answers[0].told["index"] == "second"
     assert delta.hits == 1
     assert index(server, "second")["hits"] == found["hits"] + 1
 
@@ -129,7 +129,7 @@ def test_a_budget_shows_in_the_next_response(server: Server, texts: Any) -> None
     selected = []
     for tokens in (256, 1024, None):
         told(server, "budget", top_k=tokens)
-        selected.append(server.generate(prompt, TOKENS).meta["sparse_attn"][-1]["selected_tokens"])
+        selected.append(server.generate(prompt, TOKENS).told["selected_tokens"])
     assert selected == [256, 1024, 1536]
 
 
@@ -154,10 +154,10 @@ def test_off_while_requests_run(server: Server, texts: Any) -> None:
     assert [answer.ids for answer in answers] == dense
     assert meanwhile <= len(prompts), "a step that ran when the command came"
     for answer in answers:
-        told_of = answer.meta["sparse_attn"][-1]
-        assert told_of["steps"]["sparse"] > 0
-        assert told_of["steps"]["dense"] + told_of["steps"]["cascade"] > 0, "exactly, two of them as a group"
-        assert told_of["reasons"] == ["by_operator"]
+        steps = answer.told["steps"]
+        assert steps["sparse"] > 0
+        assert steps["dense"] + steps["cascade"] > 0, "exactly, two of them as a group"
+        assert answer.told["reasons"] == ["by_operator"]
     delta = server.done(server.delta())
     assert delta.after["fallbacks"]["by_operator"] >= len(prompts)
 

@@ -59,4 +59,4 @@ def _an_operator_asks_for_an_index(server: Server) -> None:
     server.generate(document.text, num_tokens=100)
     server.until(lambda state: state["builds"]["built"] == built + 1)
     answer = server.generate(f"{document.text} {document.questions[0].text}", 4)
-    assert answer.meta["sparse_attn"][-1]["prefix_tokens"] == 1280
+    assert answer.told["prefix_tokens"] == 1280

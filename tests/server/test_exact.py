@@ -65,13 +65,6 @@ def test_a_request_that_opts_out_decodes_dense_and_is_counted_by_request(server:
     assert delta.fallbacks == {"by_request": 1}
 
 
-def test_a_short_prompt_is_counted_short_prefix(server: Any, texts: Any) -> None:
-    delta = server.delta()
-    server.generate(texts.first.questions[0].text, 4)  # less than a page: nobody would expect an index
-    server.generate(" ".join(question.text for question in texts.first.questions), 4)
-    assert server.done(delta).fallbacks == {"short_prefix": 1}
-
-
 def test_several_answers_to_one_prompt_are_so_many_hits_and_share_its_index(server: Any, texts: Any) -> None:
     prompt, sampling = (
         texts.ask(texts.first, 8),
@@ -87,7 +80,7 @@ def test_several_answers_to_one_prompt_are_so_many_hits_and_share_its_index(serv
 def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any) -> None:
     """In `usage` and, of one whole choice, in a header; by `meta_info`, which `test_metrics` holds against counts."""
     prompt, usage = texts.ask(texts.first, 4), {"include_usage": True}
-    (told,) = server.generate(prompt, STEPS).meta["sparse_attn"]
+    told = server.generate(prompt, STEPS).told
     assert told["steps"]["sparse"] == STEPS - 1
 
     def ask(**fields: Any) -> tuple[list[Any], Any]:

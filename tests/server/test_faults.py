@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 
 from scripts.servers import post
+from sglang_ext.cli import main
+from tests.server.harness import ADMIN_KEY
+from tests.server.jobs import Prebuilt
 
 pytestmark = pytest.mark.boot("production")
 STEPS = 8
 
 
 def test_a_corrupted_array_makes_its_requests_dense_and_the_answer_stays_right(
-    production: Any, damaged: tuple[Path, Path], texts: Any
+    production: Any, built: Prebuilt, damaged: tuple[Path, Path], texts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt, wrong = texts.ask(texts.damaged, 0), str(damaged[1])
     state = production.state()
@@ -30,6 +34,11 @@ def test_a_corrupted_array_makes_its_requests_dense_and_the_answer_stays_right(
     assert (delta.sparse_rows, delta.fallbacks) == (0, {"index_corrupt": 1})
     assert wrong in production.log.read_text()
     assert any(wrong in problem for problem in production.state()["store_problems"])
+    words = ["explain", "--url", production.url, "--admin-key", ADMIN_KEY, "--prompt", texts.damaged.text, "--json"]
+    assert main(words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["index"] is None
+    assert any(built.line("damaged")["digest"] in problem for problem in found["problems"])
     _, delta = production.compared([prompt], STEPS)
     assert delta.fallbacks == {"no_index": 1}, "it is offered no more"
 

@@ -10,13 +10,12 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from scripts.needle.vocabulary import encode
-from tests.server.harness import MODEL
+from tests.server.harness import MODEL, by_transformers
 
 
 @pytest.fixture(scope="module")
@@ -24,25 +23,11 @@ def with_plugin(serve: Any) -> Any:
     return serve(environment={"SGLANG_PLUGINS": "sparse_attn,sparse_attn_cpu"}, sleep_on_idle=None)
 
 
-def _by_transformers(prompts: Sequence[str], num_tokens: int) -> list[tuple[int, ...]]:
-    """Greedy answers of exactly so many tokens by an implementation that is not SGLang's, in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32).eval()
-    out = []
-    for prompt in prompts:
-        ids = torch.tensor([encode(prompt)])
-        whole = model.generate(
-            ids, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None
-        )
-        out.append(tuple(whole[0, ids.shape[1] :].tolist()))
-    return out
-
-
 def test_with_the_flag_off_answers_are_those_of_transformers(with_plugin: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, 0), texts.ask(texts.second, 1), texts.first.questions[2].text]
-    assert [with_plugin.generate(prompt, 12).ids for prompt in prompts] == _by_transformers(prompts, 12)
+    assert [with_plugin.generate(prompt, 12).ids for prompt in prompts] == by_transformers(
+        MODEL, [encode(prompt) for prompt in prompts], 12
+    )
     assert "sparse attention" not in with_plugin.log.read_text()
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, flags_of, rendezvous
-from tests.server.jobs import running
+from tests.server.harness import JOB_SECONDS, MODEL, flags_of, rendezvous
+from tests.server.jobs import many_prompts, prebuild_command, processes, running
 
 pytestmark = pytest.mark.full
 
@@ -45,27 +45,16 @@ class Job:
             time.sleep(0.1)
 
     def schedulers(self) -> list[psutil.Process]:
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [one for one in found if any("scheduler" in word for word in [one.name(), *one.cmdline()])]
+        return processes(self.process.pid, "scheduler")
 
     def ended(self) -> int:
         """Its status, once it has ended; nothing of it may be left."""
         begun = time.monotonic()
         status = self.process.wait(SOON)
-        left = [
-            one for one in psutil.process_iter() if _group(one.pid) == self.process.pid and one.status() != "zombie"
-        ]
-        assert left == [], self.said[-4000:]
+        assert processes(self.process.pid) == [], self.said[-4000:]
         assert "Traceback" not in self.said.split("starting SGLang")[0]
         assert time.monotonic() - begun < SOON
         return status
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
 
 
 @pytest.fixture
@@ -75,17 +64,13 @@ def begun(serve: Any, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     with contextlib.ExitStack() as jobs:
 
         def begin(command: str, count: int = 200) -> Job:
-            prompts, log = tmp_path / "prompts.jsonl", tmp_path / "job.log"
-            lines = [{"id": f"p{n}", "input_ids": [5 + (n + i) % 90 for i in range(2048)]} for n in range(count)]
-            prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            words = [sys.executable, "-m", "sglang_ext.cli", command, "--model-path", str(MODEL)]
+            prompts, log = many_prompts(tmp_path / "prompts.jsonl", count), tmp_path / "job.log"
             if command == "prebuild":
-                words += ["--prompts", str(prompts), "--store", str(tmp_path / "store")]
-                words += ["--report", str(tmp_path / "report.jsonl")]
-                words += ["--sparse-attn-config", json.dumps(DISK | EXACT_CONFIG)]
+                words = prebuild_command(prompts, tmp_path / "store", tmp_path / "report.jsonl")
             else:
-                words += ["--data", str(prompts), "--out", str(tmp_path / "profile.json")]
-            words += ["--", *rendezvous(), *flags_of(None, None, {})]
+                words = [sys.executable, "-m", "sglang_ext.cli", command, "--model-path", str(MODEL)]
+                words += ["--data", str(prompts), "--out", str(tmp_path / "profile.json"), "--"]
+            words += [*rendezvous(), *flags_of(None, None, {})]
             return Job(jobs.enter_context(running(words, log)), log)
 
         yield begin

@@ -24,11 +24,6 @@ FLAGS = {"disable_overlap_schedule": None, "max_running_requests": "32"}
 TOKENS = 40
 
 
-def told(answer: Answer) -> dict[str, Any]:
-    (found,) = answer.meta["sparse_attn"]
-    return dict(found)
-
-
 @pytest.fixture
 def spoilt(built: Prebuilt, tmp_path: Path) -> Path:
     """A store in which `large` and `second` have shuffled positions; `first` is whole."""
@@ -50,7 +45,7 @@ def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Ser
     whole, hostile = ([texts.ask(one, n) for n in range(2)] for one in (texts.first, texts.large))
     for prompts in (whole, hostile):
         answers, delta = server.compared(prompts, TOKENS)
-        counts = [told(one) for one in answers]
+        counts = [one.told for one in answers]
         assert delta.drafted == sum(one.get("drafted", 0) for one in counts) > 0
         assert delta.accepted == sum(one.get("accepted", 0) for one in counts)
         if prompts is hostile:
@@ -81,6 +76,13 @@ def _judges_each_token(server: Server, prompt: str) -> None:
     assert max(behind[:5]) < 1e-3 < behind[5]
 
 
+def _both(server: Server, prompt: str, sampling: dict[str, Any], **fields: Any) -> list[Any]:
+    """What a dense request and one that may draft are answered."""
+    sampling = {"temperature": 0.0, **sampling}
+    dense = {**sampling, "custom_params": {"sparse_attn": False}}
+    return [server.post("/generate", {"text": prompt, "sampling_params": one, **fields}) for one in (dense, sampling)]
+
+
 def _ends_alike(server: Server, prompt: str) -> None:
     """At its own end, at a string, at a token, where a round may have more."""
     long = server.generate(prompt, TOKENS, sparse=False)
@@ -91,12 +93,7 @@ def _ends_alike(server: Server, prompt: str) -> None:
     ends += [{"stop_token_ids": [long.ids[2]], "max_new_tokens": most} for most in (4, 5)]
     ends += [{"stop": long.text.split()[n : n + 2][::-1], "stop_token_ids": [long.ids[n]]} for n in (1, 2, 3)]
     for end in ends:
-        answers = []
-        for sparse in (False, True):
-            sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, **end}
-            sampling |= {} if sparse else {"custom_params": {"sparse_attn": False}}
-            answers.append(server.post("/generate", {"text": prompt, "sampling_params": sampling}))
-        dense, drafted = answers
+        dense, drafted = _both(server, prompt, {"max_new_tokens": TOKENS, **end})
         assert drafted["text"] == dense["text"]
         assert drafted["output_ids"] == dense["output_ids"]
         for name in ("finish_reason", "completion_tokens"):
@@ -142,12 +139,7 @@ def _drafts_nothing(server: Server, prompt: str) -> None:
         ({}, {"return_logprob": True, "top_logprobs_num": 2}),
     ]
     for more, fields in asked:
-        answers = []
-        for sparse in (False, True):
-            sampling = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True, **more}
-            sampling |= {} if sparse else {"custom_params": {"sparse_attn": False}}
-            answers.append(server.post("/generate", {"text": prompt, "sampling_params": sampling, **fields}))
-        dense, exact = answers
+        dense, exact = _both(server, prompt, {"max_new_tokens": 8, "ignore_eos": True, **more}, **fields)
         assert "drafted" not in exact["meta_info"]["sparse_attn"][0], more
         assert exact["meta_info"]["spec_verify_ct"] == exact["meta_info"]["completion_tokens"] - 1
         if "temperature" not in more:

@@ -1,5 +1,5 @@
 """Load of all kinds on a server of its own, and each exported metric against a count that is made without the server:
-of what responses say, of files, of the order in which indexes are asked for.
+of what responses say, of files, of the order in which indexes are asked for. OpenAI's routes: `test_exact`.
 
 Requests come one after another where a count depends on their order; steps do not overlap, so all counts are exact.
 """
@@ -106,9 +106,8 @@ class Load:
 
 def told_by(answer: Answer) -> dict[str, Any]:
     """What a response says of its decode: of all its tokens but the first, which prefill makes."""
-    (told,) = answer.meta["sparse_attn"]
-    assert sum(told["steps"].values()) == answer.meta["completion_tokens"] - 1
-    return told
+    assert sum(answer.told["steps"].values()) == answer.meta["completion_tokens"] - 1
+    return answer.told
 
 
 def paths_of(answer: Answer) -> list[str]:
@@ -138,14 +137,6 @@ def streamed(server: Server, text: str, tokens: int, abort_at: int | None = None
     assert all(chunk["meta_info"]["sparse_attn"] == [] for chunk in before), "only the last one says how"
     assert (last["meta_info"]["finish_reason"]["type"] == "abort") == (abort_at is not None)
     return Answer(last["text"], tuple(last["output_ids"]), last["meta_info"]), came
-
-
-def completed(server: Server, text: str, **fields: Any) -> Answer:
-    """The answer that an OpenAI completion's `usage` gives, which of a stream is in the last chunk."""
-    (*before, last), header = server.openai("/v1/completions", TOKENS, prompt=text, **fields)
-    assert header == (None if before else last["usage"]["sparse_attn"])
-    assert not any(chunk.get("usage") for chunk in before)
-    return Answer("", (), last["usage"])
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +173,6 @@ def loaded(load: Load) -> Load:
     expect(load.ask(next(ones)), "dense", "no_index")
     expect(load.ask(next(ones)), "sparse", None, 1152)  # from disk
     expect(load.took(streamed(server, next(ones), TOKENS)[0]), "sparse", None, 1152)
-    expect(load.took(completed(server, next(ones))), "sparse", None, 1152)
-    streaming = {"stream": True, "stream_options": {"include_usage": True}}
-    expect(load.took(completed(server, next(ones), **streaming)), "sparse", None, 1152)
     expect(load.ask(next(ones), sparse=False), "dense", "by_request")
     expect(load.ask(second), "dense", "no_index")
     expect(load.ask(next(twos)), "sparse", None, 1088)  # from disk; the first one's leaves the device

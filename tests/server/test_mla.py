@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefix_index import FileStore
 from tests.mla_model import LAYERS, RANK, ROPE, mla_model
+from tests.server.harness import by_transformers
 from tests.server.jobs import Prebuilt
 from tests.server.test_tensor_parallel import cores
 
@@ -85,13 +85,8 @@ def test_requests_that_share_slots_without_an_index_equal_dense(server: Any) -> 
 
 
 def test_answers_are_those_of_the_model_outside_sglang(server: Any, model: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     prompt = ask(FIRST, 9)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = reference.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
-    assert server.generate(prompt, TOKENS).ids == tuple(ids[0, len(prompt) :].tolist())
+    assert [server.generate(prompt, TOKENS).ids] == by_transformers(model, [prompt], TOKENS)
 
 
 @pytest.mark.full
@@ -105,13 +100,13 @@ def test_some_positions_are_selected_in_every_step(serve: Any, stored: Prebuilt,
 
 @pytest.mark.full
 def test_both_levels_keep_the_same_channels(stored: Prebuilt) -> None:
-    with FileStore(stored.store) as store, store.get(stored.line("first")["digest"]) as file:
-        for layer in range(LAYERS):
-            first, second = (file.array(f"two_level.{part}.channels", layer, 0) for part in ("first", "second"))
-            assert first.shape == (KEPT,)
-            assert np.array_equal(first, second)
-            assert file.array("two_level.first.mean_packed", layer, 0).shape == (len(FIRST) // 16, KEPT // 2)
-            assert np.array_equal(file.array("ab_sparse.channels", layer, 0), first)
+    arrays = {(key.name, key.layer): array for key, array in stored.index("first").arrays.items()}
+    for layer in range(LAYERS):
+        first = arrays["two_level.first.channels", layer]
+        assert first.shape == (KEPT,)
+        assert np.array_equal(first, arrays["two_level.second.channels", layer])
+        assert arrays["two_level.first.mean_packed", layer].shape == (len(FIRST) // 16, KEPT // 2)
+        assert np.array_equal(arrays["ab_sparse.channels", layer], first)
 
 
 @pytest.mark.full
@@ -140,18 +135,11 @@ def test_queries_of_a_chunk_without_a_cached_prefix_are_recorded_as_others_are(
     centroids of k-means fall elsewhere by rounding.
     """
     whole = prebuild(tmp_path, [{"id": "first", "input_ids": FIRST}], config=CONFIG, model=model)
-    digest = stored.line("first")["digest"]
-    assert whole.line("first")["digest"] == digest, whole.output[-3000:]
-    with (
-        FileStore(stored.store) as one,
-        FileStore(whole.store) as two,
-        one.get(digest) as chunked,
-        two.get(digest) as unchunked,
-    ):
-        assert chunked.keys == unchunked.keys
-        for key in chunked.keys:
-            left, right = chunked.array(*key), unchunked.array(*key)
-            if key.name.endswith("channels"):
-                assert np.array_equal(left, right), key
-            elif key.name == "csattention.centroids":
-                assert np.isclose(left, right, atol=1e-2).mean() > 0.9, key
+    assert whole.line("first")["digest"] == stored.line("first")["digest"], whole.output[-3000:]
+    chunked, unchunked = stored.index("first").arrays, whole.index("first").arrays
+    assert chunked.keys() == unchunked.keys()
+    for key, left in chunked.items():
+        if key.name.endswith("channels"):
+            assert np.array_equal(left, unchunked[key]), key
+        elif key.name == "csattention.centroids":
+            assert np.isclose(left, unchunked[key], atol=1e-2).mean() > 0.9, key

@@ -5,25 +5,19 @@ The padding page, whose slots stand for what lies in host memory, holds NaN.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext.offload.kv_files import kv_file_name
-from tests.offload.slow_file import slow
 from tests.server.harness import PRODUCTION, Answer, Pool, Server
-from tests.server.jobs import Prebuilt
 from tests.server.test_schedules import SMALL_POOL
 
 BYTES_OF_TOKEN = 6 * 2 * 2 * 64 * 4
 """Layers, K and V, KV heads, width, fp32."""
-FIRST, SECOND, LARGE = 1536, 1280, 5120
-"""Tokens of the indexed documents. The pool has room for one of the first two."""
+FIRST, SECOND = 1536, 1280
+"""Tokens of the indexed documents. The pool has room for one of the two."""
 CONFIG: dict[str, Any] = {
     **PRODUCTION,
     "offload": {
@@ -66,9 +60,8 @@ def served(server: Server, prompts: list[str], prefix: int) -> list[Answer]:
             assert one.ids == other.ids
             assert one.meta["prompt_tokens"] == other.meta["prompt_tokens"]
             assert prefix <= one.cached_tokens < one.meta["prompt_tokens"]
-            (told,) = one.meta["sparse_attn"]
-            assert told["reasons"] == []
-            assert told["steps"]["sparse"] == len(one.ids) - 1
+            assert one.told["reasons"] == []
+            assert one.told["steps"]["sparse"] == one.decode_steps
     assert offload(server)["translated"] == before + 2 * len(prompts)
     return answers
 
@@ -121,7 +114,7 @@ def _turned_off(server: Server, prompt: str) -> None:
         server.post("/sparse_attn/on", {})
         answer = running.result(120)
     assert answer.ids == dense[0]
-    steps = answer.meta["sparse_attn"][0]["steps"]
+    steps = answer.told["steps"]
     assert steps["sparse"] > 0 < steps["dense"]
     assert offload(server)["translated"] == translated + 1
 
@@ -180,130 +173,3 @@ def test_requests_that_are_retracted_and_matched_again(serve: Pool, store: Path,
             break
     assert retractions > 0, "expected the pool to be too small for twelve requests"
     assert offload(server)["translated"] >= 12 + retractions
-
-
-@pytest.mark.boot("offload-files")
-def test_a_server_that_starts_anew_needs_no_prefill(
-    serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path
-) -> None:
-    """From its file, which the prebuild wrote, a prefix is read while its request waits; a file that is damaged or gone
-    is written anew.
-    """
-    kept = {**CONFIG["offload"], "folder": str(shutil.copytree(built.kv, tmp_path / "kv"))}
-    prompts = [texts.ask(texts.second, n) for n in range(3)]
-    server = serve(store, {**CONFIG, "offload": kept}, fresh=True, enable_metrics="", **FLAGS)
-    answer = server.generate(prompts[0], TOKENS)
-    assert answer.cached_tokens >= SECOND
-    assert _until(server, "loaded") == 1
-    dense = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in prompts]
-    assert answer.ids == dense[0]
-    served(server, prompts, SECOND)
-    server.flush()
-    file = tmp_path / "kv" / kv_file_name(built.line("second")["digest"])
-    file.unlink()
-    assert server.generate(prompts[0], TOKENS).cached_tokens == 0
-    assert _until(server, "saved") == 1
-    assert file.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
-    server.flush()
-    content = bytearray(file.read_bytes())
-    content[4096 + 1000 * BYTES_OF_TOKEN] ^= 64
-    file.write_bytes(content)
-    answer = server.generate(prompts[1], TOKENS)
-    assert answer.ids == dense[1]
-    assert answer.cached_tokens < SECOND
-    assert _until(server, "load_failed") == 1
-    server.until(lambda state: state["offload"]["events"]["saved"] == 2)
-    counted = {"loaded": 1, "load_failed": 1, "saved": 2, "copied": 2, "translated": 1 + 2 * len(prompts)}
-    server.until(lambda _state: {n: c for n, c in server.metrics()["offload"].items() if c} == counted)
-    # Another process, which selects a part, but for the first layer; its requests do not wait.
-    config = {**CONFIG, "offload": kept, "prefetch_policy": "best_effort", "min_top_k": 256}
-    config |= {"layer_plan": ["dense", *["anchor"] * 5], "suffix_dense_tokens": None}
-    server = serve(store, config, fresh=True, **FLAGS)
-    for number, prompt in enumerate(prompts):
-        on_device = server.generate(prompt, TOKENS)
-        server.until(lambda state, n=number: state["offload"]["events"].get("loaded", 0) > n)
-        found = server.generate(prompt, TOKENS)
-        assert found.ids == on_device.ids
-        assert (on_device.cached_tokens, found.cached_tokens >= SECOND) == (0, True)
-        (there,), (here,) = on_device.meta["sparse_attn"], found.meta["sparse_attn"]
-        assert here["selected_tokens"] == there["selected_tokens"] == 256
-        assert here["steps"]["sparse"] == TOKENS - 1
-        server.flush()
-    state = offload(server)
-    assert (state["events"].get("copied", 0), state["translated"]) == (0, len(prompts))
-    assert 0 < state["residents"]["transferred"] < state["residents"]["wanted"]
-
-
-@pytest.mark.boot("offload-files")
-def test_prompts_that_are_longer_than_the_pool(
-    serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path
-) -> None:
-    """They need room for what stands behind their prefix. A prompt whose prefix is in no file is refused, and one whose
-    file is not read in time; a pause lets them wait.
-    """
-    prompts = [texts.ask(one, n) for one in (texts.first, texts.second) for n in range(2)]
-    whole = serve(store, PRODUCTION, fresh=True, **FLAGS)
-    expected = [whole.generate(prompt, 100).ids for prompt in prompts]
-    kept = {**CONFIG["offload"], "folder": str(shutil.copytree(built.kv, tmp_path / "kv"))}
-    config = {**CONFIG, "offload": kept, "prefetch_policy": "timeout", "prefetch_timeout_s": 5.0}
-    server = serve(store, config, fresh=True, max_total_tokens="1024", **FLAGS)
-    for places in ((0, 1), (2, 3), (0, 2)):  # the host has room for one of the two documents
-        calls = [lambda p=prompts[n]: server.generate(p, 100) for n in places]
-        assert [answer.ids for answer in server.together(calls)] == [expected[n] for n in places]
-    state = offload(server)
-    assert state["events"]["loaded"] == state["events"]["evicted"] + 1
-    assert state["events"]["loaded"] in (3, 4), "who of the last two comes first is not said"
-    assert state["translated"] == 6
-    with pytest.raises(OSError, match=r"HTTP 400.* exceeds the maximum allowed length"):
-        server.generate(texts.ask(texts.unindexed, 0))
-    file = tmp_path / "kv" / kv_file_name(built.line("first")["digest"])
-    _not_read(server, file, prompts[0], expected[0])
-    for mode in ("in_place", "retract"):
-        _paused(server, file, mode, prompts, expected)
-    server.flush()
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
-        server.generate(prompts[0])
-    assert server.generate(prompts[2], 100).ids == expected[2]
-    offload(server)
-
-
-def _not_read(server: Server, file: Path, prompt: str, expected: tuple[int, ...]) -> None:
-    """Its request ends with an error; others are served, and a later one with it."""
-    server.flush()
-    with slow(file):
-        with pytest.raises(OSError, match=r"HTTP 400.* no more of its file was read within 5 s"):
-            server.generate(prompt)
-        assert len(server.generate("Others are served.", 4).ids) == 4
-    server.until(lambda state: state["offload"]["users"] == 0)
-    assert server.generate(prompt, 100).ids == expected
-    assert offload(server)["problem"] is None
-
-
-def _paused(server: Server, file: Path, mode: str, prompts: list[str], expected: list[tuple[int, ...]]) -> None:
-    """While one waits for its file, and while one runs and one waits for its room; for longer than a file may take."""
-    for running in (False, True):
-        server.flush()
-        with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as block:
-            if not running:
-                block.enter_context(slow(file))
-            answers = [pool.submit(server.generate, prompts[0], 100)]
-            wanted = ("rows", 1) if running else ("users", 1)
-            server.until(lambda state, w=wanted: state["offload"][w[0]] == w[1])
-            if running:
-                answers.append(pool.submit(server.generate, prompts[2], 100))
-                server.until(lambda state: state["requests"] == 1)
-            server.post("/pause_generation", {"mode": mode})
-            block.close()
-            time.sleep(5.5 if mode == "in_place" and not running else 0.5)
-            server.post("/continue_generation", {})
-            assert [answer.result(60).ids for answer in answers] == [expected[0], expected[2]][: len(answers)]
-    assert offload(server)["problem"] is None
-
-
-def _until(server: Server, event: str) -> int:
-    """How often it happened, once it has."""
-    before = int(offload(server)["events"].get(event, 0))
-    if not before:
-        server.until(lambda state: state["offload"]["events"].get(event, 0) > 0)
-    return int(offload(server)["events"][event])

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import resource
 import shutil
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sglang_ext.offload.kv_files import kv_file_name
 from tests.offload.slow_file import slow
 from tests.server.harness import EXACT_CONFIG, MODEL, STOP_SECONDS, Answer, Pool, Server, flags_of
-from tests.server.jobs import Prebuilt
-from tests.server.test_offload import BYTES_OF_TOKEN, CONFIG, FIRST, FLAGS, SECOND, TOKENS, offload
+from tests.server.jobs import Prebuilt, processes
+from tests.server.test_offload import BYTES_OF_TOKEN, CONFIG, FIRST, FLAGS, SECOND, TOKENS, offload, served
 
 
 def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -32,20 +29,27 @@ class Asked:
     """A prompt behind one document, its answer without indexes, and the document's file."""
 
     def __init__(self, server: Server, prompt: str, prefix: int, file: Path) -> None:
-        self.server, self.prompt, self.prefix, self.file = server, prompt, prefix, file
+        self.prompt, self.prefix, self.file = prompt, prefix, file
+        self.on(server)
         self.dense = server.generate(prompt, TOKENS, sparse=False).ids
         server.flush()
 
-    def right(self, *, hosted: bool) -> None:
+    def on(self, server: Server) -> None:
+        """Ask this server from now on, and count what happens there."""
+        self.server, self.before = server, offload(server)["events"]
+
+    def right(self, *, hosted: bool) -> Answer:
         """Its answer is the one without; whether its prefix was in host memory."""
         answer: Answer = self.server.generate(self.prompt, TOKENS)
         assert answer.ids == self.dense
         assert (answer.cached_tokens >= self.prefix) == hosted
+        return answer
 
     def happens(self, event: str, times: int) -> None:
         """Until it has happened so often."""
-        self.server.until(lambda state: state["offload"]["events"].get(event, 0) >= times)
-        assert self.server.state()["offload"]["events"][event] == times
+        count = self.before.get(event, 0) + times
+        self.server.until(lambda state: state["offload"]["events"].get(event, 0) >= count)
+        assert self.server.state()["offload"]["events"].get(event, 0) == count
 
     def balanced(self, **prefixes: int) -> None:
         """What lies in host memory; everything else of it is free, as is SGLang's pool but for what it may evict. What
@@ -76,35 +80,71 @@ class Asked:
         self.balanced()
 
 
-@pytest.mark.boot("offload-faults")
-def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path) -> None:
-    """One server's life, until it is told to end while it reads a file; then that of the next ones."""
-    folder = Path(shutil.copytree(built.kv, tmp_path / "kv"))
-    server = serve(store, config_of(folder), fresh=True, **FLAGS)
-    first, second = (folder / kv_file_name(built.line(name)["digest"]) for name in ("first", "second"))
-    one = Asked(server, texts.ask(texts.second, 0), SECOND, second)
+@pytest.fixture(scope="module")
+def folder(built: Prebuilt, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the prebuild wrote, for servers one after another."""
+    return Path(shutil.copytree(built.kv, tmp_path_factory.mktemp("files") / "kv"))
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path, built: Prebuilt) -> list[Path]:
+    """Those of `first` and `second`."""
+    return [folder / kv_file_name(built.line(name)["digest"]) for name in ("first", "second")]
+
+
+@pytest.fixture(scope="module")
+def filed(serve: Pool, built: Prebuilt, folder: Path) -> Callable[[], Server]:
+    return lambda: serve(built.store, config_of(folder), enable_metrics="", **FLAGS)
+
+
+@pytest.fixture(scope="module")
+def expected(filed: Callable[[], Server], texts: Any) -> dict[str, tuple[int, ...]]:
+    """Prompts behind both documents, and what dense decode answers."""
+    server, prompts = filed(), [texts.ask(one, n) for one in (texts.first, texts.second) for n in range(2)]
+    found = {prompt: server.generate(prompt, 100, sparse=False).ids for prompt in prompts}
+    server.flush()
+    return found
+
+
+@pytest.mark.usefixtures("expected")  # of this server
+@pytest.mark.boot("offload-files")
+def test_a_server_that_starts_anew_needs_no_prefill(filed: Callable[[], Server], files: list[Path], texts: Any) -> None:
+    """From its file, which the prebuild wrote, a prefix is read while its request waits; a file that is damaged or gone
+    is written anew.
+    """
+    server, prompts = filed(), [texts.ask(texts.second, n) for n in range(3)]
+    one = Asked(server, prompts[0], SECOND, files[1])
     one.right(hosted=True)
-    loads = 1
-    for number, damage in enumerate((_corrupt, _short, _other_layout, lambda _: shutil.copy(first, second))):
+    one.happens("loaded", 1)
+    served(server, prompts, SECOND)
+    for number, damage in enumerate((one.file.unlink, lambda: _corrupt(one.file), lambda: _other_layout(one.file))):
         server.flush()
-        damage(second)
-        one.right(hosted=False)
-        one.happens("load_failed", number + 1)
+        damage()
+        assert one.right(hosted=False).cached_tokens == 0
+        one.happens("load_failed", number)
         one.happens("saved", number + 1)
-        assert second.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
+        assert one.file.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
+    counted = {"loaded": 1, "load_failed": 2, "saved": 3, "copied": 3, "translated": 1 + 2 * len(prompts)}
+    server.until(lambda _state: {n: c for n, c in server.metrics()["offload"].items() if c} == counted)
     one.right(hosted=True)
     one.balanced(host=1)
+
+
+@pytest.mark.boot("offload-files")
+def test_slow_files_and_servers_that_end(
+    serve: Pool, filed: Callable[[], Server], folder: Path, files: list[Path], store: Path, texts: Any
+) -> None:
+    """One server's life, until it is told to end while it reads a file; then that of the next ones."""
+    server, (first, second) = filed(), files
+    one = Asked(server, texts.ask(texts.second, 0), SECOND, second)
     # Aborted while it waits: the file is read to the end, and serves the next one.
-    server.flush()
     with one.held():
-        one.happens("loaded", loads)
-    loads += 1
-    one.happens("loaded", loads)
+        one.happens("loaded", 0)
+    one.happens("loaded", 1)
     one.right(hosted=True)
     one.flushed_while_read()
     one.right(hosted=True)
-    loads += 1
-    one.happens("loaded", loads)
+    one.happens("loaded", 2)
     _flush_under_use(server, one.prompt)
     one.balanced(host=1)
     _no_room_on_disk(server, one)
@@ -115,15 +155,17 @@ def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Pat
         _told_to_end(server)
     # The next server reads that file, and is told to end while it writes one.
     flags = {**FLAGS, "environment": {**FLAGS["environment"], "SGL_FORCE_SHUTDOWN": "1"}}
-    server = serve(store, config_of(folder), fresh=True, **flags)
-    other.server = one.server = server
-    other.right(hosted=True)
-    other.balanced(host=1)
+    part = {"prefetch_policy": "best_effort", "min_top_k": 256, "suffix_dense_tokens": None}
+    part |= {"layer_plan": ["dense", *["anchor"] * 5]}
+    server = serve(store, {**config_of(folder), **part}, **flags)
+    one.on(server)
+    _selects_a_part(server, [texts.ask(texts.first, n) for n in range(3)])
     _told_to_end_while_it_writes(one, killed=True)
     assert not second.exists()
     assert list(folder.glob(f".{second.name}.partial-*"))
-    server = serve(store, config_of(folder), fresh=True, **flags)
-    other.server = one.server = server
+    server = serve(store, config_of(folder), **flags)
+    other.on(server)
+    one.on(server)
     one.right(hosted=False)
     one.happens("saved", 1)
     one.right(hosted=True)
@@ -136,11 +178,30 @@ def test_damaged_slow_and_missing_files(serve: Pool, built: Prebuilt, store: Pat
     assert not second.exists() or second.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
 
 
+def _selects_a_part(server: Server, prompts: list[str]) -> None:
+    """But for the first layer, and requests do not wait for the first document's file."""
+    for number, prompt in enumerate(prompts):
+        on_device = server.generate(prompt, TOKENS)
+        server.until(lambda state, n=number: state["offload"]["events"].get("loaded", 0) > n)
+        found = server.generate(prompt, TOKENS)
+        assert found.ids == on_device.ids
+        assert (on_device.cached_tokens, found.cached_tokens >= FIRST) == (0, True)
+        assert found.told["selected_tokens"] == on_device.told["selected_tokens"] == 256
+        assert found.told["steps"]["sparse"] == TOKENS - 1
+        server.flush()
+    state = offload(server)
+    assert (state["events"].get("copied", 0), state["translated"]) == (0, len(prompts))
+    assert 0 < state["residents"]["transferred"] < state["residents"]["wanted"]
+
+
 def _told_to_end(server: Server) -> None:
     """It ends in SGLang's usual time, and no process of it is left."""
     server.process.terminate()
     server.process.wait(STOP_SECONDS)
-    _gone(server)
+    deadline = time.monotonic() + STOP_SECONDS
+    while left := processes(server.process.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     assert not re.search("Fatal Python error|Segmentation fault|core dumped", server.tail(20000))
 
 
@@ -149,7 +210,7 @@ def _told_to_end_while_it_writes(one: Asked, *, killed: bool) -> None:
     or is killed, as SGLang kills one that does not end.
     """
     server, partial = one.server, f".{one.file.name}.partial-*"
-    schedulers = _schedulers(server)
+    schedulers = processes(server.process.pid, "scheduler")
     for _attempt in range(30):
         server.flush()
         one.file.unlink(missing_ok=True)
@@ -181,10 +242,6 @@ def _corrupt(file: Path) -> None:
     file.write_bytes(content)
 
 
-def _short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-4096])
-
-
 def _other_layout(file: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content.replace(b'"dtype": "float32"', b'"dtype": "float16"', 1))
@@ -197,15 +254,14 @@ def _flush_under_use(server: Server, prompt: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.generate, prompt, 200)
         server.until(lambda state: state["offload"]["rows"] == 1)
-        request = urllib.request.Request(f"{server.url}/flush_cache", b"", method="POST")
-        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=30):
-            pass
+        with contextlib.suppress(OSError):
+            server.post("/flush_cache", {}, 30)
         assert running.result(120).ids == dense
 
 
 def _no_room_on_disk(server: Server, one: Asked) -> None:
     """A file that cannot be written to its end, or at all: host memory serves on."""
-    folder, schedulers = one.file.parent, _schedulers(server)
+    folder, schedulers = one.file.parent, processes(server.process.pid, "scheduler")
     one.file.unlink()
     server.flush()
     files = sorted(folder.iterdir())
@@ -226,29 +282,73 @@ def _no_room_on_disk(server: Server, one: Asked) -> None:
     one.balanced(host=1)
 
 
-def _schedulers(server: Server) -> list[psutil.Process]:
-    found = [psutil.Process(pid) for pid in _group(server)]
-    found = [one for one in found if any("scheduler" in word for word in (one.name(), *one.cmdline()))]
-    assert found
-    return found
+@pytest.mark.boot("offload-files")
+def test_prompts_that_are_longer_than_the_pool(
+    serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path, expected: dict[str, tuple[int, ...]]
+) -> None:
+    """They need room for what stands behind their prefix. A prompt whose prefix is in no file is refused, and one whose
+    file is not read in time; a pause lets them wait.
+    """
+    prompts = list(expected)
+    config = config_of(shutil.copytree(built.kv, tmp_path / "kv"))
+    config |= {"prefetch_policy": "timeout", "prefetch_timeout_s": 5.0}
+    server = serve(store, config, fresh=True, max_total_tokens="1024", **FLAGS)
+    for places in ((0, 1), (2, 3), (0, 2)):  # the host has room for one of the two documents
+        asked = [prompts[n] for n in places]
+        answers = server.together([lambda p=prompt: server.generate(p, 100) for prompt in asked])
+        assert [answer.ids for answer in answers] == [expected[prompt] for prompt in asked]
+    state = offload(server)
+    assert state["events"]["loaded"] == state["events"]["evicted"] + 1
+    assert state["events"]["loaded"] in (3, 4), "who of the last two comes first is not said"
+    assert state["translated"] == 6
+    with pytest.raises(OSError, match=r"HTTP 400.* exceeds the maximum allowed length"):
+        server.generate(texts.ask(texts.unindexed, 0))
+    file = tmp_path / "kv" / kv_file_name(built.line("first")["digest"])
+    _not_read(server, file, prompts[0], expected)
+    for mode in ("in_place", "retract"):
+        _paused(server, file, mode, (prompts[0], prompts[2]), expected)
+    server.flush()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
+        server.generate(prompts[0])
+    assert server.generate(prompts[2], 100).ids == expected[prompts[2]]
+    offload(server)
 
 
-def _gone(server: Server) -> None:
-    """No process of it is left."""
-    deadline = time.monotonic() + STOP_SECONDS
-    while _group(server):
-        assert time.monotonic() < deadline, _group(server)
-        time.sleep(0.1)
+def _not_read(server: Server, file: Path, prompt: str, expected: dict[str, tuple[int, ...]]) -> None:
+    """Its request ends with an error; others are served, and a later one with it."""
+    server.flush()
+    with slow(file):
+        with pytest.raises(OSError, match=r"HTTP 400.* no more of its file was read within 5 s"):
+            server.generate(prompt)
+        assert len(server.generate("Others are served.", 4).ids) == 4
+    server.until(lambda state: state["offload"]["users"] == 0)
+    assert server.generate(prompt, 100).ids == expected[prompt]
+    assert offload(server)["problem"] is None
 
 
-def _group(server: Server) -> list[int]:
-    """Processes that the server has, or has left."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if process.status() != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == server.process.pid:
-                found.append(process.pid)
-    return found
+def _paused(
+    server: Server, file: Path, mode: str, prompts: tuple[str, str], expected: dict[str, tuple[int, ...]]
+) -> None:
+    """While one waits for its file, and while one runs and one waits for its room; for longer than a file may take."""
+    for running in (False, True):
+        server.flush()
+        with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as block:
+            if not running:
+                block.enter_context(slow(file))
+            answers = [pool.submit(server.generate, prompts[0], 100)]
+            wanted = ("rows", 1) if running else ("users", 1)
+            server.until(lambda state, w=wanted: state["offload"][w[0]] == w[1])
+            if running:
+                answers.append(pool.submit(server.generate, prompts[1], 100))
+                server.until(lambda state: state["requests"] == 1)
+            server.post("/pause_generation", {"mode": mode})
+            block.close()
+            time.sleep(5.5 if mode == "in_place" and not running else 0.5)
+            server.post("/continue_generation", {})
+            for prompt, answer in zip(prompts, answers, strict=False):
+                assert answer.result(60).ids == expected[prompt]
+    assert offload(server)["problem"] is None
 
 
 @pytest.mark.full
@@ -288,21 +388,22 @@ def test_two_servers_share_a_folder(serve: Pool, built: Prebuilt, store: Path, t
         assert server.state()["offload"]["prefixes"] == {}
     one.balanced()
     one.right(hosted=False)
-    one.happens("loaded", 1)
+    one.happens("loaded", 0)
 
 
 @pytest.mark.full
 @pytest.mark.boot("offload-prebuild")
 def test_prebuild_writes_the_file_of_an_index_that_exists(
-    serve: Pool, built: Prebuilt, own_store: Path, texts: Any, prebuild: Any, tmp_path: Path
+    serve: Pool, built: Prebuilt, texts: Any, prebuild: Any, tmp_path: Path
 ) -> None:
     serve.close()
+    store = Path(shutil.copytree(built.store, tmp_path / "store"))
     (tmp_path / "kv").mkdir()
     names = [kv_file_name(built.line(name)["digest"]) for name in ("first", "second")]
     shutil.copy(built.kv / names[0], tmp_path / "kv")
     prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("first", "second")]
     config = {**EXACT_CONFIG, "offload": {"host_bytes": 16, "folder": str(tmp_path / "kv")}}
-    job = prebuild(tmp_path, prompts, store=own_store, config=config, chunked_prefill_size="512")
+    job = prebuild(tmp_path, prompts, store=store, config=config, chunked_prefill_size="512")
     assert job.status == 0, job.output[-3000:]
     assert [line["status"] for line in job.report] == ["exists", "exists"]
     assert [line.get("kv_file") for line in job.report] == [None, str(tmp_path / "kv" / names[1])]

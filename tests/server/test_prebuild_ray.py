@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 
 from prefix_index import FileStore
-from tests.server.harness import DISK, EXACT_CONFIG, JOB_SECONDS, MODEL, flags_of
-from tests.server.jobs import run_job, running
+from tests.server.harness import JOB_SECONDS, MODEL, flags_of
+from tests.server.jobs import many_prompts, prebuild_command, run_job, running
 
 pytestmark = pytest.mark.full
 pytest.importorskip("ray", reason="Ray is not installed here: pip install 'sglang-ext[ray]'")
@@ -39,12 +38,9 @@ def cluster(serve: Any) -> Iterator[Any]:
 
 
 def command(folder: Path, address: str, report: Path, count: int) -> list[str]:
-    prompts = folder / "prompts.jsonl"
-    lines = [{"id": f"p{n}", "input_ids": [5 + (n + i) % 90 for i in range(2048)]} for n in range(count)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [sys.executable, "-m", "sglang_ext.cli", "prebuild", "--model-path", str(MODEL), "--ray", address]
-    words += ["--prompts", str(prompts), "--store", str(folder / "store"), "--report", str(report)]
-    return [*words, "--sparse-attn-config", json.dumps(DISK | EXACT_CONFIG), "--", *flags_of(None, None, {})]
+    prompts = many_prompts(folder / "prompts.jsonl", count)
+    words = prebuild_command(prompts, folder / "store", report, None, MODEL, "--ray", address)
+    return [*words, *flags_of(None, None, {})]
 
 
 def lines_of(report: Path) -> list[dict[str, Any]]:

@@ -76,20 +76,3 @@ def test_requests_that_opt_out_ride_along(production: Any, texts: Any) -> None:
     batch, delta = production.together_until(jobs, lambda found: found.cascade_steps > TOKENS // 2)
     assert [a.ids for a in batch] == [a.ids for a in alone]
     assert delta.cascade_steps > TOKENS // 2
-
-
-def test_a_response_says_how_it_was_decoded_and_why_it_was_dense(production: Any, texts: Any) -> None:
-    """Each field against the counters of the server. Streams, and the counters against responses: `test_metrics`."""
-    prompt = f"{texts.large.text} {texts.large.questions[0].text}"
-    answer, delta = production.during(lambda: production.generate(prompt, TOKENS))
-    (told,) = answer.meta["sparse_attn"]
-    assert told["steps"] == {"sparse": TOKENS - 1, "cascade": 0, "dense": 0}
-    assert delta.sparse_rows in production.rows(TOKENS - 1)
-    assert told["prefix_tokens"] * delta.sparse_rows == delta.per_layer("prefix_tokens_per_layer")[0]
-    assert told["selected_tokens"] == PRODUCTION["min_top_k"]
-    assert told["reasons"] == []
-    assert told["index"] == "large"
-    (told,) = production.generate(prompt, TOKENS, sparse=False).meta["sparse_attn"]
-    expected = {"index": None, "prefix_tokens": 0, "selected_tokens": 0, "reasons": ["by_request"]}
-    expected |= {"guarded_steps": 0}
-    assert told == {"steps": {"sparse": 0, "cascade": 0, "dense": TOKENS - 1}, **expected}

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from prefix_index import FileStore
 from sglang_ext.offload.kv_files import kv_file_name
 from tests.offload.slow_file import slow
 from tests.server.harness import EXACT_CONFIG, Answer
@@ -116,11 +115,14 @@ def _commands_reach_both_ranks(server: Any, prompts: Sequence[str], expected: Se
     _same_path(delta.after)
 
 
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.boot("two-ranks-offload")
 def test_two_ranks_keep_kv_in_host_memory_and_in_files(
-    serve_two: Any, built: Prebuilt, store: Path, texts: Any, tmp_path: Path
+    serve_two: Any, built: Prebuilt, store: Path, texts: Any, tmp_path: Path, anew: bool
 ) -> None:
-    """What goes wrong on one rank alone: both decide alike, and answers are those without."""
+    """What goes wrong on one rank alone: both decide alike, and answers are those without. At the end SGLang's cache is
+    empty, or the server is another one.
+    """
     folder, flags = tmp_path / "kv", {**FLAGS, "fresh": True}
     server = serve_two(store, config_of(folder), **flags)
     ranks: Any = [SimpleNamespace(rank=rank, size=2) for rank in range(2)]
@@ -168,8 +170,12 @@ def test_two_ranks_keep_kv_in_host_memory_and_in_files(
     other.right(hosted=True)
     other.balanced(host=1)
     _alike(server)
-    # Another server needs no prefill; together, and behind a prefix that leaves for another.
-    server = other.server = one.server = serve_two(store, config_of(folder), **flags)
+    # From files, without prefill; together, and behind a prefix that leaves for another.
+    if anew:
+        server = serve_two(store, config_of(folder), **flags)
+    server.flush()
+    for each in (one, other):
+        each.on(server)
     one.right(hosted=True)
     one.happens("loaded", 1)
     served(server, prompts, SECOND)
@@ -231,13 +237,6 @@ def test_a_selection_is_that_of_one_rank(serve: Any, serve_two: Any, texts: Any,
     assert state["keep_ratio"] < 0.5
 
 
-def _arrays(job: Any) -> dict[Any, Any]:
-    with FileStore(job.store) as store:
-        [entry] = store.list()
-        with store.get(entry.identity) as file:
-            return dict(file.read_many(file.keys))
-
-
 @pytest.mark.full
 def test_two_ranks_build_what_one_builds(
     serve: Any, texts: Any, prebuild: Any, tmp_path: Path, monkeypatch: Any
@@ -254,7 +253,7 @@ def test_two_ranks_build_what_one_builds(
     assert [line["status"] for line in two.report] == ["built", "skipped", "exists"], two.output[-3000:]
     assert two.line("first")["digest"] == one.line("first")["digest"]
     assert two.line("first")["recall"]["ab_sparse"] == pytest.approx(one.line("first")["recall"]["ab_sparse"], abs=0.01)
-    mine, theirs = _arrays(two), _arrays(one)
+    mine, theirs = two.index("first").arrays, one.index("first").arrays
     assert mine.keys() == theirs.keys()
     for key, array in mine.items():
         assert array.shape == theirs[key].shape
