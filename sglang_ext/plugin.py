@@ -66,7 +66,7 @@ def server_args(*, config: dict[str, Any] | None = None, store: str | None = Non
     load_plugins()
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_ext.compat import lossless
+    from sglang_ext.compat import flags
     from sglang_ext.compat.seam import assert_in_place
     from sglang_ext.compat.server_args import attach, model_folder
     from sglang_ext.config import make_settings
@@ -74,7 +74,7 @@ def server_args(*, config: dict[str, Any] | None = None, store: str | None = Non
     kwargs.setdefault("log_level", "error")
     folder = model_folder(SimpleNamespace(**kwargs))
     settings = make_settings(json.dumps(config) if config else None, store, folder)
-    record = ServerArgs(**kwargs, **lossless.arguments(settings.config))
+    record = ServerArgs(**kwargs, **flags.verify_arguments(settings.config))
     assert_in_place(launcher=True)
     attach(record, settings)
     return record

@@ -72,6 +72,26 @@ class ProcessRanks(Ranks):
         return found
 
 
+def ranks_of(rank: int, size: int) -> Ranks:
+    """The ranks of this server, by the place in SGLang's tensor-parallel group. A collective with more than one: every
+    scheduler process builds its backend once.
+
+    The group is our own, so that no call of SGLang's, from whatever thread, comes between ours.
+
+    Raises:
+        RuntimeError: SGLang's processes are not the tensor-parallel ranks alone.
+    """
+    if size == 1:
+        return Ranks()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != size or dist.get_rank() != rank:
+        raise RuntimeError(
+            f"--sparse-attn: expected {size} processes, one for each tensor-parallel rank; got {world}. Use no other "
+            "parallelism beside --tp-size."
+        )
+    return ProcessRanks(dist.new_group(list(range(size)), backend="gloo"))
+
+
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     """A collective at the start: what decode steps are chosen by, small plain values by name, must be the same on all
     ranks.

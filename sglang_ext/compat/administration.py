@@ -113,10 +113,10 @@ def _page() -> Callable[..., Any]:
     return sparse_attn_page
 
 
-def around_decide_request_auth(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def around_decide_request_auth(original: Callable[..., Any], *, method: str, path: str, **rest: Any) -> Any:
     """A browser cannot send a key for a page, and the page holds nothing: its own questions need the key."""
-    if args or (kwargs.get("method"), kwargs.get("path")) != ("GET", PATH):
-        return original(*args, **kwargs)
+    if (method, path) != ("GET", PATH):
+        return original(method=method, path=path, **rest)
     from sglang.srt.utils.auth import AuthDecision
 
     return AuthDecision(allowed=True)

@@ -29,47 +29,9 @@ KNOWN_BACKENDS = (
 #: What --attention-backend calls them.
 BACKEND_NAMES = ("flashinfer", "triton", "fa3", "fa4", "torch_native")
 
-_RUNTIME = "_sparse_attn_runtime"
-_LAYER_REFUSAL = "_sparse_attn_layer_refusal"
 _INNER = "_sparse_attn_inner"
 
 LayerRefusal = Callable[[Any, dict[str, Any]], "str | None"]
-
-
-def _forward(
-    backend: Any,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool = True,
-    **kwargs: Any,
-) -> Any:
-    """One layer: grouped sparse decode where the running step has a plan, else the inner backend.
-
-    The only method that RadixAttention calls per layer.
-    """
-    runtime: SparseRuntime = getattr(backend, _RUNTIME)
-    refusal = getattr(backend, _LAYER_REFUSAL)(layer, kwargs) if runtime.planned else None
-    out = runtime.attend(q, k, v, layer, forward_batch, save_kv_cache, refusal)
-    if out is not None:
-        return out
-    inner = getattr(backend, _INNER)
-    return inner.forward(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-
-def _init_forward_metadata_out_graph(backend: Any, forward_batch: Any, in_capture: bool = False) -> None:
-    """What the inner backend's kernels read in a forward, made before it; nothing where a graph of ours is replayed.
-
-    No kernel of the inner backend is in such a graph: a layer that had to stay dense in a capture ends all planning
-    (`SparseRuntime.attend`), so a step with a plan replays a graph whose layers are all ours. The plan stands before
-    SGLang prepares the replay, and chooses its graph behind this. Kernels of known backends need nothing of an earlier
-    step's: what a later step of SGLang's own reads is made in that step.
-    """
-    runtime: SparseRuntime = getattr(backend, _RUNTIME)
-    if in_capture or not _replays_ours(runtime, forward_batch):
-        getattr(backend, _INNER).init_forward_metadata_out_graph(backend, forward_batch, in_capture=in_capture)
 
 
 def _replays_ours(runtime: SparseRuntime, forward_batch: Any) -> bool:
@@ -111,23 +73,46 @@ def adopt(backend: Any, runtime: SparseRuntime, layer_refusal: LayerRefusal) -> 
     """Make `backend` route its forward through `runtime`; returns the same object.
 
     Args:
-        backend: what SGLang built.
+        backend: what SGLang built, and `refusal` does not refuse.
         runtime: where layers go while a step has a plan.
         layer_refusal: (layer, extra keyword arguments) -> why it must stay dense, or None.
-
-    Raises:
-        TypeError: a backend that is not known here; the message names it.
     """
-    message = refusal(backend)
-    if message:
-        raise TypeError(message)
     inner = type(backend)
+
+    def forward(
+        self: Any,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """One layer: grouped sparse decode where the running step has a plan, else the inner backend.
+
+        The only method that RadixAttention calls per layer.
+        """
+        why = layer_refusal(layer, kwargs) if runtime.planned else None
+        out = runtime.attend(q, k, v, layer, forward_batch, save_kv_cache, why)
+        return inner.forward(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs) if out is None else out
+
+    def init_forward_metadata_out_graph(self: Any, forward_batch: Any, in_capture: bool = False) -> None:
+        """What the inner backend's kernels read in a forward, made before it; nothing where a graph of ours is
+        replayed.
+
+        No kernel of the inner backend is in such a graph: a layer that had to stay dense in a capture ends all planning
+        (`SparseRuntime.attend`), so a step with a plan replays a graph whose layers are all ours. The plan stands
+        before SGLang prepares the replay, and chooses its graph behind this. Kernels of known backends need nothing of
+        an earlier step's: what a later step of SGLang's own reads is made in that step.
+        """
+        if in_capture or not _replays_ours(runtime, forward_batch):
+            inner.init_forward_metadata_out_graph(self, forward_batch, in_capture=in_capture)
+
     # One base only: then the object's layout stays what it is, which assigning __class__ asks for.
-    members = {"forward": _forward, _INNER: inner, "__qualname__": inner.__qualname__, "__module__": inner.__module__}
-    members["init_forward_metadata_out_graph"] = _init_forward_metadata_out_graph
-    backend.__class__ = type(inner.__name__, (inner,), members)
-    setattr(backend, _RUNTIME, runtime)
-    setattr(backend, _LAYER_REFUSAL, layer_refusal)
+    members = {"__qualname__": inner.__qualname__, "__module__": inner.__module__, _INNER: inner}
+    methods = {one.__name__: one for one in (forward, init_forward_metadata_out_graph)}
+    backend.__class__ = type(inner.__name__, (inner,), members | methods)
     return backend
 
 

@@ -25,16 +25,21 @@ from sglang_ext.ranks import build_refusal
 _UNREAD = "unread"
 
 
-def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str, kv_dtype: str) -> ModelFingerprint:
-    """Identity of a model.
+def fingerprint(
+    args: Any, config: Any, kv_dtype: torch.dtype | None = None, *, weights: bool = False
+) -> ModelFingerprint:
+    """Identity of the model that a server serves. Reads the checkpoint's configuration, and its weights if asked for.
 
     Args:
-        args: ServerArgs.
+        args: resolved ServerArgs.
         config: SGLang's ModelConfig.
-        folder: of the checkpoint.
-        weights: digest of the weights.
-        kv_dtype: dtype of the KV pool.
+        kv_dtype: of the KV pool; None: not known yet, the fingerprint's is no value.
+        weights: whether to read them; otherwise their digest is no value, and their files need not be there.
+
+    Raises:
+        FileNotFoundError: the model, or its weights, are not on this machine.
     """
+    folder = resolve_folder(config.model_path, args.revision, args.download_dir)
     # The checkpoint's own config: SGLang releases differ in what they add to the parsed one.
     raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
     raw.update(json.loads(args.json_model_override_args or "{}"))
@@ -43,9 +48,9 @@ def checkpoint_fingerprint(args: Any, config: Any, folder: str, *, weights: str,
     config_digest, rope_digest = config_digests(raw, getattr(config, "quantization", None))
     return ModelFingerprint(
         config_digest=config_digest,
-        weights_digest=weights,
+        weights_digest=_weights_of(args, folder) if weights else _UNREAD,
         rope_digest=rope_digest,
-        kv_dtype=kv_dtype,
+        kv_dtype=_UNREAD if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
         num_layers=int(config.num_hidden_layers),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -67,15 +72,10 @@ def read_model(flags: Sequence[str]) -> ModelFingerprint:
     from sglang_ext.compat.engine import checked_record
 
     record = checked_record(flags)
-    config = model_config_of(record)
-    folder = resolve_folder(config.model_path, record.revision, record.download_dir)
-    return checkpoint_fingerprint(record, config, folder, weights=_UNREAD, kv_dtype=_UNREAD)
+    return fingerprint(record, model_config_of(record))
 
 
-def weights_of(args: Any, folder: str) -> str:
-    """Digest of the weights that a server with these resolved ServerArgs loads; reads the files of the checkpoint's
-    folder.
-    """
+def _weights_of(args: Any, folder: str) -> str:
     if str(getattr(args.load_format, "value", args.load_format)) == "dummy":
         return canonical_digest({"dummy": int(args.random_seed or 0)})
     return weights_digest(folder)
@@ -89,10 +89,9 @@ def model_refusal(record: Any, settings: Settings) -> str | None:
     if settings.profile is None and not plan:
         return None
     config = model_config_of(record)
-    folder = local_folder(config.model_path, record.revision, record.download_dir)
-    if folder is None:  # not on this machine yet
+    if local_folder(config.model_path, record.revision, record.download_dir) is None:  # not on this machine yet
         return None
-    model = checkpoint_fingerprint(record, config, folder, weights=_UNREAD, kv_dtype=_UNREAD)
+    model = fingerprint(record, config)
     try:
         if settings.profile is not None:
             if config.quantization or record.quantization:  # which of these it is, SGLang may find out later

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -37,58 +38,29 @@ def _stub_rope_operation() -> None:
     sys.modules["vllm._custom_ops"] = stub
 
 
-def alloc_extend(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PagedTokenToKVPoolAllocator.alloc_extend` before 0.5.22 with its own naive form instead of the kernel."""
+def alloc_naive(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
+    """`PagedTokenToKVPoolAllocator.alloc_extend` and `alloc_decode` before 0.5.22, with its own naive form in place of
+    their kernels; the scheduler is single-threaded here.
+    """
     from sglang.srt.mem_cache.allocator import paged
 
-    def launch(prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, *_rest: Any) -> None:
+    def extend(prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, *_rest: Any) -> None:
         page = allocator.page_size
         pages = ((seq_lens + page - 1) // page - (prefix_lens + page - 1) // page).sum()
         if int(pages) > len(free_pages):
             return  # the caller counts the pages itself, and gives up
         paged.alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out, page, allocator.device)
 
-    return _with_kernel(paged, "alloc_extend_kernel", launch, original, allocator, *args, **kwargs)
+    def decode(seq_lens: Any, *rest: Any) -> None:
+        extend(seq_lens - 1, seq_lens, *rest)
 
-
-def alloc_decode(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PagedTokenToKVPoolAllocator.alloc_decode` before 0.5.22 with torch operations instead of the kernel."""
-    import torch
-    from sglang.srt.mem_cache.allocator import paged
-
-    def launch(seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, *_rest: Any) -> None:
-        page = allocator.page_size
-        new_page = (seq_lens - 1) % page == 0
-        if int(new_page.sum()) > len(free_pages):
-            return  # the caller counts the pages itself, and gives up
-        rank = torch.cumsum(new_page.to(torch.int64), 0) - 1
-        fresh = last_loc + 1
-        fresh[new_page] = free_pages[rank[new_page]].to(fresh.dtype) * page
-        out.copy_(fresh)
-
-    return _with_kernel(paged, "alloc_decode_kernel", launch, original, allocator, *args, **kwargs)
-
-
-def _with_kernel(
-    module: Any,
-    name: str,
-    launch: Callable[..., None],
-    original: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call `original` while `module.name[grid](...)` runs `launch`; the scheduler is single-threaded here."""
-
-    class Launcher:
-        def __getitem__(self, _grid: Any) -> Callable[..., None]:
-            return launch
-
-    kernel = getattr(module, name)
-    setattr(module, name, Launcher())
+    kernels = paged.alloc_extend_kernel, paged.alloc_decode_kernel
+    # They are launched as kernel[grid](...).
+    paged.alloc_extend_kernel, paged.alloc_decode_kernel = defaultdict(lambda: extend), defaultdict(lambda: decode)
     try:
-        return original(*args, **kwargs)
+        return original(allocator, *args, **kwargs)
     finally:
-        setattr(module, name, kernel)
+        paged.alloc_extend_kernel, paged.alloc_decode_kernel = kernels
 
 
 def extend_new_rows(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +153,8 @@ def register() -> None:
 
     if versions.older_than("0.5.22"):
         allocator = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
-        HookRegistry.register(f"{allocator}.alloc_extend", alloc_extend, HookType.AROUND)
-        HookRegistry.register(f"{allocator}.alloc_decode", alloc_decode, HookType.AROUND)
+        HookRegistry.register(f"{allocator}.alloc_extend", alloc_naive, HookType.AROUND)
+        HookRegistry.register(f"{allocator}.alloc_decode", alloc_naive, HookType.AROUND)
     assign = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
     HookRegistry.register(assign, assign_slots, HookType.AROUND)
     pool = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"

@@ -8,24 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor
 
-from prefix_kernels.residents import from_pages, to_pages
 from sglang_ext.compat import memory
 from sglang_ext.compat.versions import older_than
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.model_view import ModelView
-from sglang_ext.offload.host import rows_of, runs
+from sglang_ext.offload.host import HostPool
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-
-_RESTORED = 512
-"""Pages that `restore` copies at once, at most."""
 
 
 def around_create_buffers(original: Callable[..., None], pool: Any, *args: Any) -> None:
@@ -64,14 +58,16 @@ def offloading(
     pool = runner.token_to_kv_pool
     rows = rows_behind(pool)
     options = msgspec.structs.replace(options, host_bytes=options.host_bytes // ranks.size)
-    host = SGLangHostPool(pool, options, plan.dense_layers, rows.stop, ranks)
+    host = host_pool(pool, options, plan.dense_layers, rows.stop, ranks)
     found = Offloading(options, view, host, rows, int(pool.page_size), waits_s=waits_s, ranks=ranks)
     logger.info("sparse attention: offload: %s", found.summary())
     return found
 
 
-class SGLangHostPool:
-    """A `HostPool` in the memory of an `MHATokenToKVPoolHost`.
+def host_pool(
+    device_pool: Any, options: Offload, dense_layers: Sequence[int], dense_begin: int, ranks: Ranks | None = None
+) -> HostPool:
+    """Host memory of an `MHATokenToKVPoolHost`.
 
     Args:
         device_pool: SGLang's KV pool. Tensors of layers that attend all are replaced by larger ones.
@@ -83,81 +79,32 @@ class SGLangHostPool:
     Raises:
         RuntimeError: the host has not so much memory, or it cannot be pinned.
     """
-
-    def __init__(
-        self,
-        device_pool: Any,
-        options: Offload,
-        dense_layers: Sequence[int],
-        dense_begin: int,
-        ranks: Ranks | None = None,
-    ) -> None:
-        self._device = device_pool
-        pinned = device_pool.k_buffer[0].device.type == "cuda"
-        heads, width = device_pool.k_buffer[0].shape[1:]
-        try:
-            self._host = _made(device_pool, options.host_bytes, pinned=pinned)
-        except (ValueError, RuntimeError, MemoryError) as error:
-            raise RuntimeError(
-                f"--sparse-attn: expected {options.host_bytes} bytes of host memory for offload, and some GB beside; "
-                f"got: {error}. Lower offload.host_bytes"
-            ) from error
-        [self.num_pages] = (ranks or Ranks()).least([int(self._host.size) // PAGE_TOKENS])
-        sizes = len(device_pool.k_buffer), self.num_pages, heads, PAGE_TOKENS, 2 * width
-        if device_pool.v_buffer[0].shape[1:] != (heads, width):
-            raise RuntimeError(
-                f"--sparse-attn: expected values as wide as keys, {width}, with offload; got "
-                f"{device_pool.v_buffer[0].shape[2]}. Remove offload from --sparse-attn-config"
-            )
-        # SGLang has all keys first. Nothing but what is here reads this pool.
-        self._layers: Tensor = self._host.kv_buffer.view(-1)[: math.prod(sizes)].view(sizes)
-        self._dtype: torch.dtype = device_pool.dtype  # fp8 is kept as bytes
-        self._free = torch.arange(self.num_pages)
-        self.nbytes = self._layers.nbytes
-        self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
-        for buffers in (device_pool.k_buffer, device_pool.v_buffer):
-            for layer in dense_layers:
-                before = buffers[layer]
-                buffers[layer] = before.new_zeros(dense_begin + self.num_pages * PAGE_TOKENS, *before.shape[1:])
-                buffers[layer][: len(before)] = before
-        if dense_layers:
-            device_pool._init_data_ptrs_and_strides()
-
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
-
-    def alloc(self, num_pages: int) -> Tensor | None:
-        if num_pages > len(self._free):
-            return None
-        taken, self._free = self._free[:num_pages], self._free[num_pages:]
-        return taken
-
-    def free(self, pages: Tensor) -> None:
-        # In order: SGLang's own allocator hands pages out as they came back, and a prefix falls into ever more runs.
-        self._free = torch.cat([self._free, pages]).sort().values
-
-    def layer(self, layer: int) -> Tensor:
-        return self._layers[layer].view(self._dtype)
-
-    def backup(self, slots: Tensor, pages: Tensor) -> None:
-        for layer, host in enumerate(self._layers):
-            buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
-            keys, values = (one.index_select(0, slots) for one in buffers)
-            taken = to_pages(keys, values)
-            for place, page, count in runs(pages):
-                host[page : page + count].copy_(taken[place : place + count], non_blocking=True)
-                if layer in self._dense and self.dense_begin is not None:
-                    for buffer, rows in zip(buffers, (keys, values), strict=True):
-                        buffer[self.dense_begin :][rows_of(page, count)] = rows[rows_of(place, count)]
-
-    def restore(self, pages: Tensor) -> None:
-        for layer in self._dense:
-            buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
-            for part in torch.split(pages, _RESTORED):
-                for _, page, count in runs(part):
-                    taken = self._layers[layer][page : page + count].to(buffers[0].device, non_blocking=True)
-                    from_pages(taken, *(buffer[self.dense_begin :][rows_of(page, count)] for buffer in buffers))
+    pinned = device_pool.k_buffer[0].device.type == "cuda"
+    heads, width = device_pool.k_buffer[0].shape[1:]
+    try:
+        made = _made(device_pool, options.host_bytes, pinned=pinned)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise RuntimeError(
+            f"--sparse-attn: expected {options.host_bytes} bytes of host memory for offload, and some GB beside; "
+            f"got: {error}. Lower offload.host_bytes"
+        ) from error
+    [num_pages] = (ranks or Ranks()).least([int(made.size) // PAGE_TOKENS])
+    sizes = len(device_pool.k_buffer), num_pages, heads, PAGE_TOKENS, 2 * width
+    if device_pool.v_buffer[0].shape[1:] != (heads, width):
+        raise RuntimeError(
+            f"--sparse-attn: expected values as wide as keys, {width}, with offload; got "
+            f"{device_pool.v_buffer[0].shape[2]}. Remove offload from --sparse-attn-config"
+        )
+    for buffers in (device_pool.k_buffer, device_pool.v_buffer):
+        for layer in dense_layers:
+            before = buffers[layer]
+            buffers[layer] = before.new_zeros(dense_begin + num_pages * PAGE_TOKENS, *before.shape[1:])
+            buffers[layer][: len(before)] = before
+    if dense_layers:
+        device_pool._init_data_ptrs_and_strides()
+    # SGLang has all keys first. Nothing but what is here reads this pool.
+    memory = made.kv_buffer.view(-1)[: math.prod(sizes)].view(sizes)
+    return HostPool(memory, device_pool, device_pool.dtype, dense_layers, dense_begin, owner=made)
 
 
 def _made(device_pool: Any, nbytes: int, *, pinned: bool) -> Any:

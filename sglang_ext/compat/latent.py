@@ -150,27 +150,22 @@ def model_refusal(runner: Any, build: Build) -> str | None:
 
 
 def device_refusal(heads: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `gpu_refusal`, of the device that is there; None on any but a GPU."""
-    if device.type != "cuda":
-        return None
-    gpu: Any = torch.cuda.get_device_properties(device)
-    return gpu_refusal(heads, dtype, gpu.shared_memory_per_block_optin, hopper=gpu.major == 9)
-
-
-def gpu_refusal(heads: int, dtype: torch.dtype, shared_memory: int, *, hopper: bool) -> str | None:
-    """Why our kernels cannot attend latent keys on a GPU; None if they can. A tile has all query heads.
+    """Why our kernels cannot attend latent keys on a device; None if they can, and on any but a GPU. A tile has all
+    query heads.
 
     Args:
         heads: query heads of this rank.
         dtype: of queries.
-        shared_memory: bytes that one program may have.
-        hopper: whether the GPU has sm_90.
+        device: that is there.
     """
-    most = 16 if dtype is torch.float32 else 64 if hopper else 32
+    if device.type != "cuda":
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)
+    most = 16 if dtype is torch.float32 else 64 if gpu.major == 9 else 32
     if heads > most:
         return _message(f"at most {most} query heads of {dtype} on this GPU", heads, "Raise --tp-size")
-    if shared_memory < SHARED_MEMORY:
-        got = f"{shared_memory} bytes of shared memory"
+    if gpu.shared_memory_per_block_optin < SHARED_MEMORY:
+        got = f"{gpu.shared_memory_per_block_optin} bytes of shared memory"
         return _message(f"a GPU with {SHARED_MEMORY} or more (A100, H100)", got, "Serve this model without the plugin")
     return None
 

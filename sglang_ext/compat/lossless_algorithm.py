@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
-from sglang_ext.compat import lossless
+from sglang_ext.compat import flags
 
 
 class Lossless(CustomSpecAlgo):  # type: ignore[misc]
@@ -32,8 +32,8 @@ class Lossless(CustomSpecAlgo):  # type: ignore[misc]
 
 def register() -> None:
     """Make the algorithm known to SGLang in this process."""
-    if get_spec(lossless.NAME) is None:
-        SpeculativeAlgorithm.register(lossless.NAME, supports_overlap=True, spec_class=Lossless)(_worker)
+    if get_spec(flags.VERIFY) is None:
+        SpeculativeAlgorithm.register(flags.VERIFY, supports_overlap=True, spec_class=Lossless)(_worker)
 
 
 def _worker(_server_args: Any) -> type:

@@ -24,7 +24,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 from torch import Tensor
 
-from sglang_ext.compat import lossless, scheduler_hooks
+from sglang_ext.compat import flags, scheduler_hooks
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.decode.drafts import Drafting
 from sglang_ext.decode.draws import Draws, Sampling, placed
@@ -90,7 +90,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
     def __init__(self, *, server_args: Any, target_worker: Any, **_places: Any) -> None:
         super().__init__()
         if settings_of(server_args) is None:
-            raise RuntimeError(f"expected --sparse-attn, with exactness verify, for {lossless.NAME}; got none of it")
+            raise RuntimeError(f"expected --sparse-attn, with exactness verify, for {flags.VERIFY}; got none of it")
         self._target_worker = target_worker
         self.model_runner.spec_algorithm = SpeculativeAlgorithm.NONE  # before it captures graphs
         self._rounds: deque[tuple[list[str], list[int]]] = deque()

@@ -99,11 +99,10 @@ class OffloadedTree:
     def install(self) -> None:
         """Replace methods of this one object; each delegates for requests without a prefix in host memory."""
         tree = self._tree
-        for name in ("cache_finished_req", "cache_unfinished_req"):  # until 0.5.16
+        for name in ("cache_finished_req", "cache_unfinished_req", "checkpoint_into_tree"):  # the last one of 0.5.23
             if hasattr(tree, name):
                 setattr(tree, name, self._cached_by(getattr(tree, name)))
-        if hasattr(tree, "checkpoint_into_tree"):  # 0.5.23
-            tree.checkpoint_into_tree = self._checkpointed_by(tree.checkpoint_into_tree)
+        if hasattr(tree, "prefix_device_indices"):  # 0.5.23
             tree.prefix_device_indices = self._indices_by(tree.prefix_device_indices)
         reset = tree.reset
 
@@ -158,22 +157,13 @@ class OffloadedTree:
             offload = self._of(req)
             if offload is None:
                 return inner(req, *args, **kwargs)
-            if "kv_len_to_handle" in kwargs:
-                kwargs["kv_len_to_handle"] -= offload.prefix_len
+            for length in ("kv_len_to_handle", "up_to"):
+                if length in kwargs:
+                    kwargs[length] -= offload.prefix_len
             with self._behind(offload):
                 return inner(self._request(req, offload), *args, **kwargs)
 
         return cached
-
-    def _checkpointed_by(self, inner: Callable[..., None]) -> Callable[..., None]:
-        def checkpointed(req: Any, *, up_to: int, **kwargs: Any) -> None:
-            offload = self._of(req)
-            if offload is None:
-                return inner(req, up_to=up_to, **kwargs)
-            with self._behind(offload):
-                return inner(self._request(req, offload), up_to=up_to - offload.prefix_len, **kwargs)
-
-        return checkpointed
 
     def _indices_by(self, inner: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         def indices(req: Any) -> Tensor:

@@ -9,22 +9,20 @@ from functools import cached_property
 import torch
 
 from prefix_index import ModelFingerprint
-from sglang_ext.compat import adoption, latent, lossless, memory, scheduler_hooks
+from sglang_ext.compat import adoption, flags, latent, memory
 from sglang_ext.compat.checkpoint import (
     attention_backends,
-    checkpoint_fingerprint,
+    fingerprint,
     kv_dtype_of,
     latent_refusal,
     model_config_of,
     resolved,
-    weights_of,
 )
 from sglang_ext.compat.engine import checked_record
 from sglang_ext.compat.request_tokens import RequestTokens
 from sglang_ext.compat.runner import kv_dtype_refusal
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import Settings
-from sglang_ext.fingerprint import resolve_folder
 from sglang_ext.options import SparseAttnConfig
 
 
@@ -85,8 +83,8 @@ class ServerPreview:
             or kv_dtype_refusal(self._kv_dtype)
             or latent_refusal(self._record, ours)
             or self._gpu_refusal()
-            or (settings and lossless.refusal(self._args, settings.config))
-            or (settings and scheduler_hooks.graph_refusal(self.device, settings.config.build, self._has_graphs))
+            or (settings and flags.refusal(self._args, settings.config))
+            or (settings and flags.graph_refusal(self.device, settings.config, self._has_graphs))
             or None
         )
 
@@ -101,15 +99,8 @@ class ServerPreview:
         return kv_dtype_of(self._args, self._config)
 
     def model(self, *, weights: bool = True) -> ModelFingerprint:
-        """Of the model served. Without `weights` their digest is no value, and their files need not be there.
-
-        Raises:
-            FileNotFoundError: the model, or its weights, are not on this machine.
-        """
-        folder = resolve_folder(self._config.model_path, self._args.revision, self._args.download_dir)
-        digest = weights_of(self._args, folder) if weights else "unread"
-        kv_dtype = str(self._kv_dtype).removeprefix("torch.")
-        return checkpoint_fingerprint(self._record, self._config, folder, weights=digest, kv_dtype=kv_dtype)
+        """Of the model served; see `checkpoint.fingerprint`."""
+        return fingerprint(self._args, self._config, self._kv_dtype, weights=weights)
 
     @cached_property
     def tokens(self) -> RequestTokens:

@@ -14,8 +14,7 @@ from torch import Tensor
 from prefix_index import ModelFingerprint
 from prefix_kernels.types import PagedKV
 from sglang_ext.compat import latent, memory
-from sglang_ext.compat.checkpoint import checkpoint_fingerprint, weights_of
-from sglang_ext.fingerprint import resolve_folder
+from sglang_ext.compat.checkpoint import fingerprint
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.options import Build
 
@@ -110,10 +109,9 @@ class RunnerView:
             )
         if getattr(runner, "sliding_window_size", None):
             return "--sparse-attn: expected full attention; got a sliding-window model (unsupported_mode)."
-        return self._latent_refusal(build) if self._latent else None
-
-    def _latent_refusal(self, build: Build) -> str | None:
-        message = latent.model_refusal(self.runner, build)
+        if not self._latent:
+            return None
+        message = latent.model_refusal(runner, build)
         return message or latent.device_refusal(self.num_qo_heads, self.dtype, self.device)
 
     @property
@@ -142,12 +140,7 @@ class RunnerView:
 
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model served. Reads the checkpoint's files once."""
-        args = self.runner.server_args
-        config = self.runner.model_config
-        folder = resolve_folder(config.model_path, args.revision, args.download_dir)
-        weights = weights_of(args, folder)
-        kv_dtype = str(self.runner.token_to_kv_pool.dtype).removeprefix("torch.")
-        return checkpoint_fingerprint(args, config, folder, weights=weights, kv_dtype=kv_dtype)
+        return fingerprint(self.runner.server_args, self.runner.model_config, self.kv_dtype, weights=True)
 
 
 def kv_dtype_refusal(dtype: torch.dtype, *, quantized: bool = False) -> str | None:

@@ -12,14 +12,15 @@ from typing import Any
 
 from prefix_index import printable_values
 from sglang_ext.administration import summary
-from sglang_ext.compat import administration, latent, lossless, offload, tensor_parallel
+from sglang_ext.compat import administration, flags, latent
 from sglang_ext.compat.host_pool import offloading
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.response import tell
 from sglang_ext.compat.seam import assert_in_place
-from sglang_ext.compat.server_args import settings_of, unsupported
+from sglang_ext.compat.server_args import settings_of
 from sglang_ext.metrics import Counters
 from sglang_ext.options import Build
+from sglang_ext.ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,10 @@ def runtime() -> Any:
     return _runtime
 
 
-def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backend: Any) -> Any:
+def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
     """Adopt what SGLang built for the target model."""
     global _runtime
-    wrapped = original(runner, backend)
+    wrapped = original(runner, full_attn_backend)
     settings = settings_of(runner.server_args)
     if settings is None or runner.is_draft_worker:
         return wrapped
@@ -59,21 +60,17 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, backe
     assert_in_place()
     view = RunnerView(runner)
     for message in (
-        unsupported(runner.server_args),
-        lossless.refusal(runner.server_args, settings.config),
-        tensor_parallel.refusal(runner.server_args, settings.config),
-        offload.refusal(runner.server_args, settings.config),
-        offload.graph_refusal(runner.device, settings.config),
+        flags.refusal(runner.server_args, settings.config),
         refusal(wrapped),
         view.refusal(settings.config.build),
         latent.refusal(runner.model_config, settings.config, [type(wrapped).__name__], view.kv_dtype, view.device.type),
-        graph_refusal(runner.device, settings.config.build),
+        flags.graph_refusal(runner.device, settings.config),
     ):
         if message:
             raise RuntimeError(message)
     # One rank exports: all count the same requests.
     prometheus = bool(getattr(runner.server_args, "enable_metrics", False)) and view.tp_rank == 0
-    ranks = tensor_parallel.ranks_of(view.tp_rank, view.tp_size)
+    ranks = ranks_of(view.tp_rank, view.tp_size)
     options = settings.config.offload
     make = None
     if options is not None and settings.config.build is not Build.PREFILL:
@@ -140,48 +137,7 @@ def _label_of(path: str, label: str | None) -> str:
     return path if label is None else f"{label}+{path}"
 
 
-def graph_refusal(device: str, build: Build, has: Callable[[str, str], bool] | None = None) -> str | None:
-    """Why the server's CUDA graphs do not go with ours, as a message; None where they do. Graphs replay without Python:
-    what is recorded, and what is decided per layer, does not run in them.
-
-    Args:
-        device: of the model.
-        build: what is recorded.
-        has: (phase, backend) -> whether graphs are of that; None: SGLang's own word on this process.
-    """
-    if device != "cuda":
-        return None
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-
-    has = has or check_cuda_graph_backend
-    no_decode_graph = has(Phase.DECODE, Backend.DISABLED)
-    if build is Build.CAPTURE and not no_decode_graph:
-        return (
-            "--sparse-attn: expected decode CUDA graphs to be off while prompts are captured; they are on. A graph "
-            "replays attention without Python, so decode steps cannot be recorded: add --disable-decode-cuda-graph."
-        )
-    if not (no_decode_graph or has(Phase.DECODE, Backend.FULL)):
-        return (
-            "--sparse-attn: expected the decode graph backend 'full' (SGLang's default on CUDA) or none; got another "
-            "one. Remove --cuda-graph-backend-decode, or add --disable-decode-cuda-graph."
-        )
-    no_prefill_graph = has(Phase.PREFILL, Backend.DISABLED)
-    if build is Build.CAPTURE and not no_prefill_graph:
-        return (
-            "--sparse-attn: expected prefill CUDA graphs to be off while prompts are captured; they are on. The "
-            "residual stream is read between layers: add --disable-prefill-cuda-graph."
-        )
-    records = build in (Build.PREFILL, Build.SHARED)
-    if records and not (no_prefill_graph or has(Phase.PREFILL, Backend.BREAKABLE)):
-        return (
-            "--sparse-attn: expected the prefill graph backend 'breakable' (SGLang's default on CUDA) or none "
-            "while indexes are built; another one replays attention without Python, so queries cannot be "
-            "recorded. Remove --cuda-graph-backend-prefill, or add --disable-prefill-cuda-graph."
-        )
-    return None
-
-
-def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
+def after_create_tree_cache(tree_cache: Any, _ctx: Any) -> None:
     """Observe prefix matches of the very cache that SGLang built; the cache itself is not changed."""
     global _cache_observed
     if _runtime is None:
@@ -189,7 +145,7 @@ def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
     match = tree_cache.match_prefix
     offloaded = None
     if _runtime.offload is not None:
-        if message := offload.tree_refusal(tree_cache):
+        if message := flags.tree_refusal(tree_cache):
             raise RuntimeError(message)
         offloaded = OffloadedTree(tree_cache, _runtime.offload, _runtime.requests.of)
         offloaded.install()
@@ -207,14 +163,10 @@ def after_create_tree_cache(tree_cache: Any, _context: Any) -> None:
 
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill."""
-    offload = None if _runtime is None else _runtime.offload
-    if _runtime is None or offload is None:
+    if _runtime is None or _runtime.offload is None:
         return original(scheduler, *args, **kwargs)
     waiting, most = scheduler.waiting_queue, scheduler.max_req_input_len
-    for req in waiting:
-        if _runtime.requests.of(req) is None:
-            _admit(req, _key_of(req))
-    held = {id(req) for req in offload.before_batch([(req, _runtime.requests.of(req)) for req in waiting], most)}
+    held = {id(req) for req in _runtime.offload.before_batch([(req, _admitted(req)) for req in waiting], most)}
     held |= {id(req) for req in waiting if len(req.origin_input_ids) >= most and _waits_for_host(req)}
     if not held:
         return original(scheduler, *args, **kwargs)
@@ -236,12 +188,9 @@ def _waits_for_host(req: Any) -> bool:
     """Whether a prompt that is longer than the KV pool waits for its prefix. One whose prefix does not come ends:
     SGLang would never find room for it, nor for those behind it.
     """
-    assert _runtime is not None
-    assert _runtime.offload is not None
     limit = req.logprob_start_len if req.return_logprob and req.logprob_start_len >= 0 else len(req.origin_input_ids)
     tokens, ready = _front(req, limit)
-    attachment = _runtime.requests.of(req)
-    assert attachment is not None
+    attachment = _admitted(req)
     nowhere = "it is in neither, its index does not serve now, or log-probabilities of its tokens were asked for"
     why = _runtime.offload.overdue(attachment) if tokens else nowhere
     if why is None:
@@ -255,14 +204,19 @@ def _waits_for_host(req: Any) -> bool:
 
 
 def _front(req: Any, limit: int) -> tuple[int, bool]:
-    """Of a waiting request; see `Offloading.front`."""
-    offload = None if _runtime is None else _runtime.offload
-    if _runtime is None or offload is None:
-        return 0, False
-    if _runtime.requests.of(req) is None:
-        _admit(req, _key_of(req))
-    front: tuple[int, bool] = offload.front(_runtime.requests.of(req), min(limit, len(req.origin_input_ids) - 1))
+    """Of a waiting request, where prefixes lie in host memory; see `Offloading.front`."""
+    front: tuple[int, bool] = _runtime.offload.front(_admitted(req), min(limit, len(req.origin_input_ids) - 1))
     return front
+
+
+def _beyond(req: Any, most: int, truncates: bool) -> int:
+    """Tokens that a prompt longer than the KV pool has in front. What SGLang truncates is looked up as a whole, so is
+    not looked up here.
+    """
+    length = len(req.origin_input_ids)
+    if length < most or truncates or _runtime is None or _runtime.offload is None:
+        return 0
+    return _front(req, length)[0]
 
 
 class _Behind:
@@ -277,10 +231,8 @@ class _Behind:
 
 def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:
     """A prefix in host memory takes no room in the KV pool: it does not bound the answer to a prompt that is longer."""
-    length, truncates = len(req.origin_input_ids), scheduler.server_args.allow_auto_truncate
-    tokens = _front(req, length)[0] if length >= scheduler.max_req_input_len and not truncates else 0
-    if tokens:
-        params, most = req.sampling_params, scheduler.model_config.context_len - length - 2
+    if tokens := _beyond(req, scheduler.max_req_input_len, scheduler.server_args.allow_auto_truncate):
+        params, most = req.sampling_params, scheduler.model_config.context_len - len(req.origin_input_ids) - 2
         params.max_new_tokens = most if params.max_new_tokens is None else min(params.max_new_tokens, most)
         req = _Behind(req, tokens)
     original(scheduler, req)
@@ -289,18 +241,19 @@ def around_init_req_max_new_tokens(original: Callable[..., None], scheduler: Any
 def around_validate_input_length(
     original: Callable[..., Any], req: Any, max_req_input_len: int, allow_auto_truncate: bool
 ) -> Any:
-    """Nor does it bound the prompt. What SGLang truncates is looked up as a whole, so is not looked up here."""
-    length = len(req.origin_input_ids)
-    tokens = _front(req, length)[0] if length >= max_req_input_len and not allow_auto_truncate else 0
-    return original(req, max_req_input_len + tokens, allow_auto_truncate)
+    """Nor does it bound the prompt."""
+    most = max_req_input_len + _beyond(req, max_req_input_len, allow_auto_truncate)
+    return original(req, most, allow_auto_truncate)
 
 
-def _key_of(req: Any) -> Any:
-    """As SGLang will look a waiting request up."""
+def _admitted(req: Any) -> Any:
+    """What is known of a waiting request, which SGLang may not have looked up yet."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    salt = {"cache_salt": req.cache_salt} if "cache_salt" in RadixKey.__slots__ else {}
-    return RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key, **salt)
+    if _runtime.requests.of(req) is None:
+        salt = {"cache_salt": req.cache_salt} if "cache_salt" in RadixKey.__slots__ else {}
+        _admit(req, RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key, **salt))  # as SGLang will
+    return _runtime.requests.of(req)
 
 
 def namespace_of(key: Any) -> dict[str, str | None]:
@@ -311,7 +264,6 @@ def namespace_of(key: Any) -> dict[str, str | None]:
 
 
 def _admit(req: Any, key: Any) -> None:
-    assert _runtime is not None
     if _runtime.requests.of(req) is not None:
         return
     try:
@@ -448,7 +400,7 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
             tell(req, attachment, incremental=_runtime.view.runner.server_args.incremental_streaming_output)
 
 
-def after_weights_update(_result: Any, _updater: Any, _request: Any) -> None:
+def after_weights_update(_result: Any, _updater: Any, _recv_req: Any) -> None:
     """Weights may have been changed in place, also by an update that failed."""
     if _runtime is not None:
         _runtime.weights_updated()
@@ -470,13 +422,13 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
         )
 
 
-def after_get_internal_state(result: Any, _scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+def after_get_internal_state(result: Any, *_args: Any, **_kwargs: Any) -> None:
     """`/get_server_info` shows the counters under internal_states[i].sparse_attn."""
     if _runtime is not None:
         result.internal_state["sparse_attn"] = printable_values(_runtime.snapshot())
 
 
-def around_dumper_control(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+def around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Commands of ours come by SGLang's control request for its dumper; what is not ours stays SGLang's."""
-    answer = administration.answer(_runtime, request)
-    return original(scheduler, request) if answer is None else answer
+    answer = administration.answer(_runtime, recv_req)
+    return original(scheduler, recv_req) if answer is None else answer

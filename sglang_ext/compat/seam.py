@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext.compat.versions import SUPPORTED, older_than
 
-Process = Literal["every", "scheduler"]
-
 
 @dataclass(frozen=True)
 class Seam:
-    """One hook, and what it takes for granted: tests compare that with the real function, on each release.
+    """One hook.
 
     Attributes:
         target: path of SGLang's function.
         kind: when the hook runs.
-        hook: ours.
-        takes: names of the function's first arguments, all that the hook counts; a method's object or class left out.
-        reads: attributes of the function's result that the hook reads, each with its type; under an empty name the
-            type of the result itself.
+        hook: ours; its arguments have the names of the function's (tests compare them on each release).
         process: which processes need it: a launcher never imports the model runner for us.
         since: the first supported release of SGLang that has the function.
     """
@@ -32,36 +27,34 @@ class Seam:
     target: str
     kind: HookType
     hook: Callable[..., Any]
-    takes: tuple[str, ...]
-    reads: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
-    process: Process = "scheduler"
+    process: Literal["every", "scheduler"] = "scheduler"
     since: str = SUPPORTED[0]
 
 
-_declared: tuple[Seam, ...] = ()
+declared: list[Seam] = []
+"""All of them; `seams` fills it."""
 
 
-def declare(seams: tuple[Seam, ...]) -> None:
-    """Name the seams of this process, once."""
-    global _declared
-    _declared = seams
+def here() -> list[Seam]:
+    """Those of the installed release."""
+    return [seam for seam in declared if not older_than(seam.since)]
 
 
-def here(seams: Iterable[Seam] | None = None) -> tuple[Seam, ...]:
-    """Those of the installed release; None: of all that were declared."""
-    return tuple(seam for seam in (_declared if seams is None else seams) if not older_than(seam.since))
+def missing(*, launcher: bool = False) -> list[str]:
+    """Targets whose hook is not in place now: not applied, or replaced by someone afterwards.
 
-
-def missing(seams: Iterable[Seam]) -> list[str]:
-    """Targets whose hook is not in place now: not applied, or replaced by someone afterwards."""
+    Args:
+        launcher: only of those that every process needs.
+    """
     out = []
-    for seam in here(seams):
-        try:
-            attribute = pkgutil.resolve_name(seam.target)
-        except (AttributeError, ImportError):
-            out.append(seam.target)
+    for seam in here():
+        if launcher and seam.process != "every":
             continue
-        if not _carries(attribute, seam.hook):
+        try:
+            in_place = _carries(pkgutil.resolve_name(seam.target), seam.hook)
+        except (AttributeError, ImportError):
+            in_place = False
+        if not in_place:
             out.append(seam.target)
     return out
 
@@ -78,12 +71,8 @@ def _carries(attribute: Any, hook: Callable[..., Any]) -> bool:
 
 
 def assert_in_place(*, launcher: bool = False) -> None:
-    """Raise RuntimeError naming every declared seam that is not in place.
-
-    Args:
-        launcher: only those that every process needs.
-    """
-    gone = missing(seam for seam in _declared if seam.process == "every" or not launcher)
+    """Raise RuntimeError naming every seam of `missing`."""
+    gone = missing(launcher=launcher)
     if gone:
         raise RuntimeError(
             "--sparse-attn: expected these SGLang functions to be hooked, found them untouched: "

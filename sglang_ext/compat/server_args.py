@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from prefix_index import printable
-from sglang_ext.compat import administration, latent, lossless, offload, tensor_parallel
+from sglang_ext.compat import administration, flags, latent
 from sglang_ext.compat.seam import assert_in_place
 from sglang_ext.config import ENV_CONFIG, ConfigError, Settings, enabled_by_env, make_settings, settings_from_env
 from sglang_ext.profiles import local_folder
@@ -17,25 +17,6 @@ from sglang_ext.storage import ENV_STORE, default_store
 
 #: Attribute of the record. It is pickled with the record in every supported version (a test starts both).
 ATTRIBUTE = "_sparse_attn"
-
-#: (field of ServerArgs, value that is fine, name the user knows it by)
-_UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    ("pp_size", 1, "pipeline parallelism (--pp-size)"),
-    ("dp_size", 1, "data parallelism (--dp-size)"),
-    ("enable_two_batch_overlap", False, "two-batch overlap (--enable-two-batch-overlap)"),
-    ("enable_pdmux", False, "prefill-decode multiplexing (--enable-pdmux)"),
-    ("enable_nvidia_megakernel", False, "fused decode kernels (--enable-nvidia-megakernel)"),
-    ("enable_amd_monokernel", False, "fused decode kernels (--enable-amd-monokernel)"),
-    ("enable_torch_compile", False, "torch.compile (--enable-torch-compile)"),
-    ("speculative_algorithm", lossless.NAME, "speculative decoding (--speculative-algorithm)"),
-    ("disaggregation_mode", "null", "disaggregation (--disaggregation-mode)"),
-    ("dllm_algorithm", None, "diffusion language models (--dllm-algorithm)"),
-    ("encoder_only", False, "encoder-only serving (--encoder-only)"),
-    ("enable_deterministic_inference", False, "deterministic inference (--enable-deterministic-inference)"),
-)
-
-#: Formats whose weights are the files of the model's folder.
-_LOAD_FORMATS = ("auto", "safetensors", "pt", "sharded_state", "dummy")
 
 
 def refuse(message: str) -> NoReturn:
@@ -106,25 +87,13 @@ def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse
             "alone. Add --sparse-attn, or remove it."
         )
     if settings is not None:
-        if message := lossless.given_twice(args, settings.config):
+        if message := flags.given_twice(args, settings.config):
             refuse(message)
-        vars(args).update(lossless.arguments(settings.config) | latent.arguments(args))
+        vars(args).update(flags.verify_arguments(settings.config) | latent.arguments(args))
     record = original(cls, args)
     if settings is not None:
         attach(record, settings)
     return record
-
-
-def unsupported(record: Any) -> str | None:
-    """The first mode of this record that sparse attention does not work with, as a message; None if none."""
-    load_format = getattr(record, "load_format", "auto")
-    load_format = str(getattr(load_format, "value", load_format))  # an enum in some releases
-    if load_format not in _LOAD_FORMATS:
-        return (
-            f"--sparse-attn: expected --load-format {', '.join(_LOAD_FORMATS)}; got {load_format!r}. The model's "
-            "identity is taken from its folder, which may not be what this format loads: use one of these."
-        )
-    return tensor_parallel.conflict(record, _UNSUPPORTED)
 
 
 def after_check_server_args(_result: None, record: Any) -> None:
@@ -137,12 +106,8 @@ def after_check_server_args(_result: None, record: Any) -> None:
         return
     from sglang_ext.compat import checkpoint
 
-    message = unsupported(record) or tensor_parallel.refusal(record, settings.config)
-    message = message or lossless.refusal(record, settings.config)
-    message = message or offload.refusal(record, settings.config)
-    message = message or checkpoint.latent_refusal(record, settings.config)
-    message = message or checkpoint.model_refusal(record, settings)
-    if message:
+    message = flags.refusal(record, settings.config) or checkpoint.latent_refusal(record, settings.config)
+    if message := message or checkpoint.model_refusal(record, settings):
         refuse(message)
     try:
         assert_in_place(launcher=True)

@@ -22,8 +22,8 @@ from prefix_kernels.prefill_attention import Reference, Span
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.directory import Offload
-from sglang_ext.offload.host import HostPool, Run, copy_runs, runs
-from sglang_ext.offload.ring import InOrder, Queues, Ring, TwoStreams
+from sglang_ext.offload.host import HostPool, Run, runs
+from sglang_ext.offload.ring import Queues, Ring, TwoStreams
 
 if TYPE_CHECKING:
     from prefix_kernels.prefill_attention.runner import PrefillAttention
@@ -98,7 +98,7 @@ class StagedAttention:
         self._pool, self._num_layers = pool, num_layers
         self._implementation, self._device = implementation, device
         if queues is None:
-            queues = TwoStreams(device, PLACES) if device.type == "cuda" else InOrder()
+            queues = TwoStreams(device, PLACES) if device.type == "cuda" else Queues()
         self._ring = Ring(queues, PLACES)
         pages, of_host = -(-staging_tokens // PAGE_TOKENS), pool.layer(0)
         self.places = torch.zeros((PLACES, pages, *of_host.shape[1:]), dtype=of_host.dtype, device=device)
@@ -172,7 +172,9 @@ class StagedAttention:
     def _copying(self, step: StagedStep) -> Callable[[int, int], None]:
         def copy(number: int, place: int) -> None:
             layer, at = divmod(number, len(step.pieces))
-            copy_runs(self._pool.layer(layer), step.pieces[at].runs, self.places[place])
+            host, target = self._pool.layer(layer), self.places[place]
+            for first, page, count in step.pieces[at].runs:
+                target[first : first + count].copy_(host[page : page + count], non_blocking=True)
 
         return copy
 

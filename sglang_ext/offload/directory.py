@@ -109,7 +109,7 @@ class OffloadDirectory:
         for one in idle:
             if self._pool.free_pages >= wanted:
                 break
-            self._leave(one)
+            self.leave(one)
             self.events["evicted"] += 1
         pages = self._pool.alloc(wanted)
         assert pages is not None
@@ -132,7 +132,7 @@ class OffloadDirectory:
         if event == "loaded":
             offload.copied, offload.state = offload.prefix_len, OffloadState.HOST
         elif event == "load_failed" and self._known.get(offload.digest) is offload:
-            self._leave(offload)
+            self.leave(offload)
 
     def failed(self, offload: Offload) -> None:
         """Copying raised an error: its room is free."""
@@ -143,7 +143,12 @@ class OffloadDirectory:
 
     def leave(self, offload: Offload) -> None:
         """It serves no new request: as if it had not been known."""
-        self._leave(offload)
+        del self._known[offload.digest]
+        offload.dropped = True
+        if offload.users:
+            self._leaving.append(offload)
+        else:
+            self._pool.free(offload.pages)
 
     def pin(self, offload: Offload) -> None:
         """A row has it in front."""
@@ -159,15 +164,7 @@ class OffloadDirectory:
     def drop(self) -> None:
         """Forget all: the cache was flushed, or weights have changed. What is in use leaves with its last user."""
         for one in list(self._known.values()):
-            self._leave(one)
-
-    def _leave(self, offload: Offload) -> None:
-        del self._known[offload.digest]
-        offload.dropped = True
-        if offload.users:
-            self._leaving.append(offload)
-        else:
-            self._pool.free(offload.pages)
+            self.leave(one)
 
     @property
     def users(self) -> int:

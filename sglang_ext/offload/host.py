@@ -1,50 +1,78 @@
-"""What is asked of a pool of host memory; `compat.host_pool` makes one of SGLang's own class."""
+"""A pool of host memory; `compat.host_pool` makes it of SGLang's own class for such memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from prefix_kernels.residents import from_pages, to_pages
 from sglang_ext.config import PAGE_TOKENS
+
+_RESTORED = 512
+"""Pages that `restore` copies at once, at most."""
 
 Run = tuple[int, int, int]
 """Consecutive pages among others: (place of the first one, its number, how many)."""
 
 
-class HostPool(Protocol):
+class HostPool:
     """K and V of all layers in pages of `PAGE_TOKENS` rows of host memory, and their ways to and from the device.
 
     Copies are queued on the current stream, so what is queued behind them there sees them.
 
     Attributes:
         num_pages: of the pool.
-        free_pages: that nobody has.
-        nbytes: of host memory.
         dense_begin: row of the device pool at which layers that attend all have page 0, too, and all others behind it;
             None: there is no such layer.
+
+    Args:
+        memory: [num_layers, num_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim], of each token its key and behind it
+            its value; pinned on CUDA.
+        device: SGLang's KV pool: `k_buffer` and `v_buffer` by layer, each [num_slots, num_kv_heads, dim].
+        dtype: of what is stored: memory and buffers may have it as bytes.
+        dense_layers: that attend all.
+        dense_begin: see the attribute.
+        owner: of the memory; is kept.
     """
 
-    num_pages: int
-    nbytes: int
-    dense_begin: int | None
+    def __init__(
+        self,
+        memory: Tensor,
+        device: Any,
+        dtype: torch.dtype,
+        dense_layers: Collection[int] = (),
+        dense_begin: int = 0,
+        owner: Any = None,
+    ) -> None:
+        self.memory, self._device, self._dtype, self._owner = memory, device, dtype, owner
+        self.num_pages, self.nbytes = memory.shape[1], memory.nbytes
+        self._free = torch.arange(self.num_pages)
+        self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
 
     @property
-    def free_pages(self) -> int: ...
+    def free_pages(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
 
     def alloc(self, num_pages: int) -> Tensor | None:
         """[num_pages] int64 on the host, numbers of pages that are now the caller's; None: fewer are free."""
+        if num_pages > len(self._free):
+            return None
+        taken, self._free = self._free[:num_pages], self._free[num_pages:]
+        return taken
 
     def free(self, pages: Tensor) -> None:
         """Give pages back; [num_pages] int64."""
+        # In order: SGLang's own allocator hands pages out as they came back, and a prefix falls into ever more runs.
+        self._free = torch.cat([self._free, pages]).sort().values
 
     def layer(self, layer: int) -> Tensor:
-        """[num_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim] in the device pool's stored dtype, contiguous: of each
-        token its key and behind it its value.
-        """
+        """[num_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim] in the device pool's stored dtype, contiguous."""
+        return self.memory[layer].view(self._dtype)
 
     def backup(self, slots: Tensor, pages: Tensor) -> None:
         """Copy K and V of all layers from the device pool.
@@ -53,9 +81,24 @@ class HostPool(Protocol):
             slots: [num_tokens] int64 on the device, whole pages of tokens.
             pages: [num_tokens / PAGE_TOKENS] int64 on the host.
         """
+        for layer, host in enumerate(self.memory):
+            buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
+            keys, values = (one.index_select(0, slots) for one in buffers)
+            taken = to_pages(keys, values)
+            for place, page, count in runs(pages):
+                host[page : page + count].copy_(taken[place : place + count], non_blocking=True)
+                if layer in self._dense and self.dense_begin is not None:
+                    for buffer, rows in zip(buffers, (keys, values), strict=True):
+                        buffer[self.dense_begin :][rows_of(page, count)] = rows[rows_of(place, count)]
 
     def restore(self, pages: Tensor) -> None:
         """Copy to the rows of layers that attend all what pages hold that were not filled by `backup`."""
+        for layer in self._dense:
+            buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
+            for part in torch.split(pages, _RESTORED):
+                for _, page, count in runs(part):
+                    taken = self.memory[layer][page : page + count].to(buffers[0].device, non_blocking=True)
+                    from_pages(taken, *(buffer[self.dense_begin :][rows_of(page, count)] for buffer in buffers))
 
 
 def runs(pages: Tensor) -> Iterator[Run]:
@@ -71,15 +114,3 @@ def runs(pages: Tensor) -> Iterator[Run]:
 def rows_of(page: int, count: int) -> slice:
     """Rows of so many consecutive pages."""
     return slice(page * PAGE_TOKENS, (page + count) * PAGE_TOKENS)
-
-
-def copy_runs(host: Tensor, pages: Sequence[Run], target: Tensor) -> None:
-    """Copy pages on the current stream, without a wait: a copy for each run.
-
-    Args:
-        host: of a layer, as `HostPool.layer`, pinned on CUDA.
-        pages: of it.
-        target: [their places or more, ...], as `host`.
-    """
-    for place, page, number in pages:
-        target[place : place + number].copy_(host[page : page + number], non_blocking=True)

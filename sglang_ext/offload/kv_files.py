@@ -370,22 +370,23 @@ class Mover:
     def _work(self, asked: queue.SimpleQueue[Move]) -> None:
         while True:
             move = asked.get()
-            offload = move.offload
             try:
-                move.ready()
-                way = self._files.read if move.loads else self._files.write
-                way(offload.digest, offload.prefix_len, _told(move, of_pages(self._pool, offload.pages)))
+                self._do(move)
             except Exception as error:
                 move.error = error
             self._done.put(move)
 
+    def _do(self, move: Move) -> None:
+        offload = move.offload
+        memory = of_pages(self._pool, offload.pages)
 
-def _told(move: Move, memory: Memory) -> Memory:
-    def of_piece(piece: Piece) -> Sequence[Bytes]:
-        move.progress = time.monotonic()
-        return memory(piece)
+        def told(piece: Piece) -> Sequence[Bytes]:
+            move.progress = time.monotonic()
+            return memory(piece)
 
-    return of_piece
+        move.ready()
+        way = self._files.read if move.loads else self._files.write
+        way(offload.digest, offload.prefix_len, told)
 
 
 def waits_for(device: torch.device) -> Callable[[], Any]:

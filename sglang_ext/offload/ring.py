@@ -9,38 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
 
-class Queues(Protocol):
-    """A queue for copies, and the one that all else of a forward is in."""
+class Queues:
+    """A queue for copies, and the one that all else of a forward is in. By itself that of a device without streams:
+    everything at once.
+    """
 
     def begin(self) -> None:
         """Copies queued from now on run behind all that was queued elsewhere so far."""
 
     def copy(self, place: int, work: Callable[[], None]) -> None:
         """Queue a copy to a place, behind the last work on it."""
+        work()
 
     def attend(self, place: int, work: Callable[[], None]) -> None:
         """Queue work on a place, behind the last copy to it."""
-
-
-class InOrder:
-    """Of a device without streams: everything at once."""
-
-    def begin(self) -> None:
-        """What came before has ended."""
-
-    def copy(self, place: int, work: Callable[[], None]) -> None:
-        """Now."""
         work()
 
-    attend = copy
 
-
-class TwoStreams:
+class TwoStreams(Queues):
     """Copies on a CUDA stream of their own, the work on the current one.
 
     Args:

@@ -10,20 +10,22 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
+
+from sglang_ext.compat import scheduler_hooks as hooks
+from sglang_ext.compat.administration import ask
 from sglang_ext.compat.response import OpenAIUsage, after_generate_request
+from sglang_ext.ranks import Ranks
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
 
 
-def whose_answer() -> list[Any]:
-    """A client that goes away while the scheduler works, and the next one: through SGLang's own communicator."""
-    from sglang.srt.managers.communicator import FanOutCommunicator
-    from sglang.srt.managers.io_struct import DumperControlReqOutput
+def test_a_client_that_goes_away_leaves_its_answer_to_nobody() -> None:
+    """While the scheduler works; and the next one: through SGLang's own communicator."""
 
-    from sglang_ext.compat.administration import ask
-
-    async def main() -> list[Any]:
+    async def main() -> None:
         sent: list[Any] = []
         manager = SimpleNamespace(dumper_control=FanOutCommunicator(sent.append, 1))
         first, second = (asyncio.create_task(ask(manager, name, {})) for name in ("first", "second"))
@@ -38,36 +40,24 @@ def whose_answer() -> list[Any]:
             manager.dumper_control.handle_recv(DumperControlReqOutput(success=True, response=answer))
             for _ in range(5):
                 await asyncio.sleep(0)
-        return [first.cancelled(), (await second).body]
+        assert first.cancelled()
+        assert (await second).body == {"of": "sparse_attn.second"}
 
-    return asyncio.run(main())
-
-
-def test_a_client_that_goes_away_leaves_its_answer_to_nobody() -> None:
-    assert in_sglang("tests.compat.test_administration:whose_answer") == [True, {"of": "sparse_attn.second"}]
+    asyncio.run(main())
 
 
-def whose_request() -> list[Any]:
-    """What the hook answers itself: commands, where a runtime is; SGLang's own methods are SGLang's."""
-    from sglang.srt.managers.io_struct import DumperControlReqInput
-
-    from sglang_ext.compat import scheduler_hooks as hooks
-    from sglang_ext.ranks import Ranks
+def test_other_methods_of_the_request_stay_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook answers commands itself, where a runtime is."""
 
     def call(method: str) -> Any:
         return hooks.around_dumper_control(lambda *_: "SGLang's", None, DumperControlReqInput(method=method, body={}))
 
-    found = [call("sparse_attn.status")]
-    hooks._runtime = SimpleNamespace(ranks=Ranks())
-    found += [call("get_state"), call("sparse_attnstatus"), call("sparse_attn.nothing").response]
-    return found
-
-
-def test_other_methods_of_the_request_stay_sglangs() -> None:
-    *theirs, ours = in_sglang("tests.compat.test_administration:whose_request")
-    assert theirs == ["SGLang's"] * 3
-    assert ours[0]["status"] == 404
-    assert "expected a command of status" in ours[0]["body"]["error"]
+    assert call("sparse_attn.status") == "SGLang's"
+    monkeypatch.setattr(hooks, "_runtime", SimpleNamespace(ranks=Ranks()))
+    assert [call(method) for method in ("get_state", "sparse_attnstatus")] == ["SGLang's"] * 2
+    [ours] = call("sparse_attn.nothing").response
+    assert ours["status"] == 404
+    assert "expected a command of status" in ours["body"]["error"]
 
 
 def routes_and_keys() -> dict[str, Any]:

@@ -37,7 +37,6 @@ class Runtime:
         self.view = SimpleNamespace(runner=runner)
         self.planner = SimpleNamespace(paths_of=lambda size: tuple(StepPath) if size <= largest else ())
         self.path: StepPath | None = None
-        self.guarded = False
         self.events: list[Any] = []
 
     @contextmanager

@@ -45,6 +45,13 @@ def run_cli(words: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
+def told(words: list[str]) -> tuple[int, Any]:
+    """(status, what is said) of a command with `--json`."""
+    status, out, err = in_sglang(f"{__name__}:run_cli", words)
+    assert status in (0, 1), err
+    return status, json.loads(out)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama_model(tmp_path_factory.mktemp("diagnosed") / "model")
@@ -75,11 +82,8 @@ def explain(model: Path, built: Prebuilt, tmp_path: Path) -> Any:
             file.write_text(json.dumps(prompt))
             asked = ["--messages", str(file)]
         asked += [*words, "--sparse-attn-config", json.dumps(config), "--json", "--", *flags]
-        status, out, err = in_sglang(
-            f"{__name__}:run_cli", ["explain", "--model-path", str(model), "--store", str(store), *asked]
-        )
-        assert status in (0, 1), err
-        found = json.loads(out)["compared"]
+        status, said = told(["explain", "--model-path", str(model), "--store", str(store), *asked])
+        found = said["compared"]
         assert (status == 0) == (found["index"] is not None)
         return found
 
@@ -209,10 +213,8 @@ def doctor(model: Path) -> Any:
     """Runs `doctor --json`: (status, findings by what they are about)."""
 
     def run(*words: str, flags: Any = CPU) -> Any:
-        named = ["--model-path", str(model), *words, "--json", "--", *flags]
-        status, out, err = in_sglang(f"{__name__}:run_cli", ["doctor", *named])
-        assert status in (0, 1), err
-        return status, {one["what"]: one for one in json.loads(out)["findings"]}
+        status, said = told(["doctor", "--model-path", str(model), *words, "--json", "--", *flags])
+        return status, {one["what"]: one for one in said["findings"]}
 
     return run
 
@@ -280,9 +282,9 @@ def test_a_profile_of_another_model(doctor: Any, tmp_path: Path) -> None:
 def test_sizes_are_those_of_the_built_indexes(model: Path, built: Prebuilt) -> None:
     words = ["doctor", "--size", str(model), "--prompts", "3", "--tokens", str(built.line("line")["prompt_tokens"])]
     words += ["--sparse-attn-config", json.dumps(CONFIG), "--json", "--", *CPU]
-    status, out, err = in_sglang(f"{__name__}:run_cli", words)
-    assert status == 0, err
-    rows = {one["what"]: one for one in json.loads(out)["rows"]}
+    status, said = told(words)
+    assert status == 0
+    rows = {one["what"]: one for one in said["rows"]}
     line = built.line("line")
     assert rows["index, file"]["one"] - line["index_bytes"] in (0, 4096)
     assert rows["index, file"]["all"] == 3 * rows["index, file"]["one"]

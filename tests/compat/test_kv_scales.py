@@ -36,17 +36,17 @@ def _view(layers: torch.nn.ModuleList, dtype: torch.dtype = FP8) -> Any:
         enable_memory_saver=False,
     )  # fmt: skip
     sizes = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM}
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(**sizes, dtype=torch.float32),
-        ps=SimpleNamespace(tp_rank=0, tp_size=1),
-        token_to_kv_pool=pool,
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, SLOTS, dtype=torch.int32), size=4),
-        max_total_num_tokens=SLOTS,
-        device="cpu",
-        model=layers,
-        attn_backend=SimpleNamespace(),
-    )
-    return RunnerView(runner)
+    return RunnerView(model_runner(pool, layers, **sizes))
+
+
+def model_runner(pool: Any, model: torch.nn.Module, **config: Any) -> Any:
+    """What a view reads of SGLang's, on one rank of a CPU."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**config, dtype=torch.float32),
+        ps=SimpleNamespace(tp_rank=0, tp_size=1), token_to_kv_pool=pool, max_total_num_tokens=SLOTS, device="cpu",
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, SLOTS, dtype=torch.int32), size=4), model=model,
+        attn_backend=None,
+    )  # fmt: skip
 
 
 def test_what_is_written_comes_back_within_fp8s_rounding() -> None:

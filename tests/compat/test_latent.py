@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ pytest.importorskip("sglang")
 from sglang_ext.compat import latent
 from sglang_ext.config import config_from_dict
 from tests.compat.sglang_process import GROUP, in_sglang
+from tests.compat.test_kv_scales import model_runner
 from tests.mla_model import HEADS, LAYERS, NOPE, RANK, ROPE, mla_model
 
 pytestmark = [pytest.mark.usefixtures("mends"), GROUP]
@@ -49,9 +49,8 @@ def previewed(model: str, flags: list[str]) -> tuple[Any, str | None]:
     [
         ([], None),
         (["--decode-attention-backend", "triton"], "got torch_native and triton. Choose --attention-backend triton"),
-        (["--kv-cache-dtype", "fp8_e4m3"], "got torch.float8_e4m3fn. Remove --kv-cache-dtype"),
     ],
-    ids=["served", "two backends", "fp8"],
+    ids=["served", "two backends"],
 )
 def test_a_checkpoint_tells_its_latent_keys(flags: list[str], refused: str | None, tmp_path: Path) -> None:
     flags = ["--attention-backend", "torch_native", *flags]
@@ -136,15 +135,6 @@ def test_what_an_mla_model_does_not_go_with_ends_the_start_before_weights_are_lo
     assert said in found
 
 
-def test_doctor_tells_of_ranks_that_would_build(tmp_path: Path) -> None:
-    words = ["doctor", "--model-path", str(mla_model(tmp_path / "model")), "--store", str(tmp_path), "--json"]
-    words += ["--sparse-attn-config", '{"build": "shared"}', "--", "--device", "cpu", "--tp-size", "2"]
-    status, out, _ = in_sglang("tests.compat.test_diagnosis:run_cli", words)
-    (start,) = [one for one in json.loads(out)["findings"] if one["what"] == "start"]
-    assert (status, start["verdict"]) == (1, "fail")
-    assert "at most 1 tensor-parallel ranks (KV heads) to build indexes; got 2" in start["found"]
-
-
 def on_a_gpu(model: str, shared_memory: int) -> str | None:
     """What a preview refuses on a machine with such a GPU before Hopper."""
     from sglang_ext.compat.preview import ServerPreview
@@ -164,30 +154,25 @@ def test_a_preview_tells_whether_the_gpu_that_is_there_has_room(
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "backend", "message"),
+    ("model", "config", "backend", "device", "message"),
     [
-        ({}, {}, "TritonAttnBackend", None),
-        ({}, {"build": "shared"}, "TorchNativeAttnBackend", None),
-        ({"index_head_dim": 128}, {}, "TritonAttnBackend", "all tokens to be attended"),
-        ({}, {}, "FlashAttentionBackend", "expected attention backend triton, or torch_native"),
-        ({}, {"offload": {"host_bytes": 1 << 30}}, "TritonAttnBackend", "no offload"),
-        ({}, {"exactness": "verify"}, "TritonAttnBackend", "exactness selected"),
-        ({}, {"build": "capture", "capture_folder": "x"}, "TritonAttnBackend", "build off, prefill or shared"),
+        ({}, {}, "TritonAttnBackend", "cuda", None),
+        ({}, {"build": "shared"}, "TorchNativeAttnBackend", "cpu", None),
+        ({}, {}, "TorchNativeAttnBackend", "cuda", "or torch_native on a CPU"),
+        ({"index_head_dim": 128}, {}, "TritonAttnBackend", "cuda", "all tokens to be attended"),
+        ({}, {}, "FlashAttentionBackend", "cpu", "expected attention backend triton, or torch_native"),
+        ({}, {"offload": {"host_bytes": 1 << 30}}, "TritonAttnBackend", "cuda", "no offload"),
+        ({}, {"exactness": "verify"}, "TritonAttnBackend", "cuda", "exactness selected"),
+        ({}, {"build": "capture", "capture_folder": "x"}, "TritonAttnBackend", "cuda", "build off, prefill or shared"),
     ],
 )
 def test_what_an_mla_model_does_not_go_with_is_refused(
-    model: dict[str, Any], config: dict[str, Any], backend: str, message: str | None
+    model: dict[str, Any], config: dict[str, Any], backend: str, device: str, message: str | None
 ) -> None:
     given = config_from_dict(config)
-    device = "cuda" if backend == "TritonAttnBackend" else "cpu"
     found = latent.refusal(SimpleNamespace(**vars(MLA), **model), given, [backend], torch.bfloat16, device)
     assert found is None if message is None else message in str(found)
     assert latent.refusal(SimpleNamespace(), given, [backend], torch.bfloat16, device) is None, "another model"
-
-
-def test_torch_native_attends_latent_keys_on_a_cpu_only() -> None:
-    found = latent.refusal(MLA, config_from_dict({}), ["TorchNativeAttnBackend"], torch.bfloat16, "cuda")
-    assert "or torch_native on a CPU" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +188,11 @@ def test_torch_native_attends_latent_keys_on_a_cpu_only() -> None:
     ],
 )
 def test_a_gpu_has_room_for_the_heads_of_one_latent_key(
-    heads: int, dtype: torch.dtype, shared_memory: int, message: str | None
+    heads: int, dtype: torch.dtype, shared_memory: int, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = latent.gpu_refusal(heads, dtype, shared_memory, hopper=shared_memory == 232448)
+    gpu = SimpleNamespace(shared_memory_per_block_optin=shared_memory, major=9 if shared_memory == 232448 else 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    found = latent.device_refusal(heads, dtype, torch.device("cuda"))
     assert found is None if message is None else message in str(found)
 
 
@@ -225,12 +212,7 @@ def _runner(attentions: int = LAYERS, width: int = RANK + ROPE, pool: str = "MLA
         module.use_deep_gemm_bmm, module.w_kc = False, torch.randn(HEADS, NOPE, RANK) + number
         model.layers.append(module)
     shapes = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**vars(MLA), **shapes, dtype=torch.float32),
-        ps=SimpleNamespace(tp_rank=0, tp_size=1), token_to_kv_pool=made, max_total_num_tokens=64, device="cpu",
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 64, dtype=torch.int32), size=4), model=model,
-        attn_backend=None,
-    )  # fmt: skip
+    return model_runner(made, model, **vars(MLA), **shapes)
 
 
 def test_values_are_the_first_channels_of_the_keys_in_the_pool() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_ext.compat import flags, lossless_algorithm, lossless_worker
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
@@ -24,51 +30,54 @@ OTHERS: list[dict[str, Any]] = [
 ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": "p"})
 
 
-def looked_at(
-    greedy: list[dict[str, Any]], drawn: list[dict[str, Any]], others: list[dict[str, Any]], asked: list[dict[str, Any]]
-) -> dict[str, Any]:
-    from types import SimpleNamespace
-
-    import torch
-    from sglang.srt.sampling.sampling_params import SamplingParams
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    from sglang_ext.compat import lossless, lossless_algorithm, lossless_worker
-
+def drafts(given: dict[str, Any], *, seeded: bool = False, **asked: Any) -> bool:
+    """Whether a request with these parameters does."""
     nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None}
+    request = SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | asked)
+    return lossless_worker.may_draft(request, seeded=seeded)
 
-    def may_draft(given: dict[str, Any], seeded: bool = False, **more: Any) -> bool:
-        req = SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | more)
-        return lossless_worker.may_draft(req, seeded=seeded)
 
-    lossless_algorithm.register()
-    lossless_algorithm.register()  # as a process that loads plugins twice does
-    algorithm = SpeculativeAlgorithm.from_string(lossless.NAME.lower())
+def test_requests_draft_whose_next_token_follows_from_what_the_model_says() -> None:
+    """The most probable one, or drawn; but not from seeds, which SGLang's own numbers follow, nor with a mask."""
+    assert [drafts(one, seeded=seeded) for one in GREEDY for seeded in (True, False)] == [True] * 2 * len(GREEDY)
+    assert [drafts(one) for one in DRAWN] == [True] * len(DRAWN)
+    assert not any(drafts(one, seeded=True) or drafts(one, return_sampling_mask=True) for one in DRAWN)
+    assert [drafts(one) for one in OTHERS] == [False] * len(OTHERS)
+    assert not any(drafts(of, **one) for one in ASKED for of in (GREEDY[0], DRAWN[0]))
+    assert set(SamplingParams.__struct_fields__) >= lossless_worker._NO_CHOICE, "names that this SGLang does not have"
+
+
+def test_drafts_are_kept_as_far_as_the_exact_step_says_the_same() -> None:
+    """Of one request the first draft of three, though the third was said, too; of one without drafts one token; both of
+    two drafts.
+    """
     said, drafted = torch.tensor([5, 6, 7, 8, 4, 1, 2, 9]), torch.tensor([3, 5, 0, 7, 3, 0, 1, 2])
-    exact, kept_of = lossless_worker._kept(said, drafted, [3, 0, 2])
-    result, published = SimpleNamespace(), []
+    exact, kept = lossless_worker._kept(said, drafted, [3, 0, 2])
+    assert exact.view(3, -1).tolist() == [[5, 6, 7, 8], [4, -1, -1, -1], [1, 2, 9, -1]]
+    assert kept.tolist() == [2, 1, 3]
+
+
+def test_the_next_round_begins_with_the_last_token_that_was_kept() -> None:
+    result, published = SimpleNamespace(), list[torch.Tensor]()
     tokens = torch.tensor([7, 8, -1, 4, 5, 6, 9, -1, -1], dtype=torch.int32)  # as SGLang samples
-    lens = torch.tensor([2, 3, 1], dtype=torch.int32)
-    lossless_worker._told(result, tokens, lens, torch.tensor([10, 20, 30]), published.append)
+    lens, seq_lens = torch.tensor([2, 3, 1], dtype=torch.int32), torch.tensor([10, 20, 30])
+    lossless_worker._told(result, tokens, lens, seq_lens, published.append)
     kept = result.next_draft_input
-    before = kept.accept_tokens.tolist()
+    assert result.speculative_num_draft_tokens == 3
+    assert kept.accept_tokens.tolist() == [8, 6, 9]
+    assert kept.accept_tokens.dtype is torch.int64, "the overlap schedule of 0.5.23 keeps them as the first one's type"
     kept.filter_batch(torch.tensor([0, 2]))
-    return {
-        "greedy": [may_draft(one, seeded) for one in greedy for seeded in (True, False)],
-        "drawn": [may_draft(one) for one in drawn],
-        "seeded": [may_draft(one, seeded=True) for one in drawn],
-        "masked": [may_draft(one, return_sampling_mask=True) for one in drawn],
-        "others": [may_draft(one) for one in others],
-        "asked": [may_draft(of, **one) for one in asked for of in (greedy[0], drawn[0])],
-        "unknown": sorted(lossless_worker._NO_CHOICE - set(SamplingParams.__struct_fields__)),
-        "algorithm": (algorithm.is_none(), algorithm.has_draft_kv(), algorithm.create_worker is not None),
-        "kept": (exact.view(3, -1).tolist(), kept_of.tolist()),
-        "width": result.speculative_num_draft_tokens,
-        "last": before,
-        "of": str(kept.accept_tokens.dtype),
-        "filtered": (kept.accept_tokens.tolist(), kept.new_seq_lens.tolist()),
-        "published": [one.tolist() for one in published],
-    }
+    assert (kept.accept_tokens.tolist(), kept.new_seq_lens.tolist()) == ([8, 9], [10, 30])
+    assert [one.tolist() for one in published] == [[10, 20, 30]]
+
+
+def test_sglang_takes_the_algorithm_for_one_without_a_draft_model() -> None:
+    for _ in range(2):  # as a process that loads plugins twice does
+        lossless_algorithm.register()
+    algorithm = SpeculativeAlgorithm.from_string(flags.VERIFY.lower())
+    assert not algorithm.is_none()
+    assert not algorithm.has_draft_kv()
+    assert algorithm.create_worker is not None
 
 
 #: Tokens are letters: 0 is "a". The most tokens of an answer, and what ends it beside the token 25.
@@ -88,11 +97,8 @@ ENDS: list[dict[str, Any]] = [
 
 def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
     """How a request ends that is given tokens one by one, and in each two rounds: a list for each of `ends`."""
-    from types import SimpleNamespace
-
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
     load_plugins()
     from sglang_ext.compat import scheduler_hooks
@@ -123,37 +129,6 @@ def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
 
     rounds = [[[one] for one in tokens], *([tokens[:n], tokens[n:]] for n in range(1, len(tokens)))]
     return [[told(end, one) for one in rounds] for end in ends]
-
-
-@pytest.fixture(scope="module")
-def seen() -> Any:
-    return in_sglang("tests.compat.test_lossless:looked_at", GREEDY, DRAWN, OTHERS, list(ASKED))
-
-
-def test_requests_draft_whose_next_token_follows_from_what_the_model_says(seen: dict[str, Any]) -> None:
-    """The most probable one, or drawn; but not from seeds, which SGLang's own numbers follow, nor with a mask."""
-    assert seen["greedy"] == [True] * len(GREEDY) * 2
-    assert seen["drawn"] == [True] * len(DRAWN)
-    assert seen["seeded"] == seen["masked"] == [False] * len(DRAWN)
-    assert seen["others"] == [False] * len(OTHERS)
-    assert seen["asked"] == [False] * len(ASKED) * 2
-    assert seen["unknown"] == [], "names of parameters that this SGLang does not have"
-
-
-def test_drafts_are_kept_as_far_as_the_exact_step_says_the_same(seen: dict[str, Any]) -> None:
-    """Of one request the first draft of three, though the third was said, too; of one without drafts one token; both of
-    two drafts.
-    """
-    assert seen["kept"] == ([[5, 6, 7, 8], [4, -1, -1, -1], [1, 2, 9, -1]], [2, 1, 3])
-
-
-def test_the_next_round_begins_with_the_last_token_that_was_kept(seen: dict[str, Any]) -> None:
-    assert seen["width"] == 3
-    assert seen["last"] == [8, 6, 9]
-    assert seen["of"] == "torch.int64", "the overlap schedule of 0.5.23 keeps them in a buffer of the first one's type"
-    assert seen["filtered"] == ([8, 9], [10, 30])
-    assert seen["published"] == [[10, 20, 30]]
-    assert seen["algorithm"] == (False, False, True)
 
 
 def test_a_round_ends_a_request_where_one_token_after_another_does() -> None:

@@ -15,17 +15,14 @@ pytestmark = GROUP
 
 TOOLS = [WEATHER, TRAINS]
 DATE = {"date_string": "1 May 2031"}
+IN_SYSTEM = {**DATE, "tools_in_user_message": False}
 ASKED = {"role": "user", "content": "Where to?"}
 NOTE = {"role": "user", "content": "A note on the"}
 RENDERED = "<|begin_of_text|>a text that was rendered"
 
 PROMPTS: dict[str, dict[str, Any]] = {
     "tools": {"messages": [SYSTEM], "tools": TOOLS, "chat_template_kwargs": DATE},
-    "tools in system": {
-        "messages": [SYSTEM],
-        "tools": TOOLS,
-        "chat_template_kwargs": {**DATE, "tools_in_user_message": False},
-    },
+    "tools in system": {"messages": [SYSTEM], "tools": TOOLS, "chat_template_kwargs": IN_SYSTEM},
     "tools alone": {"messages": [], "tools": TOOLS, "chat_template_kwargs": DATE},
     "today": {"messages": [SYSTEM]},
     "user's own": {"messages": [SYSTEM, NOTE], "chat_template_kwargs": DATE},
@@ -37,48 +34,28 @@ PROMPTS: dict[str, dict[str, Any]] = {
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 REQUESTS: dict[str, dict[str, Any]] = {
     "of tools": {"messages": [SYSTEM, ASKED], "tools": TOOLS, "chat_template_kwargs": DATE},
-    "of tools in system": {
-        "messages": [SYSTEM, ASKED],
-        "tools": TOOLS,
-        "chat_template_kwargs": {**DATE, "tools_in_user_message": False},
-    },
+    "of tools in system": {"messages": [SYSTEM, ASKED], "tools": TOOLS, "chat_template_kwargs": IN_SYSTEM},
     "of another tool": {"messages": [SYSTEM, ASKED], "tools": [WEATHER], "chat_template_kwargs": DATE},
     "of tools alone": {"messages": [ASKED], "tools": TOOLS, "chat_template_kwargs": DATE},
-    "of user's own": {
-        "messages": [SYSTEM, {"role": "user", "content": "A note on the theme"}],
-        "chat_template_kwargs": DATE,
-    },
+    "of user's own": {"messages": [SYSTEM, {**NOTE, "content": "A note on the theme"}], "chat_template_kwargs": DATE},
     "of text": {"text": "a text"},
 }
 
 
 def told_by_sglang(given: dict[str, Any]) -> dict[str, Any]:
     """The tokens of prompts and of requests, by name, and what is said of them."""
-    import asyncio
-
     import msgspec
-    from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.openai.protocol import TokenizeRequest
     from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
-    from sglang.srt.server_args import PortArgs, prepare_server_args
 
     from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
-    from sglang_ext.compat.request_tokens import RequestTokens
+    from sglang_ext.compat.preview import ServerPreview
     from sglang_ext.prefill.prompt_tokens import prefix_tokens
     from sglang_ext.prefill.prompts import Prompt
 
     flags = ["--model-path", given["model"], "--device", "cpu", "--attention-backend", "torch_native"]
-    args = prepare_server_args(flags)
-    try:
-        from sglang.srt.runtime_context import publish
-    except ImportError:  # 0.5.16 has no record to publish
-        pass
-    else:
-        publish(args, role="tokenizer")
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    manager, templates = init_tokenizer_manager(args, PortArgs.init_new(args))
-    source = RequestTokens(manager, templates, loop.run_until_complete)
+    source = ServerPreview(flags).tokens
+    manager, templates = source._manager, source._templates
     served = OpenAIServingTokenize(manager, templates)
     out = {}
     for name, line in given["prompts"].items():
@@ -89,7 +66,7 @@ def told_by_sglang(given: dict[str, Any]) -> dict[str, Any]:
             out[name] = {"error": str(error)}
     for name, body in given["requests"].items():
         if "text" in body:
-            ids, _ = loop.run_until_complete(manager._tokenize_texts(body["text"]))
+            ids, _ = source._wait(manager._tokenize_texts(body["text"]))
         else:
             ids = served._tokenize_chat_request(TokenizeRequest(**body))
         out[name] = {"ids": list(ids)}
@@ -111,14 +88,8 @@ def told_by_sglang(given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    model = llama_model(tmp_path_factory.mktemp("llama") / "model")
-    given = {
-        "model": str(model),
-        "prompts": PROMPTS,
-        "requests": REQUESTS,
-        "question": ASKED["content"],
-        "image": IMAGE,
-    }
+    model = str(llama_model(tmp_path_factory.mktemp("llama") / "model"))
+    given = {"model": model, "prompts": PROMPTS, "requests": REQUESTS, "question": ASKED["content"], "image": IMAGE}
     return in_sglang("tests.compat.test_request_tokens:told_by_sglang", given)
 
 

@@ -23,8 +23,7 @@ import sglang.srt.server_args
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang_ext.compat.seam import missing
-from sglang_ext.compat import seams
-print("missing:", missing([s for s in seams.SEAMS if s.process == "every"]))
+print("missing:", missing(launcher=True))
 """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "PYTEST_"))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=clean)
@@ -43,7 +42,7 @@ def of_the_scheduler() -> dict[str, Any]:
     from sglang_ext.compat import scheduler_hooks as hooks
     from sglang_ext.compat.seam import assert_in_place, here, missing
 
-    out = {"missing": missing(here()), "stale": []}
+    out = {"missing": missing(), "stale": []}
 
     for seam in here():
         name = seam.target.rsplit(".", 1)[1]

@@ -5,7 +5,6 @@ that stop the start.
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -87,38 +86,8 @@ def test_other_records_have_none_and_a_bad_configuration_raises(records: Any) ->
     assert "/nowhere" in records["bad store"]
 
 
-_LATER_FIELDS = {"enable_nvidia_megakernel", "enable_amd_monokernel"}
-_BAD_VALUES = {"disaggregation_mode": "prefill", "speculative_algorithm": "EAGLE", "dllm_algorithm": "x"}
-
-
-def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
-    import dataclasses
-    from types import SimpleNamespace
-
-    from sglang.srt.server_args import ServerArgs
-
-    from sglang_ext.compat.server_args import _UNSUPPORTED, unsupported
-    from sglang_ext.compat.versions import SUPPORTED
-
-    known = getattr(ServerArgs, "__struct_fields__", None) or [f.name for f in dataclasses.fields(ServerArgs)]
-    fine = {"load_format": "auto", **{field: value for field, value, _ in _UNSUPPORTED}}
-    assert unsupported(SimpleNamespace(**fine)) is None
-    for field, value, name in _UNSUPPORTED:
-        newer = field in _LATER_FIELDS and version("sglang") != SUPPORTED[-1]
-        assert newer or field in known, f"this SGLang has no {field}: the check never fires"
-        bad = _BAD_VALUES.get(field, 2 if value == 1 else True)
-        message = unsupported(SimpleNamespace(**{**fine, field: bad}))
-        assert message is not None
-        assert name in message
-        assert f"{field}={bad!r}" in message
-    message = unsupported(SimpleNamespace(**{**fine, "load_format": "remote"}))
-    assert message is not None
-    assert "--load-format" in message
-    assert "'remote'" in message
-
-
 #: Flags, and words of the message: each from another place that refuses. What else a configuration or tensor
-#: parallelism cannot be: tests/serving/test_config.py, test_tensor_parallel.py.
+#: parallelism cannot be: tests/serving/test_config.py, test_flags.py.
 BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "missing store": (["--sparse-attn-store", "/nowhere/store"], ["/nowhere/store", "expected an existing folder"]),
     "unknown key": (["--sparse-attn-config", '{"keep_ration": 0.1}'], ["keep_ration", "Known keys"]),

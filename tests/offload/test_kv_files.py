@@ -38,7 +38,7 @@ class Kept:
         """A prefix of random content, written to its file; [layers, 2, TOKENS, heads, dim]."""
         offload = self.directory.begin(digest, TOKENS, ())
         content = torch.randn(LAYERS, 2, TOKENS, *self.pools.device[0].shape[2:])
-        for layer, part in zip(self.pools.host, content, strict=True):
+        for layer, part in zip(self.pools.memory, content, strict=True):
             layer[offload.pages] = to_pages(*part)
         self.files.write(digest, TOKENS, of_pages(self.pools, offload.pages))
         return content
@@ -48,7 +48,7 @@ class Kept:
         offload = self.directory.begin(f"read {digest}", TOKENS, ())
         self.files.read(digest, TOKENS, of_pages(self.pools, offload.pages))
         found = torch.empty(LAYERS, 2, TOKENS, *self.pools.device[0].shape[2:])
-        for layer, part in zip(self.pools.host, found, strict=True):
+        for layer, part in zip(self.pools.memory, found, strict=True):
             from_pages(layer[offload.pages], *part)
         return found
 
@@ -90,7 +90,8 @@ def test_pieces_of_any_size_are_read_from_the_page_cache_and_past_it(
 def test_whole_blocks_are_read_past_the_page_cache(tmp_path: Path, memory: str) -> None:
     kept = Kept(tmp_path, dim=16)
     if memory != "whole blocks":
-        kept.pools.host = [torch.empty(one.numel() + 16).to(one)[16:].view(one.shape) for one in kept.pools.host]
+        memory = kept.pools.memory
+        kept.pools.memory = torch.empty(memory.numel() + 16)[16:].view(memory.shape)
     content, path = kept.filled("a"), kept.files.path("a")
     assert kept.files.size(TOKENS) == 4096 * (1 + LAYERS * TOKENS // 16), "a page is a block"
     with path.open("rb") as file:

@@ -36,7 +36,7 @@ class Rank:
     def __init__(self, ranks: Ranks, folder: Path, seed: int) -> None:
         self.common, self.own = random.Random(seed), random.Random(f"{seed} {ranks.rank}")
         CLOCK.skew = lambda: self.own.choice((0, 0, 0, 50, 100))
-        self.served = Served(folder=str(folder), num_pages=2 * PREFIX // 16, ranks=ranks, waits_s=60.0)
+        self.served = Served(folder=str(folder), num_pages=2 * PREFIX // 16, ranks=ranks)
         self.offloading, self.pools = self.served.offloading, self.served.pools
         self.content = {one: torch.randn(2, 2, PREFIX, 2, DIM) for one in DIGESTS}  # by layer, K and V
         self.waiting: list[tuple[Request, Any]] = []

@@ -16,7 +16,7 @@ from prefix_kernels.types import PagedKV
 from sglang_ext.offload import agreement
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
 from sglang_ext.offload.host import runs
-from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
+from sglang_ext.offload.kv_files import kv_file_name
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from sglang_ext.prefix.requests import Attachment
@@ -257,7 +257,6 @@ def test_a_request_whose_index_does_not_serve_stays_on_the_device(why: str) -> N
 
 
 def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prefixes are wanted where there is room for one: the one that was read first serves."""
     served = Served(num_pages=8, folder=str(tmp_path / "kv"))
     (tmp_path / "kv" / kv_file_name("broken")).mkdir()
     waiting = [(Request(), attachment("broken"))]
@@ -270,19 +269,6 @@ def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkey
         time.sleep(0.01)
     assert served.offloading.before_batch(waiting, SLOTS) == []
     assert served.offloading.snapshot()["events"] == {"load_failed": 1}
-    for digest in ("a", "b"):
-        offload = served.offloading.directory.begin(digest, PREFIX, ())
-        files = KVFiles(served.options, served.view)
-        files.write(digest, PREFIX, of_pages(served.pools, offload.pages))
-        served.offloading.directory.failed(offload)
-    served.offloading.drop()
-    waiting = [(Request(), attachment(digest)) for digest in ("a", "b")]
-    for _, one in waiting:
-        one.prompt_len = PREFIX + 1
-    while served.offloading.before_batch(waiting, SLOTS):
-        time.sleep(0.01)
-    assert served.offloading.wanted(*waiting[0], PREFIX) is not None
-    assert served.offloading.wanted(*waiting[1], PREFIX) is None
 
 
 def test_rows_are_asked_for_once_until_a_slot_changes() -> None:

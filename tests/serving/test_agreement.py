@@ -17,7 +17,7 @@ from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
 from sglang_ext.prefix.residency import State
-from sglang_ext.ranks import EVERY, KEPT, LOADING, READY, Agreement, ProcessRanks, Ranks, Word, check_alike
+from sglang_ext.ranks import EVERY, KEPT, LOADING, READY, Agreement, ProcessRanks, Ranks, Word, check_alike, ranks_of
 from tests.serving.admitting import LAYERS, PROMPT, Request, entered, planned
 from tests.serving.meeting import Meeting
 from tests.serving.test_administration import of_rank
@@ -199,8 +199,6 @@ def test_in_lockstep_a_comparison_is_known_in_the_same_step_whenever_the_device_
 
 def _process(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    from sglang_ext.compat.tensor_parallel import ranks_of
-
     ranks = ranks_of(rank, 2)
     assert isinstance(ranks, ProcessRanks)
     assert (ranks.rank, ranks.size) == (rank, 2)
