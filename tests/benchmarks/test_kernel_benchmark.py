@@ -158,7 +158,7 @@ def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench,
     del rows[-1]["suffix"]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in [*rows, red]) + "\n")
-    lines = bench.tables.tables(bench.tables.read([path])).splitlines()
+    lines = bench.tables.tables(bench.tables.last_rows([path])).splitlines()
     for line in (
         "| case | tokens | batch 1 | batch 8 | 8 groups of 4 |",
         "| flashinfer | 131072 | 144.0 (144.0-144.0; 86.7%) | 450.0 (450.0-450.0; 27.8%) | - |",
@@ -183,7 +183,7 @@ def test_the_table_of_operators_says_how_much_faster_they_are(bench, tmp_path):
         rows.append(made_row("token_index", 30.0, budget=2048, ratio={"flashinfer": ratio}, **same))
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    lines = bench.tables.tables(bench.tables.read([path])).splitlines()
+    lines = bench.tables.tables(bench.tables.last_rows([path])).splitlines()
     for line in (
         "| case | tokens | batch 1 | batch 8 | 8 groups of 1 |",
         "| flashinfer | 131072 | 180.0 (7.0) | 180.0 (7.0) | 180.0 (7.0) |",
