@@ -42,7 +42,7 @@ def rows(build_seconds: float, ratio: float, prefill: float = 2.0, tokens: int =
 def test_the_table_takes_shares_of_the_fastest_prefill(build: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows(0.1, 1.01)))
-    text = build.table(build.read([str(file)]))
+    text = build.table(build.engines.read([str(file)]))
     assert "| 64 | 32 | stock | 2.000 (2.000-2.000) |" in text
     assert "| 1.0100 (1.0100-1.0100) | 0.100 (0.100-0.100) | 5.0% | 1.00 (1.00-1.00) | 10.0% |" in text
     assert "| ab_sparse (block_size=16) | 64 | 50.00 (50.00-50.00) | 0.10 | 5.0% | 2.0% |" in text
@@ -63,7 +63,7 @@ def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(build:
 
 def test_builds_and_recording_met_their_limits(build: Any) -> None:
     """Of the rows in the repository: a tenth of the prefill, and 3% more."""
-    rows = build.read([str(BENCHMARKS / "results" / "build-h200.jsonl")])
+    rows = build.engines.read([str(BENCHMARKS / "results" / "build-h200.jsonl")])
     prefill: dict[int, float] = {}
     for row in rows:
         if row["bench"] == "prefill":

@@ -38,7 +38,7 @@ def row(engine: str, path: str, ms: float, **more: Any) -> dict[str, Any]:
 
 def printed(bench: SimpleNamespace, *paths: Path) -> list[list[str]]:
     """Cells of the table of result files, its header first."""
-    return cells(bench.decode.table(bench.decode.read([str(path) for path in paths])))
+    return cells(bench.decode.table(bench.decode.engines.read([str(path) for path in paths])))
 
 
 def by_size(bench: SimpleNamespace, *paths: Path) -> dict[str, dict[tuple[str, str], str]]:
@@ -126,7 +126,7 @@ def shares(bench: SimpleNamespace, *paths: Path) -> dict[str, dict[tuple[int, in
 
 
 def test_behind_the_longest_prefix_the_limits_are_met_over_three_starts(bench: SimpleNamespace) -> None:
-    rows = bench.decode.read([str(AFTER)])
+    rows = bench.decode.engines.read([str(AFTER)])
     assert ({row["start"] for row in rows}, {row["steps"] for row in rows}) == ({0, 1, 2}, {99})
     found = shares(bench, AFTER, DEFAULT)
     limits = {"plugin, shared": {1: 1.02, 8: 0.50, 32: 0.20}, "sparse, kascade": {1: 0.66, 8: 0.33, 32: 0.14}}
@@ -177,7 +177,7 @@ def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench:
 
 
 def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: SimpleNamespace, tmp_path: Path) -> None:
-    rows, out = bench.decode.read([str(GRID)]), tmp_path / "decode.png"
+    rows, out = bench.decode.engines.read([str(GRID)]), tmp_path / "decode.png"
     drawn = bench.decode.plotted(rows)
     names = ["flashinfer", "auto, anchors"]
     assert list(drawn) == [(batch, name) for batch in (1, 8, 32) for name in names]

@@ -169,7 +169,7 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
 
 
 def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: SimpleNamespace) -> None:
-    rows = bench.serving.read([str(RESULTS / "serving-h200.jsonl")])
+    rows = bench.serving.engines.read([str(RESULTS / "serving-h200.jsonl")])
     assert bench.serving.table([row for row in rows if row["run"] == "groups"]) in document("benchmarks")
     (found,) = [of for (_, _, _, run, _), of in bench.serving.medians(rows).items() if run == "groups"]
     stock = found["flashinfer"]
@@ -178,6 +178,6 @@ def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench
         assert found[name]["tpot_ms_p99"] <= stock["tpot_ms_p99"], name
     assert {row["engine"] for row in rows if row["run"] == "groups"} == {"flashinfer", "shared", "auto", "building"}
     # Building beside traffic costs at most a twentieth of the p99.
-    rows = bench.serving.read([str(RESULTS / "serving-h200-building.jsonl")])
+    rows = bench.serving.engines.read([str(RESULTS / "serving-h200-building.jsonl")])
     tpot = {(row["run"], row["engine"]): row["tpot_ms_p99"] for row in rows}
     assert all(tpot[run, "building"] <= 1.05 * tpot[run, "shared"] for run in ("groups", "agent"))
