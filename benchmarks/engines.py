@@ -195,6 +195,13 @@ def append(path: str, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def forget(path: Path) -> None:
+    """Its pages leave the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def plugin_environment(folder: Path, name: str, settings: dict[str, str]) -> dict[str, str]:
     """Environment in which SGLang finds a module beside this one, which has `register`, as a plugin.
 

@@ -309,7 +309,7 @@ def measure_long(args: argparse.Namespace, start: str, wanted: Sequence[Row]) ->
         waited(lambda: asked.engine.flush_cache().success, 10, "the cache to be flushed")
         for path in [*folder.rglob("*")]:
             if path.is_file():
-                forget(path)
+                engines.forget(path)
         yield rows["first_token", "disk"] | {"seconds": asked.first_token("long"), **told(asked)}
         again = [asked.first_token("long") for _ in range(6)]
         say(f"  first tokens {[round(one, 3) for one in again]}")
@@ -324,13 +324,6 @@ def told(asked: Asked) -> Row:
     """Whether a first token came from where it should."""
     offload = asked.state()["offload"]
     return {"events": offload["events"], "translated": offload["translated"]}
-
-
-def forget(path: Path) -> None:
-    """Its pages leave the page cache."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def build(args: argparse.Namespace) -> None:

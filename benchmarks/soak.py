@@ -54,7 +54,16 @@ _BEST = 8
 """Tokens whose probability is asked for."""
 _FOLDERS = ("build_report", "trace_folder")
 """Of the configuration, what a row leaves out: paths of this machine."""
-_NO_SETTINGS = {"config", "commit", "model_path", "out", "replay", "replay_seconds", "sglang_flags", "trace"}
+_NO_SETTINGS = (
+    "config",
+    "commit",
+    "model_path",
+    "out",
+    "replay",
+    "replay_seconds",
+    "sglang_flags",
+    "trace",
+)
 """Arguments that a row leaves out, or has elsewhere."""
 
 
@@ -329,8 +338,15 @@ def held(engine: Any) -> Row:
         if not left["requests"]:
             break
         time.sleep(0.1)
-    counted = ["cascade_steps", "cascade_rows", "sparse_steps", "sparse_rows", "dense_rows"]
-    counted += ["largest_group", "fallbacks"]
+    counted = (
+        "cascade_steps",
+        "cascade_rows",
+        "sparse_steps",
+        "sparse_rows",
+        "dense_rows",
+        "largest_group",
+        "fallbacks",
+    )
     ranks = {"ranks": [rank["history"] for rank in state["ranks"]]} if "ranks" in state else {}
     return {**left, **{name: state[name] for name in counted}, **ranks}
 

@@ -33,7 +33,7 @@ def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     text, chat = tokenizer.decode(torch.arange(3, 900).repeat(2).tolist()), data.Chat(tokenizer)
     asked = [data.Question(str(n), f"ASK {n}", "", (), "all", 0) for n in range(2)]
     document = data.Document("planted", text, tuple((one,) for one in asked))
-    return chat, document, capture.Capturing(str(model), chat, torch.device("cpu")).capture(document, 6)
+    return chat, document, capture.Capturing(str(model), chat).capture(document, 6)
 
 
 def test_what_is_captured_is_what_the_models_own_network_computes(
@@ -42,7 +42,7 @@ def test_what_is_captured_is_what_the_models_own_network_computes(
     chat, document, found = captured
     path = tmp_path / "planted.pt"
     found.save(path)
-    found = type(found).load(path, torch.device("cpu"))
+    found = type(found).load(path)
     network = load_network(SHIPPED, torch.float32, "cpu")
     plan = LayerPlan.from_dict({"layers": ["anchor"] * 6}, num_layers=6, num_kv_heads=2)
     prefix = chat.prefix(document.text)
