@@ -78,7 +78,7 @@ def positions_of(path: str | None, churn: float, budget: int, prefix_len: int) -
 
 
 class Replay:
-    """Writes positions from `positions_of`, for prefixes of such a length, into lists of `num_sets` layers that select."""
+    """Writes positions from `positions_of`, for prefixes so long, into lists of `num_sets` layers that select."""
 
     def __init__(
         self, positions: Tensor, prefix_len: int, num_sets: int, max_groups: int, device: torch.device
