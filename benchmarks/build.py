@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import engines
 import torch
@@ -55,14 +54,12 @@ def spread(values: Sequence[float]) -> Row:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
 
 
-class Prompts:
-    """New prompts for one engine of SGLang's, each timed: token ids below `vocab`, by a seed. A building engine reports
-    in the file `events`.
-    """
+class Prompts(engines.Asked):
+    """New prompts for one engine, each timed. A building engine reports in the file `events`."""
 
-    def __init__(self, engine: Any, vocab: int, seed: int, events: Path) -> None:
-        self._engine, self._vocab, self._seed, self._events = engine, vocab, seed, events
-        self._sent = 0
+    def __init__(self, args: argparse.Namespace, flags: Sequence[str], events: Path) -> None:
+        super().__init__(flags, args.shape, args.seed)
+        self._events, self._sent = events, 0
 
     def prefill(self, num_tokens: int, *, recorded: bool | None) -> Timing:
         """Time a new prompt. Two tokens are generated: the build comes with the last one, so the first is before it.
@@ -76,10 +73,9 @@ class Prompts:
         """
         for _ in range(_TRIES):
             self._sent += 1
-            rid, rng = f"build-{self._sent}", random.Random(f"{self._seed}-{self._sent}")
-            ids = rng.choices(range(16, self._vocab), k=num_tokens)
-            asked = streamed(self._engine, ids, sampling(2, dense=recorded is False), rid=rid)
-            got = self._engine.loop.run_until_complete(asked)
+            rid = f"build-{self._sent}"
+            parameters = sampling(2, dense=recorded is False)
+            got = self.wait(streamed(self.engine, self.tokens(num_tokens), parameters, rid=rid))
             if got.meta.get("cached_tokens"):
                 raise RuntimeError(f"expected no cached token, got {got.meta['cached_tokens']}")
             (first, first_at), (last, last_at) = got.arrivals[0], got.arrivals[-1]
@@ -168,9 +164,8 @@ def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
     if not rows:
         return
     building = part == "recording"
-    engine = engines.start_engine(engine_flags(args, folder, building=building))
-    chunk = {"chunked_prefill_size": engine.tokenizer_manager.server_args.chunked_prefill_size}
-    prompts = Prompts(engine, int(SHAPES[args.shape]["vocab_size"]), args.seed, folder / "events.jsonl")
+    prompts = Prompts(args, engine_flags(args, folder, building=building), folder / "events.jsonl")
+    chunk = {"chunked_prefill_size": prompts.engine.tokenizer_manager.server_args.chunked_prefill_size}
     try:
         for record in (True, False) if building else (None,):
             prompts.prefill(min(args.lengths), recorded=record)
@@ -185,7 +180,7 @@ def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
             medians = (f"{name} {one['median']:.4f}" for name, one in spreads.items())
             print(f"{row['bench']} {length} tokens: {', '.join(medians)}", flush=True)
     finally:
-        engine.shutdown()
+        prompts.engine.shutdown()
 
 
 # -- table ------------------------------------------------------------------------------------------------------

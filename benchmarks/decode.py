@@ -28,7 +28,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 import engines
-from engines import INDEXED, LOSSLESS, SHAPES, STOCK, Row, sampling, streamed
+from engines import INDEXED, LOSSLESS, STOCK, Row, sampling, streamed
 
 from sglang_ext.config import config_from_dict
 
@@ -76,42 +75,34 @@ def rows_of_steps(args: argparse.Namespace, engine: str) -> list[int]:
     return sorted({batch * (1 + count) for batch in args.batches for count in range(drafts + 1)})
 
 
-class Cell:
-    """Measures one engine of SGLang's, cell by cell; prompts are token ids below `vocab`."""
+class Cell(engines.Asked):
+    """Measures one engine, cell by cell."""
 
-    def __init__(self, engine: Any, seed: int, vocab: int) -> None:
-        self._engine = engine
-        self._rng = random.Random(seed)
-        self._vocab = vocab
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
         self._prefixes: dict[int, list[list[int]]] = {}
 
     def prefixes(self, length: int, count: int) -> list[list[int]]:
-        """So many prompts of random tokens, in the engine's prefix cache."""
+        """So many prompts, in the engine's prefix cache."""
         known = self._prefixes.setdefault(length, [])
         while len(known) < count:
-            known.append(self._tokens(length))
-            prompt = [*known[-1], *self._tokens(1)]
-            self._wait(self._engine.async_generate(input_ids=prompt, sampling_params=sampling(1)))
+            known.append(self.tokens(length))
+            prompt = [*known[-1], *self.tokens(1)]
+            self.wait(self.engine.async_generate(input_ids=prompt, sampling_params=sampling(1)))
         return known[:count]
 
     def steps(self, row: Row, *, stock: bool) -> list[float]:
         """Seconds of the counted steps of one batch."""
         prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), row["batch"])
-        prompts = [[*prefix, *self._tokens(SUFFIX)] for prefix in prefixes]
+        prompts = [[*prefix, *self.tokens(SUFFIX)] for prefix in prefixes]
         if row["engine"] == LOSSLESS:
-            return self._wait(batch_tokens(self._engine, prompts, row["tokens"]))
-        return self._wait(batch_steps(self._engine, prompts, row["tokens"], dense=stock))
+            return self.wait(batch_tokens(self.engine, prompts, row["tokens"]))
+        return self.wait(batch_steps(self.engine, prompts, row["tokens"], dense=stock))
 
     def counted(self) -> Row:
         """Steps that the plugin attended so far, exactly and sparsely, and drafts; 0 in a stock engine."""
-        state = engines.plugin_state(self._engine.get_server_info())
+        state = self.state()
         return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps", "drafted", "accepted")}
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(10, self._vocab) for _ in range(count)]
-
-    def _wait(self, awaitable: Any) -> Any:
-        return self._engine.loop.run_until_complete(awaitable)
 
 
 async def batch_tokens(engine: Any, prompts: Sequence[list[int]], tokens: int) -> list[float]:
@@ -188,9 +179,8 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         model, store = engines.write_model(Path(name) / "model", args.shape), Path(name) / "store"
         store.mkdir()
-        running = engines.start_engine(engine_flags(args, engine, model, store))
+        cell = Cell(engine_flags(args, engine, model, store), args.shape, args.seed + start)
         try:
-            cell = Cell(running, args.seed + start, int(SHAPES[args.shape]["vocab_size"]))
             for row in wanted:
                 cell.prefixes(row["context"], row["prefixes"])
                 before = cell.counted()
@@ -204,7 +194,7 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
                     flush=True,
                 )
         finally:
-            running.shutdown()
+            cell.engine.shutdown()
 
 
 def _times(steps: Sequence[float]) -> Row:

@@ -6,9 +6,11 @@ Of a model only the configuration is written: SGLang makes the weights (`--load-
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import lzma
 import os
+import random
 import shutil
 import sys
 import time
@@ -228,6 +230,25 @@ def start_engine(flags: Sequence[str]) -> Any:
     from sglang.srt.server_args import prepare_server_args
 
     return Engine(server_args=prepare_server_args(list(flags)))
+
+
+class Asked:
+    """An engine of this process, and what it is asked: prompts of random tokens by a seed."""
+
+    def __init__(self, flags: Sequence[str], shape: str, seed: int) -> None:
+        self.engine, self._vocab, self._rng = start_engine(flags), SHAPES[shape]["vocab_size"], random.Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        """New ones."""
+        return self._rng.choices(range(16, self._vocab), k=count)
+
+    def wait(self, awaitable: Any, seconds: float | None = None) -> Any:
+        """What comes of it. Raises TimeoutError."""
+        return self.engine.loop.run_until_complete(asyncio.wait_for(awaitable, seconds))
+
+    def state(self) -> Row:
+        """See `plugin_state`."""
+        return plugin_state(self.engine.get_server_info())
 
 
 def plugin_state(info: Row) -> Row:

@@ -163,46 +163,36 @@ def plugin(args: argparse.Namespace, start: str, folder: Path) -> dict[str, str]
     return engines.plugin_environment(folder, "offload_serving_replay", {"OFFLOAD_REPLAY": json.dumps(settings)})
 
 
-class Asked:
-    """An engine of this process, one of the starts, and what it is asked. Each wait has an end."""
+class Asked(engines.Asked):
+    """One of the starts. Each wait has an end."""
 
     def __init__(self, args: argparse.Namespace, start: str) -> None:
-        self.args, self._vocab = args, int(SHAPES[args.shape]["vocab_size"])
-        self._rng = random.Random(args.seed)
+        self.args = args
         say(f"{start}: starting")
-        self.engine = engines.start_engine(engine_flags(args, start))
+        super().__init__(engine_flags(args, start), args.shape, args.seed)
         say(f"{start}: ready")
 
     def prefix(self, name: str) -> list[int]:
         """Tokens of a prefix, the same in all engines: `long`, `warm`, or a number."""
         length = self.args.sizes[name] if name in ("long", "warm") else self.args.sizes["prefix"]
-        rng = random.Random(f"{name} {self.args.seed}")
-        return [rng.randrange(10, self._vocab) for _ in range(length)]
+        return random.Random(f"{name} {self.args.seed}").choices(range(16, self._vocab), k=length)
 
-    def suffix(self) -> list[int]:
-        """Tokens of a request's own."""
-        return [self._rng.randrange(10, self._vocab) for _ in range(SUFFIX)]
-
-    def wait(self, awaitable: Any, seconds: float = 180.0) -> Any:
-        """What comes of it. Raises TimeoutError."""
-        return self.engine.loop.run_until_complete(asyncio.wait_for(awaitable, seconds))
+    def behind(self, prefix: Sequence[int]) -> list[int]:
+        """A prompt: a prefix, and a request's own tokens."""
+        return [*prefix, *self.tokens(SUFFIX)]
 
     def ask(self, prompt: Sequence[int], tokens: int) -> Streamed:
         """One request alone."""
-        return self.wait(streamed(self.engine, prompt, sampling(tokens)))
+        return self.wait(streamed(self.engine, prompt, sampling(tokens)), 180.0)
 
     def first_token(self, name: str) -> float:
         """Seconds until the first token of a request behind a prefix, from when it was sent."""
-        found = self.ask([*self.prefix(name), *self.suffix()], 4)
+        found = self.ask(self.behind(self.prefix(name)), 4)
         return found.arrivals[0][1] - found.begun
 
     def steps(self, prompts: Sequence[list[int]]) -> list[float]:
         """Seconds of the steps of all prompts together, that are counted; see `decode.py`."""
-        return self.wait(batch_steps(self.engine, prompts, self.args.sizes["tokens"]))
-
-    def state(self) -> Row:
-        """The plugin's part of the server's state; empty in a stock engine."""
-        return engines.plugin_state(self.engine.get_server_info())
+        return self.wait(batch_steps(self.engine, prompts, self.args.sizes["tokens"]), 180.0)
 
     def counted(self) -> Row:
         """What a row shows the difference of."""
@@ -254,7 +244,7 @@ def throughput(asked: Asked, prefixes: Sequence[list[int]], answer: int) -> Row:
         while time.perf_counter() < end:
             (prefix,) = rng.choices(prefixes, weights)
             try:
-                found.append(await streamed(asked.engine, [*prefix, *asked.suffix()], sampling(answer)))
+                found.append(await streamed(asked.engine, asked.behind(prefix), sampling(answer)))
             except Exception as error:
                 failed.append(repr(error))
                 await asyncio.sleep(1)
@@ -314,7 +304,7 @@ def measure_long(args: argparse.Namespace, start: str, wanted: Sequence[Row]) ->
         again = [asked.first_token("long") for _ in range(6)]
         say(f"  first tokens {[round(one, 3) for one in again]}")
         yield rows["first_token", "host"] | {"seconds": median(again[1:]), **told(asked)}
-    prompts = [[*asked.prefix("long"), *asked.suffix()] for _ in range(args.sizes["batch"])]
+    prompts = [asked.behind(asked.prefix("long")) for _ in range(args.sizes["batch"])]
     asked.steps(prompts[:1])
     yield counting(asked, rows["step", start], step, prompts)
     asked.engine.shutdown()
@@ -334,7 +324,7 @@ def build(args: argparse.Namespace) -> None:
     for number in range(args.sizes["prefixes"]):
         waited(lambda: len(list((folder / "kv").glob("*.kv"))) < 2, 120, "a file to be read")
         known, begun = set((folder / "kv").glob("*.kv")), time.monotonic()
-        asked.ask([*asked.prefix(str(number)), *asked.suffix()], 1)
+        asked.ask(asked.behind(asked.prefix(str(number))), 1)
         waited(lambda n=known: set((folder / "kv").glob("*.kv")) - n, 60, "a file")  # type: ignore[misc]
         (new,) = set((folder / "kv").glob("*.kv")) - known
         ready = folder / f"ready-{number}"
@@ -365,7 +355,7 @@ def measure_served(args: argparse.Namespace, start: str, wanted: Sequence[Row]) 
         if start == "ours":
             waited((folder / f"ready-{number}").exists, 180, f"prefix {number}")
         begun = time.monotonic()
-        asked.ask([*prefix, *asked.suffix()], 4)
+        asked.ask(asked.behind(prefix), 4)
         if start == "ours":
             if int(told(asked)["events"].get("loaded", 0)) != number + 1:
                 raise RuntimeError(f"expected prefix {number} to be loaded, got {asked.state()['offload']}")
@@ -378,8 +368,7 @@ def measure_served(args: argparse.Namespace, start: str, wanted: Sequence[Row]) 
         if row["measure"] == "throughput":
             yield counting(asked, row, throughput, prefixes, row["answer"])
             continue
-        some = prefixes if start == "ours" else prefixes[:1]
-        prompts = [[*prefix, *asked.suffix()] for prefix in some]
+        prompts = list(map(asked.behind, prefixes if start == "ours" else prefixes[:1]))
         asked.steps(prompts)
         yield counting(asked, row, step, prompts)
     asked.engine.shutdown()

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain, islice, product
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -206,10 +206,9 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     """What a row holds of the results of all passes.
 
     Times are in ms. `prompt_tokens` and `cached_tokens` are (least, most) of all requests: as the tokenizer of
-    `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. By
-    turn: medians over the conversations. Of the last pass: steps that the plugin attended, exactly and sparsely, and
-    requests that found an index. `suffix_keep_ratio` is the server's, since its start; None where nothing was selected
-    from requests' suffix tokens.
+    `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. Of
+    the last pass: steps that the plugin attended, exactly and sparsely, and requests that found an index.
+    `suffix_keep_ratio` is the server's, since its start; None where nothing was selected from requests' suffix tokens.
 
     Raises:
         RuntimeError: a request failed, or did not find what it shares in the prefix cache.
@@ -231,22 +230,9 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     }
     for name in ("ttft", "tpot", "itl"):
         row |= {f"{name}_ms": found[f"median_{name}_ms"], f"{name}_ms_p99": found[f"p99_{name}_ms"]}
-    if "turns" in sizes:
-        turns = range(sizes["turns"])
-        row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
-        row["tpot_ms_by_turn"] = [_tpot_ms(found["itls"][turn :: len(turns)]) for turn in turns]
     then, now = (engines.plugin_state(one["server_info"]) for one in (before, found))
     row["suffix_keep_ratio"] = now.get("suffix_keep_ratio")
     return row | {name: int(now.get(name, 0)) - int(then.get(name, 0)) for name in (*_STEPS, "hits")}
-
-
-def _tpot_ms(requests: Sequence[Sequence[float]]) -> float | None:
-    """Median over requests; one whose tokens all came at once has no time between them, and does not count.
-
-    None: that goes for all of them.
-    """
-    times = [mean(one) for one in requests if one]
-    return 1e3 * median(times) if times else None
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import math
 import statistics
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from sglang_ext.calibration.judge import Z95
 from sglang_ext.methods.profile import Profile
 from sglang_ext.options import SparseAttnConfig
-from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, prose
+from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, prose, rows_of
 
 METHODS = {
     "default": "token_index",
@@ -151,9 +150,8 @@ def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace
 
 
 @pytest.fixture(scope="module")
-def committed(bench: SimpleNamespace) -> list[dict[str, Any]]:
-    files = [RESULTS / "answers-h200.jsonl.xz", RESULTS / "answers-h200-judged.jsonl.xz"]
-    return bench.answers.read(files)  # type: ignore[no-any-return]
+def committed() -> list[dict[str, Any]]:
+    return [row for name in ("", "-judged") for row in rows_of(RESULTS / f"answers-h200{name}.jsonl.xz")]
 
 
 def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
@@ -236,8 +234,8 @@ def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, c
     assert f"Dense scores {math.floor(1000 * least) / 10}% or more" in text
 
 
-def test_the_needle_models_documented_answers_are_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h100-needle.jsonl.xz"])
+def test_the_needle_models_documented_answers_are_the_rows() -> None:
+    rows = rows_of(RESULTS / "answers-h100-needle.jsonl.xz")
     right = {name: sum(sum(row["scores"]) for row in rows if row["config"] == name) for name in ("dense", "default")}
     (questions,) = {sum(len(row["scores"]) for row in rows if row["config"] == name) for name in right}
     assert right == dict.fromkeys(right, questions)
@@ -251,8 +249,7 @@ def test_the_needle_models_documented_answers_are_the_rows(bench: SimpleNamespac
 
 
 def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
-    files = [RESULTS / "answers-h200-judged.jsonl.xz", RESULTS / "answers-h200-pooling.jsonl.xz"]
-    rows = bench.answers.read(files)
+    rows = [row for name in ("judged", "pooling") for row in rows_of(RESULTS / f"answers-h200-{name}.jsonl.xz")]
     shown = bench.answers_table.forced(rows) | {("5%", 16): bench.answers_table.forced(committed)["5%", 16]}
 
     def kl(config: str) -> str:
@@ -288,8 +285,8 @@ CANDIDATES = {
 }
 
 
-def test_the_table_of_candidates_is_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-cpu-candidates.jsonl.xz"])
+def test_the_table_of_candidates_is_the_rows() -> None:
+    rows = rows_of(RESULTS / "answers-cpu-candidates.jsonl.xz")
     lines = [[cell.strip() for cell in line.split("|")] for line in document("selection").splitlines()]
     shown = {line[1]: line[3:5] for line in lines if len(line) == 6}
     for row in rows:
@@ -306,12 +303,11 @@ def test_the_table_of_candidates_is_the_rows(bench: SimpleNamespace) -> None:
 
 def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
     """Within the bounds, where 1,024 tokens are not."""
-    rows = bench.answers.read([RESULTS / "answers-h100-default.jsonl.xz"])
+    rows = rows_of(RESULTS / "answers-h100-default.jsonl.xz")
     points = {key[1]: said for key, (said, _) in bench.answers_table.differences(rows).items()}
     default = points["default"]
-    moves = (f"{100 * move:+.1f}" for move in (default.difference, default.low, default.high))
-    said = "{} points [{}, {}] over {:,} questions".format(*moves, default.questions)
-    assert said in prose("README")
+    moves = (100 * move for move in (default.difference, default.low, default.high))
+    assert "{:+.1f} points [{:+.1f}, {:+.1f}] over {:,} questions".format(*moves, default.questions) in prose("README")
     kl = {key[0]: [one["kl"] for one in full] for key, (_, full) in bench.answers_table.forced(rows).items()}
     shown = documented_table("selection", "| tokens attended behind")
     for (tokens, _, said, nats), name in zip(shown, ("default", "75%", "top_k 1024", "10% 75%", "5%"), strict=True):
@@ -327,13 +323,13 @@ def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
 
 
 def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h200-csattention.jsonl.xz"])
+    rows = rows_of(RESULTS / "answers-h200-csattention.jsonl.xz")
     (kl,) = (one["kl"] for key, (_, (one,)) in bench.answers_table.forced(rows).items() if key[0] == "csattention")
     assert f"Without that fault its KL is {kl:.4f}" in prose("selection")
 
 
 def test_the_figures_of_candidates_ahead_are_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h100-ahead.jsonl.xz"])
+    rows = rows_of(RESULTS / "answers-h100-ahead.jsonl.xz")
     ahead, in_line, tokens = "two_level, ahead", "two_level, in line", "tokens ahead"
     moves = {key[1]: one for key, (one, _) in bench.answers_table.differences(rows, in_line).items()}
     kl = {key[0]: f"{full['kl']:.4f}" for key, (_, (full,)) in bench.answers_table.forced(rows).items()}
@@ -343,12 +339,12 @@ def test_the_figures_of_candidates_ahead_are_the_rows(bench: SimpleNamespace) ->
 
 
 def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h100-methods.jsonl.xz"])
+    rows = rows_of(RESULTS / "answers-h100-methods.jsonl.xz")
     differences = bench.answers_table.differences
     points = {key[1]: said for key, (said, _) in differences(rows).items()}
     kl = {key[0]: one["kl"] for key, (_, (one,)) in bench.answers_table.forced(rows).items()}
     ms: dict[str, dict[int, str]] = {}
-    for row in bench.answers.read([RESULTS / "decode-h100-methods.jsonl"]):
+    for row in rows_of(RESULTS / "decode-h100-methods.jsonl"):
         name = row["engine"] if row["engine"] == "flashinfer" else row["config"].get("method", "token_index")
         ms.setdefault(name, {})[row["batch"]] = f"{row['ms']:.2f}"
     shown = documented_table("selection", "| method | points [95%] | KL | ms |")
@@ -394,8 +390,7 @@ def test_the_rows_name_the_profiles_that_are_there(committed: list[dict[str, Any
 
 
 def test_the_documented_drafts_that_a_model_kept_are_the_rows() -> None:
-    with lzma.open(RESULTS / "answers-cpu-lossless.jsonl.xz", "rt") as file:
-        rows = [json.loads(line) for line in file]
+    rows = rows_of(RESULTS / "answers-cpu-lossless.jsonl.xz")
     kept: dict[str, list[int]] = {}
     for row in rows:
         counts = kept.setdefault(row["config"], [0, 0])

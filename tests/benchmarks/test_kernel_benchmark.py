@@ -148,6 +148,12 @@ def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups
     return row | more
 
 
+def printed(bench: Any, folder: Path, rows: list[dict]) -> list[str]:
+    """Lines of the tables of a file with these rows."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return bench.tables.tables(bench.tables.last_rows([folder / "rows.jsonl"])).splitlines()
+
+
 def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench, tmp_path):
     rows = [made_row("exact", 999.0), made_row("flashinfer", 144.0), made_row("flashinfer", 450.0, batch=8)]
     rows += [made_row("exact", 130.0, ratio={"flashinfer": 1.108}), made_row("exact", 300.0, batch=32, groups=8)]
@@ -156,9 +162,7 @@ def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench,
     for name in ("us", "us_p10", "us_p90", "us_min", "share", "repeats"):
         red.pop(name)
     del rows[-1]["suffix"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in [*rows, red]) + "\n")
-    lines = bench.tables.tables(bench.tables.last_rows([path])).splitlines()
+    lines = printed(bench, tmp_path, [*rows, red])
     for line in (
         "| case | tokens | batch 1 | batch 8 | 8 groups of 4 |",
         "| flashinfer | 131072 | 144.0 (144.0-144.0; 86.7%) | 450.0 (450.0-450.0; 27.8%) | - |",
@@ -181,9 +185,7 @@ def test_the_table_of_operators_says_how_much_faster_they_are(bench, tmp_path):
         same = {"context": context, "batch": batch, "groups": groups, "bench": "operators", "floor_us": 7.0}
         rows.append(made_row("flashinfer", 180.0, budget=None, **same))
         rows.append(made_row("token_index", 30.0, budget=2048, ratio={"flashinfer": ratio}, **same))
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    lines = bench.tables.tables(bench.tables.last_rows([path])).splitlines()
+    lines = printed(bench, tmp_path, rows)
     for line in (
         "| case | tokens | batch 1 | batch 8 | 8 groups of 1 |",
         "| flashinfer | 131072 | 180.0 (7.0) | 180.0 (7.0) | 180.0 (7.0) |",

@@ -62,27 +62,22 @@ def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
 
 
 def result(**more: Any) -> dict[str, Any]:
-    """What `bench_serving` writes of two conversations of two turns."""
+    """What `bench_serving` writes of four requests."""
     found: dict[str, Any] = {"completed": 4, "output_lens": [3] * 4, "errors": [""] * 4, "duration": 2.0}
     found |= {"total_output_tokens": 12, "output_throughput": 6.0, "input_lens": [70] * 4}
-    found |= {"ttfts": [0.1, 0.2, 0.3, 0.4], "cached_tokens": [64, 80, 64, 80]}
-    found |= {"itls": [[0.01, 0.03], [0.05, 0.05], [0.02, 0.02], [0.03, 0.03]]}
+    found |= {"cached_tokens": [64, 80, 64, 80]}
     found |= {f"{of}_{name}_ms": 1.0 for name in ("ttft", "tpot", "itl") for of in ("median", "p99")}
     state = {"cascade_steps": 9, "sparse_steps": 2, "hits": 1, "suffix_keep_ratio": 0.25}
     return {**found, "server_info": {"internal_states": [{"sparse_attn": state}]}, **more}
 
 
 def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
-    sizes = {"prefix": 70, "question": 2, "turns": 2}
+    sizes = {"prefix": 70, "question": 2}
     before = {"server_info": {"internal_states": [{"sparse_attn": {"cascade_steps": 4, "sparse_steps": 2}}]}}
     found = bench.serving.figures([{}, before, result()], sizes, 16)
     assert (found["cascade_steps"], found["sparse_steps"], found["hits"]) == (5, 0, 1)
     assert found["suffix_keep_ratio"] == 0.25
-    assert found["ttft_ms_by_turn"] == pytest.approx([200.0, 300.0])
-    assert found["tpot_ms_by_turn"] == pytest.approx([20.0, 40.0])
     assert (found["prompt_tokens"], found["cached_tokens"]) == ([70, 70], [64, 80])
-    for times, by_turn in (([[], [], [0.02, 0.02], []], [20.0, None]), ([[]] * 4, [None, None])):  # all tokens at once
-        assert bench.serving.figures([{}, before, result(itls=times)], sizes, 16)["tpot_ms_by_turn"] == by_turn
     stock = {"server_info": {"internal_states": [{}]}}
     found = bench.serving.figures([stock, result(**stock)], sizes, 16)
     assert (found["cascade_steps"], found["suffix_keep_ratio"]) == (0, None)
@@ -157,7 +152,6 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
     first, last = 512 + 16, 512 + 16 + 64 + 16
     assert agent["prompt_tokens"] in ([first, first], [first, last])  # 0.5.16 counts each conversation's first turn
     assert agent["cached_tokens"] == [512, 576], "behind the first turn also its question and answer, by pages"
-    assert len(agent["tpot_ms_by_turn"]) == 2
     for one in (groups, agent):
         assert one["cascade_steps"] > 0
         assert (one["sparse_steps"], one["hits"]) == (0, 0)
