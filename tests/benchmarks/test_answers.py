@@ -7,7 +7,6 @@ import json
 import math
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -36,11 +35,6 @@ METHODS = {
 """Configurations in the order of the table; the method of which a step was timed."""
 
 
-@pytest.fixture(scope="module")
-def bench(load: Any) -> SimpleNamespace:
-    return load("answers", "answers_data", "answers_table")  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("rule", "expected", "answer", "score"),
     [
@@ -53,7 +47,7 @@ def bench(load: Any) -> SimpleNamespace:
     ],
 )
 def test_answers_are_scored_by_their_rule(
-    bench: SimpleNamespace, rule: str, expected: tuple[str, ...], answer: str, score: float
+    bench: Any, rule: str, expected: tuple[str, ...], answer: str, score: float
 ) -> None:
     question = bench.answers_data.Question("task", "?", "", expected, rule, 8)
     assert question.score(answer) == score
@@ -85,7 +79,7 @@ def row(config: str, task: str, scores: list[float], documents: list[int], **own
     return {**fixed, "config": config, "task": task, "scores": scores, "documents": documents, **counted, **own}
 
 
-def test_differences_are_paired_clustered_and_of_cells_that_count(bench: SimpleNamespace) -> None:
+def test_differences_are_paired_clustered_and_of_cells_that_count(bench: Any) -> None:
     documents = [0, 0, 1, 1]
     rows = [
         row("dense", "needle", [1, 1, 1, 0], documents),
@@ -111,13 +105,13 @@ def test_differences_are_paired_clustered_and_of_cells_that_count(bench: SimpleN
     assert "| 2, 1 | -12.50 free 8192 | 10.0% | 90.0% |" in line
 
 
-def test_rows_of_other_questions_are_not_paired(bench: SimpleNamespace) -> None:
+def test_rows_of_other_questions_are_not_paired(bench: Any) -> None:
     rows = [row("dense", "free", [1, 1], [0, 1]), row("ours", "free", [1, 1], [0, 0])]
     with pytest.raises(ValueError, match="expected the same questions in both rows of free"):
         bench.answers_table.differences(rows)
 
 
-def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: SimpleNamespace) -> None:
+def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: Any) -> None:
     rows = [row("dense", "free", [1, 1], [0, 1]), row("ours", "free", [1, 1], [0, 1])]
     assert "| ours |" in bench.answers.table(rows)
     for other in ({"model": "n"}, {"settings": {"keep_ratio": 0.2}}):
@@ -126,7 +120,7 @@ def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: SimpleNamesp
 
 
 @pytest.mark.parametrize(("sparse", "dense", "good"), [(95, 5, True), (94, 6, False), (0, 0, False)])
-def test_rows_that_were_not_selected_are_refused(bench: SimpleNamespace, sparse: int, dense: int, good: bool) -> None:
+def test_rows_that_were_not_selected_are_refused(bench: Any, sparse: int, dense: int, good: bool) -> None:
     counts = {"sparse_rows": sparse, "dense_rows": dense}
     bench.answers.check_selected({"decode_path": "cascade"}, counts)
     if good:
@@ -136,7 +130,7 @@ def test_rows_that_were_not_selected_are_refused(bench: SimpleNamespace, sparse:
         bench.answers.check_selected({"decode_path": "sparse"}, counts)
 
 
-def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace, capsys: Any) -> None:
+def test_the_command_takes_configurations_by_name_or_json(bench: Any, capsys: Any) -> None:
     args = bench.answers.parse(["--config", "dense", "--config", 'tenth={"keep_ratio": 0.1}'])
     assert args.config == [("dense", {}), ("tenth", {"keep_ratio": 0.1})]
     for wrong in ("tenth", "tenth={"):
@@ -154,7 +148,7 @@ def committed() -> list[dict[str, Any]]:
     return [row for name in ("", "-judged") for row in rows_of(RESULTS / f"answers-h200{name}.jsonl.xz")]
 
 
-def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+def test_the_documented_table_is_the_printed_one(bench: Any, committed: list[dict[str, Any]]) -> None:
     shown = bench.answers.table([row for row in committed if row["in_flight"] == 16])
     printed = shown.split("\n\n")[0].splitlines()
     table = [line for line in document("benchmarks").splitlines() if line.startswith(("| suite |", "| documents |"))]
@@ -164,7 +158,7 @@ def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committ
 
 
 def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
-    bench: SimpleNamespace, committed: list[dict[str, Any]]
+    bench: Any, committed: list[dict[str, Any]]
 ) -> None:
     found = {key[1:]: said for key, (said, _) in bench.answers_table.differences(committed).items()}
     for config in ("5%", "10%", "5% sqrt", "10% sqrt"):
@@ -180,9 +174,7 @@ def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
         assert found[config, 16].difference < -0.0075, config
 
 
-def test_the_documented_bounds_are_those_of_the_default_plans_rows(
-    bench: SimpleNamespace, committed: list[dict[str, Any]]
-) -> None:
+def test_the_documented_bounds_are_those_of_the_default_plans_rows(bench: Any, committed: list[dict[str, Any]]) -> None:
     rows = bench.answers_table.forced(committed)
     bounds = [1.25 * full["kl"] for full in rows["5%", 16][1]]
     first, second, third = (f"{bound:.4f}" for bound in bounds)
@@ -210,7 +202,7 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
         assert min(own, key=lambda name: own[name]) == "cascade"
 
 
-def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+def test_the_sentences_about_real_answers_are_the_rows(bench: Any, committed: list[dict[str, Any]]) -> None:
     found = {key[1:]: said for key, (said, _) in bench.answers_table.differences(committed).items()}
     readme = prose("README")
     few = found["4 layers 5% sqrt", 16]
@@ -248,7 +240,7 @@ def test_the_needle_models_documented_answers_are_the_rows() -> None:
     assert f"({in_flight} in flight; H100, 2026-11-28, commit {commit}, `answers-h100-needle.jsonl.xz`)" in text
 
 
-def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+def test_the_pooling_table_is_the_rows(bench: Any, committed: list[dict[str, Any]]) -> None:
     rows = [row for name in ("judged", "pooling") for row in rows_of(RESULTS / f"answers-h200-{name}.jsonl.xz")]
     shown = bench.answers_table.forced(rows) | {("5%", 16): bench.answers_table.forced(committed)["5%", 16]}
 
@@ -301,7 +293,7 @@ def test_the_table_of_candidates_is_the_rows() -> None:
     assert set(CANDIDATES) <= {(row["config"], row["in_flight"]) for row in rows}
 
 
-def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_table_of_the_default_is_the_rows(bench: Any) -> None:
     """Within the bounds, where 1,024 tokens are not."""
     rows = rows_of(RESULTS / "answers-h100-default.jsonl.xz")
     points = {key[1]: said for key, (said, _) in bench.answers_table.differences(rows).items()}
@@ -322,13 +314,13 @@ def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
     assert points["top_k 1024"].difference < -0.0075
 
 
-def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: Any) -> None:
     rows = rows_of(RESULTS / "answers-h200-csattention.jsonl.xz")
     (kl,) = (one["kl"] for key, (_, (one,)) in bench.answers_table.forced(rows).items() if key[0] == "csattention")
     assert f"Without that fault its KL is {kl:.4f}" in prose("selection")
 
 
-def test_the_figures_of_candidates_ahead_are_the_rows(bench: SimpleNamespace) -> None:
+def test_the_figures_of_candidates_ahead_are_the_rows(bench: Any) -> None:
     rows = rows_of(RESULTS / "answers-h100-ahead.jsonl.xz")
     ahead, in_line, tokens = "two_level, ahead", "two_level, in line", "tokens ahead"
     moves = {key[1]: one for key, (one, _) in bench.answers_table.differences(rows, in_line).items()}
@@ -338,7 +330,7 @@ def test_the_figures_of_candidates_ahead_are_the_rows(bench: SimpleNamespace) ->
     assert f"Named by `token_index`, {moves[tokens].points} and {kl[tokens]} (" in prose("selection")
 
 
-def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_table_of_methods_in_graphs_is_the_rows(bench: Any) -> None:
     rows = rows_of(RESULTS / "answers-h100-methods.jsonl.xz")
     differences = bench.answers_table.differences
     points = {key[1]: said for key, (said, _) in differences(rows).items()}

@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, rows_of
 from tests.server.jobs import run_job
-
-
-@pytest.fixture
-def bench(load: Any) -> SimpleNamespace:
-    return load("serving")  # type: ignore[no-any-return]
 
 
 def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[str, Any]:
@@ -26,7 +20,7 @@ def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[st
     return {**origin, "engine": engine, "run": "groups", "sizes": {"groups": 2}, **figures, **more}
 
 
-def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_can_be_changed_one_by_one(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     args = bench.serving.parse(["--runs", "groups", "agent", "--set", "groups.prefix=4096", "groups.zipf=1.5"])
     groups, agent = ({**bench.serving.RUNS[name]} for name in ("groups", "agent"))
     assert args.sizes == {"groups": {**groups, "prefix": 4096, "zipf": 1.5}, "agent": agent}
@@ -40,7 +34,7 @@ def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.
         assert message in capsys.readouterr().err
 
 
-def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
+def test_flags_of_the_engines(bench: Any) -> None:
     for engine in bench.serving.ENGINES:
         args = bench.serving.parse(["--runs", "groups", "--", "--x", "1"])
         args.cpu = False
@@ -71,7 +65,7 @@ def result(**more: Any) -> dict[str, Any]:
     return {**found, "server_info": {"internal_states": [{"sparse_attn": state}]}, **more}
 
 
-def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
+def test_a_row_is_what_the_measured_pass_found(bench: Any) -> None:
     sizes = {"prefix": 70, "question": 2}
     before = {"server_info": {"internal_states": [{"sparse_attn": {"cascade_steps": 4, "sparse_steps": 2}}]}}
     found = bench.serving.figures([{}, before, result()], sizes, 16)
@@ -83,14 +77,14 @@ def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
     assert (found["cascade_steps"], found["suffix_keep_ratio"]) == (0, None)
 
 
-def test_a_row_that_would_not_be_what_it_says_is_none(bench: SimpleNamespace) -> None:
+def test_a_row_that_would_not_be_what_it_says_is_none(bench: Any) -> None:
     with pytest.raises(RuntimeError, match="expected 80 tokens of each request in the prefix cache, got 64"):
         bench.serving.figures([result(), result()], {"prefix": 80}, 16)
     with pytest.raises(RuntimeError, match=r"expected every request to be answered, got 3 and \['gone'\]"):
         bench.serving.figures([result(), result(completed=3, errors=["", "gone", "", ""])], {"prefix": 64}, 16)
 
 
-def test_what_is_there_is_not_measured_again(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_is_there_is_not_measured_again(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     args = bench.serving.parse(["--out", str(out), "--shape", "tiny", "--runs", "groups", "agent"])
     first, _ = bench.serving.missing(args, "shared", 0)
@@ -133,7 +127,7 @@ def test_the_table_has_medians_and_shares_of_the_best_stock_engine_of_the_same_s
 @pytest.mark.full
 @pytest.mark.server
 @pytest.mark.timeout(1800)
-def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_real_server(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs of the plugin through HTTP, by SGLang's own `bench_serving`. No time in them means anything."""
     out = tmp_path / "rows.jsonl"
     of_groups = {"groups": 2, "prefix": 512, "question": 16, "output": 64, "requests": 8, "concurrency": 4}
@@ -162,7 +156,7 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "", "rows that are there are not measured again"
 
 
-def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: SimpleNamespace) -> None:
+def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: Any) -> None:
     rows = bench.serving.engines.read([str(RESULTS / "serving-h200.jsonl")])
     assert bench.serving.table([row for row in rows if row["run"] == "groups"]) in document("benchmarks")
     (found,) = [of for (_, _, _, run, _), of in bench.serving.medians(rows).items() if run == "groups"]
