@@ -34,13 +34,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from answers_data import KINDS, OWN_QUESTIONS, RULER_TASKS, Chat, Document, Question, documents, own_documents, ruler
 from answers_table import plot, table
-from engines import Row, append, launched, read
+from engines import Row, append, grouped, launched, read, sampling, sparse_flags, unmeasured
 from kernel_rows import origin
 from tqdm import tqdm
 
@@ -71,43 +72,40 @@ USUAL: dict[str, Row] = {DENSE: {}, "cascade": {"build": "off", "decode_path": "
 """Configurations that have a name, measured where none is named; `--config NAME=JSON` gives others."""
 
 
+@dataclass(frozen=True)
 class Served:
     """A running server and the questions for it.
 
-    Args:
+    Attributes:
         url: of the server.
         chat: of its model.
         sparse: whether it has the plugin, with counters.
         temperature: of answers to questions.
     """
 
-    def __init__(self, url: str, chat: Chat, sparse: bool, temperature: float = 0.0) -> None:
-        self._url = url
-        self.chat = chat
-        self._sparse = sparse
-        self._temperature = temperature
+    url: str
+    chat: Chat
+    sparse: bool
+    temperature: float = 0.0
 
     def generate(self, document: Document, ids: Sequence[int], fields: Row) -> Row:
         """One request, in the document's own namespace.
 
         RULER's documents begin alike, and of a prompt that lies in the cache in part no index is built.
         """
-        body = {"input_ids": list(ids), "extra_key": document.name, **fields}
-        reply: Row = post(self._url, "/generate", body)
-        return reply
+        return post(self.url, "/generate", {"input_ids": list(ids), "extra_key": document.name, **fields})
 
     def warm(self, document: Document) -> None:
         """Prefill a document's prefix and, where the configuration says so, index it."""
-        sampling = {"temperature": 0.0, "max_new_tokens": 1}
-        self.generate(document, self.chat.prefix(document.text), {"sampling_params": sampling})
+        self.generate(document, self.chat.prefix(document.text), {"sampling_params": sampling(1)})
 
     def converse(self, document: Document, turns: Sequence[Question]) -> list[tuple[float, int, Row]]:
         """Score, generated tokens, what the plugin says, of each turn; each answer stays in the context of the next."""
         ids, found = self.chat.prefix(document.text), []
         for number, question in enumerate(turns):
             ids += self.chat.question(question, first=number == 0)
-            sampling = {"temperature": self._temperature, "max_new_tokens": question.max_new_tokens}
-            reply = self.generate(document, ids, {"sampling_params": sampling})
+            parameters = {"temperature": self.temperature, "max_new_tokens": question.max_new_tokens}
+            reply = self.generate(document, ids, {"sampling_params": parameters})
             answer = reply["output_ids"]
             told = reply["meta_info"].get("sparse_attn", [{}])[0]
             found.append((question.score(self.chat.text(answer)), len(answer), told))
@@ -117,7 +115,7 @@ class Served:
 
     def state(self) -> Row:
         """The plugin's counters; empty without the plugin."""
-        return server_state(self._url) if self._sparse else {}
+        return server_state(self.url) if self.sparse else {}
 
 
 def counted(before: Row, after: Row) -> Row:
@@ -163,26 +161,19 @@ def force(served: Served, docs: Sequence[Document], in_flight: int, steps: int, 
     Raises:
         FileNotFoundError: dense was not measured with this folder of references.
     """
-    from sglang_ext.compat.forced_tokens import forcing
-
     before = served.state()
     spans = {"all": (1, None), "full": (in_flight, None), "smaller": (1, in_flight - 1)}
     found: dict[str, list[Agreement]] = {span: [] for span in spans}
     kl_documents = []
     for document in docs:
-        prompts, references = forced_prompts(served, document), reference_paths(work, document)
+        references = reference_paths(work, document)
         if not all(path.exists() for path in references):
             raise FileNotFoundError(
                 f"expected dense's steps in {work}, got no {references[0].name}; measure the configuration {DENSE} "
                 "with this --work and these flags"
             )
         outs = [path.with_name(f"{name}-{path.name}") for path in references]
-        for out in outs:  # of a run that was interrupted
-            out.unlink(missing_ok=True)
-        fields = [forcing(out, steps, reference=path) for out, path in zip(outs, references, strict=True)]
-        with ThreadPoolExecutor(in_flight) as pool:
-            for out, reply in zip(outs, pool.map(partial(served.generate, document), prompts, fields), strict=True):
-                check_generated(out, reply["output_ids"])
+        write_steps(served, document, in_flight, steps, outs, references)
         pairs = [(load_steps(reference), load_steps(out)) for reference, out in zip(references, outs, strict=True)]
         for out in outs:
             out.unlink()
@@ -214,21 +205,28 @@ def reference_paths(work: Path, document: Document) -> list[Path]:
     return [work / f"dense-{document.name}-{i}.npz" for i in range(count)]
 
 
-def reference_files(served: Served, docs: Sequence[Document], steps: int, work: Path) -> None:
-    """Dense's own greedy answers with their log-probabilities, where they are not there yet."""
+def write_steps(
+    served: Served, document: Document, in_flight: int, steps: int, outs: Sequence[Path], forced: Sequence[Path | None]
+) -> None:
+    """Answers with their log-probabilities, one file each: what was generated, or what another file has, forced."""
     from sglang_ext.compat.forced_tokens import forcing
 
+    for out in outs:  # of a run that was interrupted
+        out.unlink(missing_ok=True)
+    fields = [forcing(out, steps, reference=path) for out, path in zip(outs, forced, strict=True)]
+    with ThreadPoolExecutor(in_flight) as pool:
+        replies = pool.map(partial(served.generate, document), forced_prompts(served, document), fields)
+        for out, reply in zip(outs, replies, strict=True):
+            check_generated(out, reply["output_ids"])
+
+
+def reference_files(served: Served, docs: Sequence[Document], steps: int, work: Path) -> None:
+    """Dense's own greedy answers with their log-probabilities, where they are not there yet."""
     work.mkdir(parents=True, exist_ok=True)
     for document in docs:
         outs = reference_paths(work, document)
         if not all(out.exists() for out in outs):
-            for out in outs:
-                out.unlink(missing_ok=True)
-            with ThreadPoolExecutor(len(outs)) as pool:
-                fields = [forcing(out, steps) for out in outs]
-                replies = pool.map(partial(served.generate, document), forced_prompts(served, document), fields)
-                for out, reply in zip(outs, replies, strict=True):
-                    check_generated(out, reply["output_ids"])
+            write_steps(served, document, len(outs), steps, outs, [None] * len(outs))
 
 
 def step_ms(served: Served, document: Document, in_flight: int) -> list[float]:
@@ -236,10 +234,10 @@ def step_ms(served: Served, document: Document, in_flight: int) -> list[float]:
     prompts = forced_prompts(served, document)[:in_flight]
 
     def seconds(tokens: int) -> float:
-        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        ask = partial(served.generate, document, fields={"sampling_params": sampling(tokens)})
         begun = time.perf_counter()
         with ThreadPoolExecutor(in_flight) as pool:
-            list(pool.map(partial(served.generate, document, fields={"sampling_params": sampling}), prompts))
+            list(pool.map(ask, prompts))
         return time.perf_counter() - begun
 
     seconds(8)
@@ -250,8 +248,7 @@ class Plan:
     """What is asked of each configuration: cells of (suite, task or "", length, requests in flight)."""
 
     def __init__(self, args: argparse.Namespace, chat: Chat) -> None:
-        self._args = args
-        self._chat = chat
+        self._args, self._chat = args, chat
         self.work = args.work / Path(args.model_path).name / f"seed-{args.seed}"
 
     def documents(self, suite: str, task: str, length: int) -> list[Document]:
@@ -260,17 +257,15 @@ class Plan:
             return ruler(args.packages, args.model_path, self.work, task, length, args.samples)
         if suite == "own":
             return list(own_documents(task, length, args.documents, args.seed))
-        count = args.forced_documents if suite == "forced" else args.documents
-        count = 1 if suite == "times" else count
+        count = {"forced": args.forced_documents, "times": 1}.get(suite, args.documents)
         return list(documents(args.packages, self._chat, length, count, args.seed))
 
     def size(self, suite: str) -> int:
         """Steps of the progress bar that one cell takes."""
         args = self._args
-        conversations = sum(KINDS.values())
         return {
             "forced": args.forced_documents,
-            "documents": args.documents * conversations,
+            "documents": args.documents * sum(KINDS.values()),
             "ruler": args.samples,
             "own": args.documents * OWN_QUESTIONS,
             "times": 1,
@@ -278,13 +273,9 @@ class Plan:
 
     def cells(self) -> list[tuple[str, str, int]]:
         """(suite, task, length), in the order of measuring: a length's documents are prefilled once for all suites."""
-        args = self._args
-        found = []
-        by_task = {"ruler": args.tasks, "own": list(TASKS)}
-        for length in args.lengths:
-            found += [(suite, "", length) for suite in SUITES if suite in args.suites and suite not in by_task]
-            found += [(suite, task, length) for suite in by_task if suite in args.suites for task in by_task[suite]]
-        return found
+        tasks = {"ruler": self._args.tasks, "own": list(TASKS)}
+        suites = sorted({*self._args.suites}, key=("forced", "documents", "times", "ruler", "own").index)
+        return [(suite, task, n) for n in self._args.lengths for suite in suites for task in tasks.get(suite, [""])]
 
 
 def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: Chat, bar: Any) -> None:
@@ -293,20 +284,11 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
     asked |= {"temperature": args.temperature} if args.temperature else {}
     known = {"config": name, "settings": config, "seed": args.seed, "model": Path(args.model_path).name}
     known |= {"asked": asked, "profile": digest_of(config.get("profile")), "flags": args.sglang_flags, **origin(args)}
-    rows = read([args.out]) if Path(args.out).exists() else []
+    named = ("suite", "cell", "length", "in_flight")
     same = ("config", "settings", "seed", "model", "asked", "profile", "flags", "device", "commit", "sglang")
-    done = {
-        (row["suite"], row["cell"], row["length"], row["in_flight"])
-        for row in rows
-        if all(row.get(key) == known[key] for key in same)
-    }
-    wanted = [
-        (cell, [n for n in args.in_flight if (*cell, n) not in done])
-        for cell in plan.cells()
-        if any((*cell, n) not in done for n in args.in_flight)
-    ]
-    left = sum(plan.size(suite) * len(numbers) for (suite, _, _), numbers in wanted)
-    bar.update(len(args.in_flight) * sum(plan.size(suite) for suite, _, _ in plan.cells()) - left)
+    cells = [{**known, **dict(zip(named, (*cell, n), strict=True))} for cell in plan.cells() for n in args.in_flight]
+    wanted = unmeasured(args.out, cells, (*named, *same))
+    bar.update(sum(plan.size(row["suite"]) for row in cells) - sum(plan.size(row["suite"]) for row in wanted))
     if not wanted:
         return
     flags = ["--model-path", args.model_path, *args.sglang_flags]
@@ -317,36 +299,35 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
     references = work / f"forced-{hashlib.sha256(same_dense.encode()).hexdigest()[:12]}"
     (work / "logs").mkdir(parents=True, exist_ok=True)
     settings = {} if name == DENSE else {**SELECTING, **USUAL.get(name, {}), **config}
+    path_name = name.replace("/", "-")
     if settings:
-        store = work / "stores" / name.replace("/", "-")
+        store = work / "stores" / path_name
         store.mkdir(parents=True, exist_ok=True)
-        flags += ["--sparse-attn", "--sparse-attn-store", str(store)]
-        flags += ["--sparse-attn-config", json.dumps(settings)]
+        flags += sparse_flags(settings, store)
     # Whoever measures into another file at the same time has a log of his own: it says when the server is ready.
-    log = work / "logs" / f"{name.replace('/', '-')}-{Path(args.out).stem}.log"
+    log = work / "logs" / f"{path_name}-{Path(args.out).stem}.log"
     with launched(flags, log, START_SECONDS) as url:
         served = Served(url, chat, name != DENSE, args.temperature)
-        for (suite, task, length), numbers in wanted:
+        for (suite, task, length), rows in grouped(wanted, named[:3]):
             docs = plan.documents(suite, task, length)
             bar.set_description(f"{name}, {suite} {task} {length}")
             for document in docs:
                 served.warm(document)
             if suite == "forced" and name == DENSE:
                 reference_files(served, docs, args.steps, references)
-            for in_flight in numbers:
-                cell = {"suite": suite, "cell": task, "length": length, "in_flight": in_flight}
+            for cell in rows:
                 if suite in ("documents", "ruler", "own"):
-                    found = list(ask(served, docs, in_flight, bar.update))
+                    found = list(ask(served, docs, cell["in_flight"], bar.update))
                 elif suite == "forced":
-                    own = force(served, docs, in_flight, args.steps, references, f"of-{name.replace('/', '-')}")
+                    own = force(served, docs, cell["in_flight"], args.steps, references, f"of-{path_name}")
                     bar.update(len(docs))
                     found = [{"task": "forced", **own}]
                 else:
-                    found = [{"task": "times", "ms": step_ms(served, docs[0], in_flight)}]
+                    found = [{"task": "times", "ms": step_ms(served, docs[0], cell["in_flight"])}]
                     bar.update()
                 for row in found:
                     check_selected(settings, row)
-                    append(args.out, {**cell, **row, **known})
+                    append(args.out, {**cell, **row})
 
 
 def check_selected(settings: Row, row: Row) -> None:
@@ -366,8 +347,8 @@ def write_prompts(path: Path, docs: Sequence[Document], chat: Chat) -> None:
     with path.open("w") as file:
         for number, document in enumerate(docs):
             asked = {turns[0].task: turns[0] for turns in document.conversations}
-            kinds = [list(asked)[(2 * number + i) % len(asked)] for i in range(2)]
-            for kind in kinds:
+            for i in range(2):
+                kind = list(asked)[(2 * number + i) % len(asked)]
                 question = chat.question(asked[kind], first=True)
                 line = {"id": f"{kind}-{document.name}", "input_ids": chat.prefix(document.text), "question": question}
                 file.write(json.dumps(line) + "\n")

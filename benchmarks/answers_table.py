@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.calibration.judge import Z95
+from engines import Row, markdown
 
-Row = dict[str, Any]
+from sglang_ext.calibration.judge import Z95
 
 COUNTS_FROM = 0.2
 """Share of right dense answers below which a cell says nothing."""
@@ -41,6 +41,11 @@ class Difference:
     worst: tuple[float, str, int]
     cells: tuple[int, int]
 
+    @property
+    def points(self) -> str:
+        """The difference with its interval."""
+        return "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * move for move in (self.difference, self.low, self.high)))
+
 
 def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
     """(dense, other) rows of the same cells -> None where no cell counts.
@@ -49,9 +54,7 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
         ValueError: rows of different questions.
     """
     clusters: dict[tuple[str, int, int], list[float]] = {}
-    dense: list[float] = []
-    other: list[float] = []
-    worst: list[tuple[float, str, int]] = []
+    dense, other, worst = list[float](), list[float](), list[tuple[float, str, int]]()
     for first, second in pairs:
         if first["documents"] != second["documents"]:
             raise ValueError(
@@ -107,23 +110,16 @@ def differences(
     for row in asked:
         if row["config"] not in ("dense", against) and tuple(row[name] for name in key) in dense:
             groups.setdefault((row["suite"], row["config"], row["in_flight"]), []).append(row)
-    found = {}
-    for group, own in groups.items():
-        pairs = []
-        for row in own:
-            cell = tuple(row[name] for name in key)
-            pairs.append((dense.get((*cell, row.get("commit")), dense[cell]), row))
-        said = compare(pairs)
-        if said:
-            found[group] = (said, own)
-    return found
+
+    def wanted(row: Row) -> Row:
+        cell = tuple(row[name] for name in key)
+        return dense.get((*cell, row.get("commit")), dense[cell])
+
+    said = {group: compare([(wanted(row), row) for row in own]) for group, own in groups.items()}
+    return {group: (one, groups[group]) for group, one in said.items() if one}
 
 
-def points(share: float) -> str:
-    return f"{100 * share:+.2f}"
-
-
-def answers_table(rows: Sequence[Row], against: str = "dense") -> list[str]:
+def answers_table(rows: Sequence[Row], against: str = "dense") -> str:
     """A line for each suite, configuration and number of requests in flight, with KL and time where they are known."""
     lengths = {tuple(row["length"] for row in own) for own, _ in forced(rows).values()}
     one_head = len(lengths) == 1
@@ -134,28 +130,27 @@ def answers_table(rows: Sequence[Row], against: str = "dense") -> list[str]:
         for key, (own, full) in forced(rows).items()
     }
     at = f"at {', '.join(map(str, min(lengths)))}" if one_head else "(tokens)"
-    ms = times(rows)
-    longest = max((length for _, length, _ in ms), default=0)
-    lines = [
-        f"| suite | configuration | in flight | questions | {against} | right | points [95%] | lost, won | worst cell "
-        f"| kept | sparse steps | KL {at} | ms a step, {longest} tokens |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    longest = max((length for _, length, _ in times(rows)), default=0)
+    head = ["suite", "configuration", "in flight", "questions", against, "right", "points [95%]", "lost, won"]
+    head += ["worst cell", "kept", "sparse steps", f"KL {at}", f"ms a step, {longest} tokens"]
+    lines = []
     for (suite, config, in_flight), (said, own) in differences(rows, against).items():
         counts = {(row["cell"], row["length"]): row for row in own}.values()
         sparse = sum(row["sparse_rows"] for row in counts)
         steps = sparse + sum(row["dense_rows"] for row in counts)  # cascade's are among these
         kept = [row["keep_ratio"] for row in counts if row["keep_ratio"] is not None]
         move, task, length = said.worst
-        took = next((span(row) for row in rows if times([row]).keys() == {(config, longest, in_flight)}), None)
-        lines.append(
-            f"| {suite} | {config} | {in_flight} | {said.questions} | {said.dense:.1%} | {said.other:.1%} "
-            f"| {points(said.difference)} [{points(said.low)}, {points(said.high)}] | {said.lost}, {said.won} "
-            f"| {points(move)} {task} {length} | {f'{statistics.fmean(kept):.1%}' if kept else ''} "
-            f"| {f'{sparse / steps:.1%}' if steps else ''} "
-            f"| {kl.get((config, in_flight), '')} | {took or ''} |"
-        )
-    return lines
+        took = next((span(row) for row in rows if times([row]).keys() == {(config, longest, in_flight)}), "")
+        cells = [suite, config, str(in_flight), str(said.questions), f"{said.dense:.1%}", f"{said.other:.1%}"]
+        cells += [said.points, f"{said.lost}, {said.won}", f"{100 * move:+.2f} {task} {length}"]
+        cells += [f"{statistics.fmean(kept):.1%}" if kept else "", f"{sparse / steps:.1%}" if steps else ""]
+        lines.append([*cells, kl.get((config, in_flight), ""), took])
+    return table_of(head, lines)
+
+
+def table_of(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """As Markdown; nothing where there are no lines."""
+    return markdown(head, lines) if lines else ""
 
 
 def forced(rows: Sequence[Row]) -> dict[tuple[str, int], tuple[list[Row], list[Row]]]:
@@ -173,36 +168,28 @@ def forced(rows: Sequence[Row]) -> dict[tuple[str, int], tuple[list[Row], list[R
     return {key: (own, [row.get("full") or row["all"] for row in own]) for key, own in found.items()}
 
 
-def forced_table(rows: Sequence[Row]) -> list[str]:
+def forced_table(rows: Sequence[Row]) -> str:
     """A line for each configuration and number of requests in flight; figures of its lengths stand side by side."""
-    lines = [
-        "| configuration | in flight | tokens | steps | KL | top-1 | the token's log-probability moves "
-        "| KL, smaller groups (steps) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["configuration", "in flight", "tokens", "steps", "KL", "top-1", "the token's log-probability moves"]
+    lines = []
     for (config, in_flight), (own, full) in forced(rows).items():
         few = [f"{row['smaller']['kl']:.4f} ({row['smaller']['steps']})" for row in own if row.get("smaller")]
-        cells = [
-            " / ".join(str(row["length"]) for row in own),
-            str(sum(one["steps"] for one in full)),
-            " / ".join(f"{one['kl']:.4f}" for one in full),
-            " / ".join(f"{one['top1']:.1%}" for one in full),
-            " / ".join(f"{one['delta']:.3f}" for one in full),
-            " / ".join(few),
-        ]
-        lines.append(f"| {config} | {in_flight} | {' | '.join(cells)} |")
-    return lines
+        lengths, steps = (str(row["length"]) for row in own), str(sum(one["steps"] for one in full))
+        kl, top1 = (f"{one['kl']:.4f}" for one in full), (f"{one['top1']:.1%}" for one in full)
+        figures = map(" / ".join, (kl, top1, (f"{one['delta']:.3f}" for one in full), few))
+        lines.append([config, str(in_flight), " / ".join(lengths), steps, *figures])
+    return table_of([*head, "KL, smaller groups (steps)"], lines)
 
 
-def drafts_table(rows: Sequence[Row]) -> list[str]:
+def drafts_table(rows: Sequence[Row]) -> str:
     """A line for each configuration of lossless decode and kind of question: drafts, and the part that was kept."""
-    lines = ["| configuration | tokens | in flight | task | drafted | kept |", "|---|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         drafted, accepted = row.get("drafts", (0, 0))
         if drafted:
             cells = row["config"], row["length"], row["in_flight"], row["task"], drafted, f"{accepted / drafted:.1%}"
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+            lines.append(list(map(str, cells)))
+    return table_of(["configuration", "tokens", "in flight", "task", "drafted", "kept"], lines)
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, int, int], float]:
@@ -219,14 +206,10 @@ def span(row: Row) -> str:
     return f"{statistics.median(row['ms']):.2f} ({min(row['ms']):.2f}-{max(row['ms']):.2f})"
 
 
-def times_table(rows: Sequence[Row]) -> list[str]:
-    lines = ["| configuration | tokens | in flight | ms a step (least, most of five) |", "|---|---|---|---|"]
-    lines += [
-        f"| {row['config']} | {row['length']} | {row['in_flight']} | {span(row)} |"
-        for row in rows
-        if row["suite"] == "times"
-    ]
-    return lines
+def times_table(rows: Sequence[Row]) -> str:
+    timed = [row for row in rows if row["suite"] == "times"]
+    lines = [[row["config"], str(row["length"]), str(row["in_flight"]), span(row)] for row in timed]
+    return table_of(["configuration", "tokens", "in flight", "ms a step (least, most of five)"], lines)
 
 
 def table(rows: Sequence[Row], against: str = "dense") -> str:
@@ -244,19 +227,17 @@ def table(rows: Sequence[Row], against: str = "dense") -> str:
                 "them apart"
             )
     tables = [answers_table(rows, against), forced_table(rows), drafts_table(rows), times_table(rows)]
-    return "\n\n".join("\n".join(lines) for lines in tables if len(lines) > 2)
+    return "\n\n".join(filter(None, tables))
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
     """Answers lost, and KL, against milliseconds a step at the greatest length, of configurations that were timed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     found = times(rows)
     longest = max((length for _, length, _ in found), default=0)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    figure = Figure(figsize=(11, 4.5))
+    left, right = figure.subplots(1, 2)
     for (suite, config, in_flight), (said, _) in differences(rows).items():
         ms = found.get((config, longest, in_flight))
         if suite == "documents" and ms is not None:

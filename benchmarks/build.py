@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -29,23 +28,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from engines import (
-    SHAPES,
-    Row,
-    append,
-    base_flags,
-    markdown,
-    read,
-    sampling,
-    start_engine,
-    streamed,
-    unmeasured,
-    write_model,
-)
+import engines
+import torch
+from engines import SHAPES, Row, markdown, sampling, streamed
 from kernel_rows import origin
 
 PARTS = ("prefill", "recording")
@@ -53,8 +41,7 @@ _TRIES = 20
 """Prompts that are timed in vain, at most: on a busy machine two tokens often come together."""
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Of one request, seconds since it was sent: its first token, and its end, by when an index was stored."""
 
     rid: str
@@ -67,19 +54,12 @@ def spread(values: Sequence[float]) -> Row:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": list(values)}
 
 
-class Prompts:
-    """New prompts for one engine, each timed.
+class Prompts(engines.Asked):
+    """New prompts for one engine, each timed. A building engine reports in the file `events`."""
 
-    Args:
-        engine: SGLang's, started.
-        vocab: token ids below this.
-        seed: of prompts.
-        events: file in which a building engine reports.
-    """
-
-    def __init__(self, engine: Any, vocab: int, seed: int, events: Path) -> None:
-        self._engine, self._vocab, self._seed, self._events = engine, vocab, seed, events
-        self._sent = 0
+    def __init__(self, args: argparse.Namespace, flags: Sequence[str], events: Path) -> None:
+        super().__init__(flags, args.shape, args.seed)
+        self._events, self._sent = events, 0
 
     def prefill(self, num_tokens: int, *, recorded: bool | None) -> Timing:
         """Time a new prompt. Two tokens are generated: the build comes with the last one, so the first is before it.
@@ -93,10 +73,9 @@ class Prompts:
         """
         for _ in range(_TRIES):
             self._sent += 1
-            rid, rng = f"build-{self._sent}", random.Random(f"{self._seed}-{self._sent}")
-            ids = rng.choices(range(16, self._vocab), k=num_tokens)
-            asked = streamed(self._engine, ids, sampling(2, dense=recorded is False), rid=rid)
-            got = self._engine.loop.run_until_complete(asked)
+            rid = f"build-{self._sent}"
+            parameters = sampling(2, dense=recorded is False)
+            got = self.wait(streamed(self.engine, self.tokens(num_tokens), parameters, rid=rid))
             if got.meta.get("cached_tokens"):
                 raise RuntimeError(f"expected no cached token, got {got.meta['cached_tokens']}")
             (first, first_at), (last, last_at) = got.arrivals[0], got.arrivals[-1]
@@ -110,7 +89,7 @@ class Prompts:
         while time.monotonic() < deadline:
             for text in self._events.read_text().splitlines() if self._events.exists() else []:
                 with suppress(json.JSONDecodeError):  # a line that is being written
-                    event: Row = json.loads(text)
+                    event = json.loads(text)
                     if event["rid"] == rid:
                         return event
             time.sleep(0.02)
@@ -158,31 +137,24 @@ def recording_row(prompts: Prompts, num_tokens: int, pairs: int) -> Row:
     }
 
 
-def brief(row: Row) -> str:
-    """One row for the terminal: medians, in seconds."""
-    names = [name for name in ("seconds", "plain", "recorded", "ratio", "build", "held") if name in row]
-    medians = ", ".join(f"{name} {row[name]['median']:.4f}" for name in names)
-    return f"{row['bench']} {row['num_tokens']} tokens: {medians}"
-
-
 def missing(args: argparse.Namespace, part: str, own: Row) -> list[Row]:
     """Beginnings of the rows that the result file does not hold yet, measured as is asked for, at any commit."""
     common: Row = {"config": json.loads(args.config)} if part == "recording" else {}
     rows = [{"bench": part, **common, "num_tokens": length, **own} for length in args.lengths]
-    return unmeasured(args.out, rows, [name for name in rows[0] if name not in ("date", "commit")])
+    return engines.unmeasured(args.out, rows, [name for name in rows[0] if name not in ("date", "commit")])
 
 
 def engine_flags(args: argparse.Namespace, folder: Path, *, building: bool) -> list[str]:
     """Command line of a stock engine, or of one that builds; those after `--` come last and win."""
     longest = max(args.lengths)
-    flags = [*base_flags(args, "flashinfer", write_model(folder / "model", args.shape)), "--skip-tokenizer-init"]
+    model = engines.write_model(folder / "model", args.shape)
+    flags = [*engines.base_flags(args, "flashinfer", model), "--skip-tokenizer-init"]
     flags += ["--disable-radix-cache", "--max-running-requests", "4", "--context-length", str(longest + 64)]
     flags += ["--max-total-tokens", str(longest + 8192), *([] if args.cpu else ["--disable-decode-cuda-graph"])]
     if building:
         (folder / "store").mkdir()
         config = {**json.loads(args.config), "build": "prefill", "build_report": str(folder / "events.jsonl")}
-        flags += ["--sparse-attn", "--sparse-attn-store", str(folder / "store")]
-        flags += ["--sparse-attn-config", json.dumps(config)]
+        flags += engines.sparse_flags(config, folder / "store")
     return [*flags, *args.sglang_flags]
 
 
@@ -192,9 +164,8 @@ def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
     if not rows:
         return
     building = part == "recording"
-    engine = start_engine(engine_flags(args, folder, building=building))
-    chunk = {"chunked_prefill_size": engine.tokenizer_manager.server_args.chunked_prefill_size}
-    prompts = Prompts(engine, int(SHAPES[args.shape]["vocab_size"]), args.seed, folder / "events.jsonl")
+    prompts = Prompts(args, engine_flags(args, folder, building=building), folder / "events.jsonl")
+    chunk = {"chunked_prefill_size": prompts.engine.tokenizer_manager.server_args.chunked_prefill_size}
     try:
         for record in (True, False) if building else (None,):
             prompts.prefill(min(args.lengths), recorded=record)
@@ -203,10 +174,13 @@ def measure(args: argparse.Namespace, part: str, folder: Path) -> None:
             pairs = args.pairs[min(args.lengths.index(length), len(args.pairs) - 1)]
             of = recording_row(prompts, length, pairs) if building else prefill_row(prompts, length, args.repeats)
             row |= {**of, **chunk}
-            append(args.out, row)
-            print(brief(row), flush=True)
+            engines.append(args.out, row)
+            # Medians, in seconds.
+            spreads = {name: one for name, one in of.items() if isinstance(one, dict) and "median" in one}
+            medians = (f"{name} {one['median']:.4f}" for name, one in spreads.items())
+            print(f"{row['bench']} {length} tokens: {', '.join(medians)}", flush=True)
     finally:
-        engine.shutdown()
+        prompts.engine.shutdown()
 
 
 # -- table ------------------------------------------------------------------------------------------------------
@@ -224,13 +198,10 @@ def fastest_prefill(rows: Sequence[Row]) -> dict[int, float]:
 
 def table(rows: Sequence[Row]) -> str:
     """As Markdown, a section for each shape, device and version of SGLang."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(f"{row['shape']}, {row['device']}, SGLang {row['sglang']}", []).append(row)
     parts = []
-    for title, of in groups.items():
+    for (shape, device, sglang), of in engines.grouped(rows, ("shape", "device", "sglang")):
         fastest = fastest_prefill(of)
-        parts += [f"{title}\n\n{_server_table(of, fastest)}\n\n{_layer_table(of, fastest)}"]
+        parts += [f"{shape}, {device}, SGLang {sglang}", _server_table(of, fastest), _layer_table(of, fastest)]
     return "\n\n".join(parts)
 
 
@@ -240,6 +211,7 @@ def _range(values: Row, digits: int) -> str:
 
 def _server_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
     head = ["tokens", "chunks of", "server", "prefill s", "recorded s", "ratio", "build s", "of the fastest prefill"]
+    head += ["until verified s", "index of KV"]
     lines = []
     for row in sorted((r for r in rows if r["bench"] != "layer"), key=lambda r: (r["num_tokens"], r["bench"])):
         first = [str(row["num_tokens"]), str(row["chunked_prefill_size"])]
@@ -251,7 +223,7 @@ def _server_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
         share = f"{row['build']['median'] / fastest[row['num_tokens']]:.1%}"
         of_kv = f"{row['index_bytes'] / row['kv_bytes']:.1%}"
         lines.append([*first, f"building {methods}", *times, share, _range(row["held"], 2), of_kv])
-    return markdown([*head, "until verified s", "index of KV"], lines)
+    return markdown(head, lines)
 
 
 def _layer_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
@@ -262,8 +234,9 @@ def _layer_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
         share = f"{seconds / fastest[row['num_tokens']]:.1%}" if row["num_tokens"] in fastest else ""
         changed = ", ".join(f"{name}={value}" for name, value in row["spec"].items() if name != "method")
         milliseconds = {name: row["seconds"][name] * 1e3 for name in ("median", "min", "max")}
-        lines.append([f"{row['method']}{f' ({changed})' if changed else ''}", str(row["num_tokens"])])
-        lines[-1] += [_range(milliseconds, 2), f"{seconds:.2f}", share, f"{row['index_bytes'] / row['kv_bytes']:.1%}"]
+        method = f"{row['method']} ({changed})" if changed else row["method"]
+        of_kv = f"{row['index_bytes'] / row['kv_bytes']:.1%}"
+        lines.append([method, str(row["num_tokens"]), _range(milliseconds, 2), f"{seconds:.2f}", share, of_kv])
     return markdown(["method", "tokens", "ms a layer", "all layers s", "of the fastest prefill", "index of KV"], lines)
 
 
@@ -289,10 +262,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, help="where the temporary store and logs lie")
     parser.add_argument("sglang_flags", nargs="*", metavar="-- SGLANG FLAGS", help="added to those of the device")
     args = parser.parse_args(argv)
-    args.lengths = sorted(set(args.lengths))
-    import torch
-
-    args.cpu = not torch.cuda.is_available()
+    args.lengths, args.cpu = sorted(set(args.lengths)), not torch.cuda.is_available()
     return args
 
 
@@ -306,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
     if args.table:
-        print(table(read(args.table)))
+        print(table(engines.read(args.table)))
         return 0
     if args.part:
         with tempfile.TemporaryDirectory(dir=args.dir) as name:

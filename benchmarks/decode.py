@@ -28,38 +28,19 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from io import BytesIO
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice, pairwise, product
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from engines import (
-    INDEXED,
-    LOSSLESS,
-    SHAPES,
-    STOCK,
-    Row,
-    add_arguments,
-    append,
-    base_flags,
-    markdown,
-    plugin_environment,
-    plugin_flags,
-    plugin_state,
-    provenance,
-    read,
-    sampling,
-    start_engine,
-    streamed,
-    unmeasured,
-    write_model,
-)
+import engines
+from engines import INDEXED, LOSSLESS, STOCK, Row, sampling, streamed
 
 from sglang_ext.config import config_from_dict
 
@@ -81,11 +62,11 @@ def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path
     own = 2 * (SUFFIX + args.tokens + SPARE + 64)
     rows = rows_of_steps(args, engine)
     pool = sum(args.contexts) * max(args.prefixes) + len(args.contexts) * max(rows) * own
-    flags = [*base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
+    flags = [*engines.base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
     flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(rows))]
     if not args.cpu:
         flags += ["--cuda-graph-bs-decode", *map(str, rows)]
-    return [*flags, *plugin_flags(args, engine, store), *args.sglang_flags]
+    return [*flags, *engines.plugin_flags(args, engine, store), *args.sglang_flags]
 
 
 def rows_of_steps(args: argparse.Namespace, engine: str) -> list[int]:
@@ -94,61 +75,38 @@ def rows_of_steps(args: argparse.Namespace, engine: str) -> list[int]:
     return sorted({batch * (1 + count) for batch in args.batches for count in range(drafts + 1)})
 
 
-class Cell:
-    """Measures one engine, cell by cell.
+class Cell(engines.Asked):
+    """Measures one engine, cell by cell."""
 
-    Args:
-        engine: SGLang's, started.
-        seed: of prompts.
-        vocab: token ids below this.
-    """
-
-    def __init__(self, engine: Any, seed: int, vocab: int) -> None:
-        self._engine = engine
-        self._rng = random.Random(seed)
-        self._vocab = vocab
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
         self._prefixes: dict[int, list[list[int]]] = {}
 
     def prefixes(self, length: int, count: int) -> list[list[int]]:
-        """So many prompts of random tokens, in the engine's prefix cache."""
+        """So many prompts, in the engine's prefix cache."""
         known = self._prefixes.setdefault(length, [])
         while len(known) < count:
-            known.append(self._tokens(length))
-            prompt = [*known[-1], *self._tokens(1)]
-            self._wait(self._engine.async_generate(input_ids=prompt, sampling_params=sampling(1)))
+            known.append(self.tokens(length))
+            prompt = [*known[-1], *self.tokens(1)]
+            self.wait(self.engine.async_generate(input_ids=prompt, sampling_params=sampling(1)))
         return known[:count]
 
     def steps(self, row: Row, *, stock: bool) -> list[float]:
         """Seconds of the counted steps of one batch."""
         prefixes = islice(cycle(self.prefixes(row["context"], row["prefixes"])), row["batch"])
-        prompts = [[*prefix, *self._tokens(SUFFIX)] for prefix in prefixes]
+        prompts = [[*prefix, *self.tokens(SUFFIX)] for prefix in prefixes]
         if row["engine"] == LOSSLESS:
-            asked = batch_tokens(self._engine, prompts, row["tokens"])
-        else:
-            asked = batch_steps(self._engine, prompts, row["tokens"], dense=stock)
-        found: list[float] = self._wait(asked)
-        return found
+            return self.wait(batch_tokens(self.engine, prompts, row["tokens"]))
+        return self.wait(batch_steps(self.engine, prompts, row["tokens"], dense=stock))
 
     def counted(self) -> Row:
         """Steps that the plugin attended so far, exactly and sparsely, and drafts; 0 in a stock engine."""
-        state = plugin_state(self._engine.get_server_info())
+        state = self.state()
         return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps", "drafted", "accepted")}
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(10, self._vocab) for _ in range(count)]
-
-    def _wait(self, awaitable: Any) -> Any:
-        return self._engine.loop.run_until_complete(awaitable)
 
 
 async def batch_tokens(engine: Any, prompts: Sequence[list[int]], tokens: int) -> list[float]:
-    """Seconds of each token of some requests while all of them run: those of one request took as long on average.
-
-    Args:
-        engine: SGLang's.
-        prompts: of all.
-        tokens: that each generates.
-    """
+    """Seconds of each token of some requests while all of them run: those of one took as long on average."""
     found = await asyncio.gather(*(streamed(engine, prompt, sampling(tokens)) for prompt in prompts))
     return tokens_together([one.arrivals for one in found])
 
@@ -168,8 +126,6 @@ async def batch_steps(engine: Any, prompts: Sequence[list[int]], tokens: int, *,
     """Seconds of the counted steps of the first of some requests, which starts last and ends first.
 
     Args:
-        engine: SGLang's.
-        prompts: of all.
         tokens: that the first one generates.
         dense: all opt out of the plugin.
     """
@@ -202,44 +158,43 @@ def missing(args: argparse.Namespace, origin: Row) -> list[Row]:
         for batch in args.batches
         for path in paths
     ]
-    return unmeasured(args.out, cells, KEY)
+    return engines.unmeasured(args.out, cells, KEY)
 
 
 def replayed(args: argparse.Namespace, engine: str, folder: Path) -> dict[str, str]:
     """Environment of an engine whose drafts are kept as the command line says."""
     if engine != LOSSLESS or args.acceptance is None:
         return {}
-    return plugin_environment(folder, "lossless_replay", {"LOSSLESS_REPLAY": args.acceptance})
+    return engines.plugin_environment(folder, "lossless_replay", {"LOSSLESS_REPLAY": args.acceptance})
 
 
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
-    origin = {"engine": engine, "start": start, "tokens": args.tokens, **provenance(args)}
+    origin = {"engine": engine, "start": start, "tokens": args.tokens, **engines.provenance(args)}
     if engine == LOSSLESS:
         origin["acceptance"] = args.acceptance
     wanted = missing(args, origin)
     if not wanted:
         return
     with tempfile.TemporaryDirectory() as name:
-        model, store = write_model(Path(name) / "model", args.shape), Path(name) / "store"
+        model, store = engines.write_model(Path(name) / "model", args.shape), Path(name) / "store"
         store.mkdir()
-        running = start_engine(engine_flags(args, engine, model, store))
+        cell = Cell(engine_flags(args, engine, model, store), args.shape, args.seed + start)
         try:
-            cell = Cell(running, args.seed + start, int(SHAPES[args.shape]["vocab_size"]))
             for row in wanted:
                 cell.prefixes(row["context"], row["prefixes"])
                 before = cell.counted()
                 steps = cell.steps(row, stock=row["path"] == "stock")
                 ours = {name: count - before[name] for name, count in cell.counted().items()}
                 row |= {"steps": len(steps), **ours, **_times(steps)}
-                append(args.out, row)
+                engines.append(args.out, row)
                 print(
                     f"{engine:10s} {row['path']:6s} {row['prefixes']:3d} x {row['context']:6d} tokens, batch "
                     f"{row['batch']:3d}: {row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
                     flush=True,
                 )
         finally:
-            running.shutdown()
+            cell.engine.shutdown()
 
 
 def _times(steps: Sequence[float]) -> Row:
@@ -264,7 +219,7 @@ def table(rows: Sequence[Row]) -> str:
             texts.append(_spread(found.get(name)) + share)
         tokens = f"{prefixes} x {context}" if prefixes > 1 else str(context)
         lines.append([f"{device}, {shape}, {page}", tokens, str(batch), *texts])
-    return markdown(["device, shape, page", "tokens", "batch", *names], lines)
+    return engines.markdown(["device, shape, page", "tokens", "batch", *names], lines)
 
 
 def _spread(times: list[float] | None) -> str:
@@ -328,15 +283,9 @@ def plot(rows: Sequence[Row], path: str | Path) -> Path:
     """Time of a step against the context, one line per batch and engine or path, both axes logarithmic.
 
     Raises:
-        RuntimeError: matplotlib is not installed.
         ValueError: nothing to draw, or rows of several devices or shapes.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise RuntimeError("expected matplotlib for --plot, found none; pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
     from PIL import Image
 
@@ -346,12 +295,12 @@ def plot(rows: Sequence[Row], path: str | Path) -> Path:
     drawn = plotted(rows)
     batches = sorted({batch for batch, _ in drawn})
     names = list(dict.fromkeys(name for _, name in drawn))
-    figure, panel = pyplot.subplots(figsize=(7.6, 4.4))
+    figure = Figure(figsize=(7.6, 4.4))
+    panel = figure.subplots()
     for (batch, name), points in drawn.items():
         line, marker = LOOKS.get(name, ("-", f"${names.index(name)}$"))
-        color = f"C{batches.index(batch)}"
-        label = f"batch {batch}: {name}"
-        panel.plot(*zip(*points, strict=True), line, color=color, marker=marker, markersize=5, lw=1.3, label=label)
+        looks = {"color": f"C{batches.index(batch)}", "marker": marker, "markersize": 5, "lw": 1.3}
+        panel.plot(*zip(*points, strict=True), line, label=f"batch {batch}: {name}", **looks)
     panel.set_xscale("log", base=2)
     panel.set(yscale="log", xlabel="tokens of shared prefix", ylabel="ms a decode step", title=titles[0])
     panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
@@ -364,7 +313,6 @@ def plot(rows: Sequence[Row], path: str | Path) -> Path:
     figure.tight_layout()
     drawing = BytesIO()
     figure.savefig(drawing, dpi=100)
-    pyplot.close(figure)
     Image.open(drawing).convert("RGB").quantize(_COLORS).save(path, optimize=True)
     return Path(path)
 
@@ -382,7 +330,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SHARE|BITS",
         help="of `lossless`: share of drafts that are kept, or of each draft 1 or 0; without: what the weights say",
     )
-    add_arguments(parser)
+    engines.add_arguments(parser)
     parser.add_argument("--plot", metavar="FILE.png", help="with --table: draw the same rows, too")
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
     parser.add_argument("--out", default="decode.jsonl", help="result file; rows are appended")
@@ -390,10 +338,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.plot and args.table is None:
         parser.error("expected --table FILE with --plot: the rows to draw")
-    if args.table is None:
-        import torch
-
-        args.cpu = not torch.cuda.is_available()
     return args
 
 
@@ -402,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
     if args.table is not None:
-        rows = read(args.table)
+        rows = engines.read(args.table)
         print(table(rows))
         if args.plot:
             plot(rows, args.plot)
@@ -411,17 +355,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(args, args.one[0], int(args.one[1]))
         return 0
     status = 0
-    for start in range(args.starts):
-        for engine in args.engines:
-            command = [sys.executable, __file__, "--one", engine, str(start), *argv]
-            with tempfile.TemporaryDirectory() as folder:
-                environment = os.environ | replayed(args, engine, Path(folder))
-                if args.logs is None:
-                    status |= subprocess.run(command, check=False, env=environment).returncode
-                    continue
+    for start, engine in product(range(args.starts), args.engines):
+        command = [sys.executable, __file__, "--one", engine, str(start), *argv]
+        with ExitStack() as stack:
+            folder, log = stack.enter_context(tempfile.TemporaryDirectory()), None
+            if args.logs is not None:
                 args.logs.mkdir(parents=True, exist_ok=True)
-                with (args.logs / f"{engine}-{start}.log").open("w") as log:
-                    status |= subprocess.run(command, check=False, env=environment, stderr=log).returncode
+                log = stack.enter_context((args.logs / f"{engine}-{start}.log").open("w"))
+            environment = os.environ | replayed(args, engine, Path(folder))
+            status |= subprocess.run(command, check=False, env=environment, stderr=log).returncode
     return status
 
 

@@ -6,16 +6,16 @@ Of a model only the configuration is written: SGLang makes the weights (`--load-
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import lzma
 import os
+import random
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from kernel_rows import Row, origin
 
-from scripts.servers import free_ports
+from scripts.servers import free_ports, process_group
 
 STOCK = ("flashinfer", "triton")
 """SGLang without the plugin, by attention backend."""
@@ -101,7 +101,10 @@ _CPU_FLAGS = ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The part of the command line that both scripts have."""
+    """The part of the command line that benchmarks of several engines have; `cpu` says that there is no GPU."""
+    import torch
+
+    parser.set_defaults(cpu=not torch.cuda.is_available())
     parser.add_argument("--starts", type=int, default=1, help="starts of each engine, in turns")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES))
     parser.add_argument("--plan", default="kascade", choices=["kascade", "anchors"], help="of `sparse` and `auto`")
@@ -126,18 +129,23 @@ def plugin_flags(args: argparse.Namespace, engine: str, store: Path) -> list[str
         return []
     config: dict[str, Any] = {"share_prefixes": True, "profile": "none"}
     if engine in (*INDEXED, LOSSLESS, BUILDING):
-        roles = layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"]))
-        path = {"decode_path": "auto", "exactness": "verify"} if engine == LOSSLESS else {"decode_path": engine}
-        config |= {**path, "build": "prefill"}
-        config |= {"layer_plan": roles, "prefetch_policy": "wait_complete", "index_gpu_bytes": 8 << 30}
+        config |= {"decode_path": engine, "build": "prefill", "prefetch_policy": "wait_complete"}
+        config |= {"layer_plan": layer_plan(args.plan, args.shape), "index_gpu_bytes": 8 << 30}
+    if engine == LOSSLESS:
+        config |= {"decode_path": "auto", "exactness": "verify"}
     if engine == BUILDING:
         config |= {"decode_path": "auto", "build": "shared", "prefetch_policy": "best_effort"}
-    config |= json.loads(args.config)
+    return sparse_flags({**config, **json.loads(args.config)}, store)
+
+
+def sparse_flags(config: Row, store: Path) -> list[str]:
+    """The plugin's, by its configuration."""
     return ["--sparse-attn", "--sparse-attn-config", json.dumps(config), "--sparse-attn-store", str(store)]
 
 
-def layer_plan(name: str, num_layers: int) -> list[Any]:
-    """Roles of all layers, as `layer_plan` of the configuration takes them; see the module."""
+def layer_plan(name: str, shape: str) -> list[Any]:
+    """Roles of all layers, as `layer_plan` of the configuration takes them; see `decode.py`."""
+    num_layers = SHAPES[shape]["num_hidden_layers"]
     if name == "anchors":
         return ["dense", *["anchor"] * (num_layers - 1)]
     heads = [(head + 1) % 8 for head in range(8)]
@@ -170,6 +178,14 @@ def unmeasured(path: str, rows: Sequence[Row], key: Sequence[str]) -> list[Row]:
     return [row for row in rows if [row.get(name) for name in key] not in known]
 
 
+def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Rows by the values of these fields, in the order of their first."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(found.items())
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""
     return "\n".join("| " + " | ".join(one) + " |" if one else "|---" * len(head) + "|" for one in (head, (), *rows))
@@ -181,12 +197,19 @@ def append(path: str, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def forget(path: Path) -> None:
+    """Its pages leave the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def plugin_environment(folder: Path, name: str, settings: dict[str, str]) -> dict[str, str]:
-    """Environment in which SGLang finds a module beside this one as a plugin.
+    """Environment in which SGLang finds a module beside this one, which has `register`, as a plugin.
 
     Args:
         folder: where its distribution is written.
-        name: of the module, which has `register`.
+        name: of the module.
         settings: that it reads of the environment.
     """
     about = folder / f"{name}-0.dist-info"
@@ -209,12 +232,27 @@ def start_engine(flags: Sequence[str]) -> Any:
     return Engine(server_args=prepare_server_args(list(flags)))
 
 
-def plugin_state(info: Row) -> Row:
-    """The plugin's part of a server's state; empty in a stock one.
+class Asked:
+    """An engine of this process, and what it is asked: prompts of random tokens by a seed."""
 
-    Args:
-        info: SGLang's, of a server or an engine.
-    """
+    def __init__(self, flags: Sequence[str], shape: str, seed: int) -> None:
+        self.engine, self._vocab, self._rng = start_engine(flags), SHAPES[shape]["vocab_size"], random.Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        """New ones."""
+        return self._rng.choices(range(16, self._vocab), k=count)
+
+    def wait(self, awaitable: Any, seconds: float | None = None) -> Any:
+        """What comes of it. Raises TimeoutError."""
+        return self.engine.loop.run_until_complete(asyncio.wait_for(awaitable, seconds))
+
+    def state(self) -> Row:
+        """See `plugin_state`."""
+        return plugin_state(self.engine.get_server_info())
+
+
+def plugin_state(info: Row) -> Row:
+    """The plugin's part of SGLang's state of a server or an engine; empty in a stock one."""
     return info["internal_states"][0].get("sparse_attn") or {}
 
 
@@ -233,7 +271,7 @@ class Streamed:
         meta: SGLang's, of the last piece.
         begun: when it was sent, seconds of `time.perf_counter`.
         arrivals: of each piece, how many tokens there were by then, and when it came.
-        aborted: whether it was, by us.
+        aborted: by us.
     """
 
     tokens: list[int]
@@ -258,7 +296,6 @@ async def streamed(
         engine: SGLang's.
         prompt: token ids.
         parameters: from `sampling`.
-        rid: the request's id.
         end_at: abort it when so many tokens have come; 0: never.
         options: of `async_generate`.
     """
@@ -302,28 +339,12 @@ def launched(flags: Sequence[str], log: Path, seconds: float, port: int | None =
     free = free_ports(2)
     port = free[0] if port is None else port
     command = [sys.executable, "-m", "sglang.launch_server", *flags, "--port", str(port), "--nccl-port", str(free[1])]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        _wait(process, log, seconds)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        end_group(process)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that began a session, and all that it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(20)
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while READY not in tail(log, 20_000):
-        if process.poll() is not None:
-            raise RuntimeError(f"the server stopped; the end of its log:\n{tail(log)}")
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the server was not ready within {seconds:.0f} s; the end of its log:\n{tail(log)}")
-        time.sleep(0.25)
+    with process_group(command, log) as process:
+        while READY not in tail(log, 20_000):
+            if process.poll() is not None:
+                raise RuntimeError(f"the server stopped; the end of its log:\n{tail(log)}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the server was not ready within {seconds:.0f} s; the end of its log:\n{tail(log)}")
+            time.sleep(0.25)
+        yield f"http://127.0.0.1:{port}"

@@ -63,14 +63,9 @@ VICTIM = (1, 1)
 """Layer and KV head of what is damaged in one place."""
 
 
-@dataclass(frozen=True)
-class Damage:
-    """One.
-
-    Attributes:
-        name: what is done to which array.
-        apply: changes the arrays in place; each array is the caller's own copy.
-        fits: what comes out might have been built; a loader cannot refuse it.
+class Damage(NamedTuple):
+    """What is done to which array; `apply` changes them in place, each is the caller's own copy. What `fits` might have
+    been built: a loader cannot refuse it.
     """
 
     name: str
@@ -103,43 +98,38 @@ VALUES: dict[str, dict[str, float]] = {
 """By kind of dtype, what all of an array, or its last value, is set to."""
 
 
+PLACES: dict[str, Callable[[ArrayKey], bool]] = {
+    "in a KV head": lambda k: k[1:] == VICTIM,
+    "everywhere": lambda k: True,
+}
+"""Which arrays of a name are damaged."""
+
+
 def _set(value: float, where: Any = ...) -> Callable[[Array], Array]:
-    def change(a: Array) -> Array:
-        a[where if a.ndim else ...] = value
-        return a
-
-    return change
+    return lambda a: _replaced(a, where if a.ndim else ..., value)
 
 
-def _on(name: str, change: Callable[[Array], Array], *, everywhere: bool) -> Callable[[Arrays], None]:
+def _on(name: str, change: Callable[[Array], Array], where: str = "everywhere") -> Callable[[Arrays], None]:
     def apply(arrays: Arrays) -> None:
-        for key in list(arrays):
-            if key.name == name and (everywhere or (key.layer, key.kv_head) == VICTIM):
-                arrays[key] = change(arrays[key])
+        arrays |= {key: change(a) for key, a in arrays.items() if key.name == name and PLACES[where](key)}
 
     return apply
 
 
 def damages(arrays: Arrays, method: str) -> Iterator[Damage]:
-    """All of them.
-
-    Args:
-        arrays: of an index of one method that can be loaded; not written.
-        method: its name.
-    """
+    """All of them, for arrays of an index of one method that can be loaded; they are not written."""
     names = sorted({key.name for key in arrays})
+    shapes = {label: lambda a, form=form: form(a if a.ndim else np.stack([a, a])) for label, form in FORMS.items()}
     for name in names:
-        yield Damage(f"{name}: missing in a KV head", _drop(lambda k, n=name: k.name == n and k[1:] == VICTIM))
-        if len(names) > 1:  # else it is an index of another method
-            yield Damage(f"{name}: missing everywhere", _drop(lambda k, n=name: k.name == n))
-        shapes = {label: lambda a, form=form: form(a if a.ndim else np.stack([a, a])) for label, form in FORMS.items()}
-        for label, form in {**shapes, **DTYPES}.items():
-            for where in ("in a KV head", "everywhere"):
-                yield Damage(f"{name}: {label} {where}", _on(name, form, everywhere=where == "everywhere"))
+        for where, there in PLACES.items():
+            if len(names) > 1 or where != "everywhere":  # else it is an index of another method
+                yield Damage(f"{name}: missing {where}", _drop(lambda k, n=name, of=there: k.name == n and of(k)))
+            for label, form in {**shapes, **DTYPES}.items():
+                yield Damage(f"{name}: {label} {where}", _on(name, form, where))
         sample = arrays[ArrayKey(name, *VICTIM)]
         for label, value in VALUES[sample.dtype.kind].items():
-            yield Damage(f"{name}: {label}", _on(name, _set(value), everywhere=True))
-            yield Damage(f"{name}: {label} once", _on(name, _set(value, (-1,) * sample.ndim), everywhere=False))
+            yield Damage(f"{name}: {label}", _on(name, _set(value)))
+            yield Damage(f"{name}: {label} once", _on(name, _set(value, (-1,) * sample.ndim), "in a KV head"))
     yield from _of_meaning(names)
     yield from _of_whole(method, names)
 
@@ -148,7 +138,7 @@ def _of_meaning(names: list[str]) -> Iterator[Damage]:
     """By what an array means."""
 
     def damage(name: str, label: str, change: Callable[[Array], Array], *, fits: bool = False) -> Damage:
-        return Damage(f"{name}: {label}", _on(name, change, everywhere=True), fits)
+        return Damage(f"{name}: {label}", _on(name, change), fits)
 
     for name in names:
         last = name.rpartition(".")[2]
@@ -210,34 +200,23 @@ def _of_whole(method: str, names: list[str]) -> Iterator[Damage]:
     """To the index as a whole."""
     yield Damage("no array of a layer", _drop(lambda k: k.layer == VICTIM[0]))
     yield Damage("no array of a KV head", _drop(lambda k: (k.layer, k.kv_head) == VICTIM))
-    yield Damage("an array too many", lambda arrays: arrays.update(_named(arrays, f"{method}.more", lambda k: True)))
-    yield Damage(
-        "an array too many in a KV head",
-        lambda arrays: arrays.update(_named(arrays, f"{method}.more", lambda k: (k.layer, k.kv_head) == VICTIM)),
-    )
-    yield Damage("an array without a name", lambda arrays: arrays.update(_named(arrays, f"{method}.", lambda k: True)))
-    yield Damage(
-        "an array of a method that nobody knows",
-        lambda arrays: arrays.update(_named(arrays, "other.more", lambda k: True)),
-        fits=True,
-    )
-    for label, of in (("a layer too many", "layer"), ("a KV head too many", "kv_head")):
+    for where in PLACES:
+        yield Damage(f"an array too many {where}", _more(f"{method}.more", where))
+    yield Damage("an array without a name", _more(f"{method}.", "everywhere"))
+    yield Damage("an array of a method that nobody knows", _more("other.more", "everywhere"), fits=True)
+    for what, of in (("layer", "layer"), ("KV head", "kv_head")):
 
         def add(arrays: Arrays, of: str = of) -> None:
-            arrays.update({key._replace(**{of: 1000 + getattr(key, of)}): arrays[key] for key in list(arrays)})
-
-        yield Damage(label, add, fits=True)
-    for label, of in (("layers exchanged", "layer"), ("KV heads exchanged", "kv_head")):
+            arrays |= {key._replace(**{of: 1000 + getattr(key, of)}): a for key, a in arrays.items()}
 
         def exchange(arrays: Arrays, of: str = of) -> None:
             others = {1: 0, 0: 1}
-            before = dict(arrays)
-            for key in before:
-                number = getattr(key, of)
-                arrays[key] = before[key._replace(**{of: others.get(number, number)})]
+            numbers = {key: others.get(getattr(key, of), getattr(key, of)) for key in arrays}
+            arrays |= {key: arrays[key._replace(**{of: number})] for key, number in numbers.items()}
 
+        yield Damage(f"a {what} too many", add, fits=True)
         # Heads may differ in size, and say so.
-        yield Damage(label, exchange, fits=True)
+        yield Damage(f"{what}s exchanged", exchange, fits=True)
 
 
 def _drop(which: Callable[[ArrayKey], bool]) -> Callable[[Arrays], None]:
@@ -248,10 +227,14 @@ def _drop(which: Callable[[ArrayKey], bool]) -> Callable[[Arrays], None]:
     return apply
 
 
-def _named(arrays: Arrays, name: str, which: Callable[[ArrayKey], bool]) -> Arrays:
-    """An array of this name wherever the first of the others is."""
-    first = min(key.name for key in arrays)
-    return {key._replace(name=name): a for key, a in arrays.items() if key.name == first and which(key)}
+def _more(name: str, where: str) -> Callable[[Arrays], None]:
+    """Adds an array of this name where the first of the others is."""
+
+    def apply(arrays: Arrays) -> None:
+        first = min(key.name for key in arrays)
+        arrays |= {key._replace(name=name): a for key, a in arrays.items() if key.name == first and PLACES[where](key)}
+
+    return apply
 
 
 DAMAGED, WHOLE, OWN = 272, 208, 3
@@ -314,13 +297,7 @@ class Tally:
 
 
 class Bench:
-    """A method, a store with one whole index and one that is damaged, and a server's decode steps by each path.
-
-    Args:
-        raw: of the method.
-        device: where indexes and the pool lie.
-        folder: of the store.
-    """
+    """A method, a store with one whole index and one that is damaged, and a server's decode steps by each path."""
 
     def __init__(self, raw: dict[str, Any], device: torch.device, folder: Path) -> None:
         self.spec, self.device = parse_spec(raw), device
@@ -369,11 +346,8 @@ class Bench:
         return self._loaded({key: array.copy(order="C") for key, array in arrays.items()}, DAMAGED)
 
     def step(self, path: str, damaged: ResidentIndex | None) -> list[Found]:
-        """A decode step beside the whole index, which is the last one.
-
-        Args:
-            path: of `servers`.
-            damaged: None: requests on its prefix have no index.
+        """A decode step by one of `servers` beside the whole index, which is the last one. None: requests on its prefix
+        have no index.
         """
         server = self.servers[path]
         server.index = dict(zip(SERIALS, (damaged, damaged, self.whole), strict=True))
@@ -407,11 +381,7 @@ class Bench:
 
 
 def judge(bench: Bench, tally: Tally, what: str, found: Sequence[Found], alone: Selections) -> None:
-    """Look at a step of an accepted index and the whole one.
-
-    Args:
-        alone: what the whole one selects without the other.
-    """
+    """Look at a step of an accepted index and the whole one, which selects what is given `alone` without the other."""
     for index, selections, wrong in found:
         for layer, selection in selections.items():
             try:

@@ -36,7 +36,7 @@ import dataclasses
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +93,16 @@ _SMOKE: Row = {
 def measure(args: argparse.Namespace, run: Run, timer: Any) -> None:
     """What the result file does not hold yet."""
     run.origin["null_us"] = round(timer.null_us(), 2)
+    device = torch.device("cpu" if args.smoke else "cuda")
     for context in args.contexts:
         for batch, groups in [*((batch, 1) for batch in args.batches), *((g * rows, g) for g, rows in args.groups)]:
             sizes = Sizes(context, batch, groups, args.suffix, args.page)
             keys = [key_of(args, sizes, name, budget) for budget in args.budgets for name in args.only]
             missing = [key for key in keys if not run.has(key)]
             if missing:
-                cell = (shape_of(args), sizes, args.keep, args.layers, device_of(args), args.seed)
                 try:
-                    measure_cell(args, run, timer, Cell(*cell), missing)
+                    cell = Cell(shape_of(args), sizes, args.keep, args.layers, device, args.seed)
+                    measure_cell(args, run, timer, cell, missing)
                 except torch.OutOfMemoryError as error:
                     print(f"not measured: {context} tokens, batch {batch}: {error}", file=sys.stderr)
             gc.collect()
@@ -121,12 +122,8 @@ def measure_cell(args: argparse.Namespace, run: Run, timer: Any, cell: Cell, key
     rivals: dict[str, float] = {}
     for key in [*({**keys[0], "case": name, "budget": None} for name in args.rivals), *keys]:
         name = key["case"]
-
-        def work(name: str = name, budget: int | None = key["budget"]) -> Row:
-            return gated(cell.case(args.part, name, budget), timer)
-
         try:
-            row = attempt(timer, work)
+            row = attempt(args.part, cell, timer, name, key["budget"])
         except NoRoomError as error:
             where = f"{name}, {key['context']} tokens, batch {key['batch']}"
             print(f"not measured: {where}: {error}", file=sys.stderr)
@@ -141,10 +138,10 @@ def measure_cell(args: argparse.Namespace, run: Run, timer: Any, cell: Cell, key
         gc.collect()
 
 
-def attempt(timer: Any, work: Callable[[], Row]) -> Row:
-    """A row, red with its error where the work raised one; what would break all later rows is raised."""
+def attempt(part: str, cell: Cell, timer: Any, name: str, budget: int | None) -> Row:
+    """A row, red with its error where the case raised one; what would break all later rows is raised."""
     try:
-        return work()
+        return gated(cell.case(part, name, budget), timer)
     except Exception as error:
         # Triton's errors, for what does not compile or does not fit the device, have no common class.
         if is_fatal(error) or isinstance(error, NoRoomError):
@@ -185,21 +182,11 @@ def is_fatal(error: BaseException) -> bool:
 # -- command line ----------------------------------------------------------------------------------------------
 
 
-def device_of(args: argparse.Namespace) -> torch.device:
-    """A GPU, but for --smoke."""
-    return torch.device("cpu" if args.smoke else "cuda")
-
-
 def shape_of(args: argparse.Namespace) -> AttentionShape:
     """Of the layer."""
     dtype = getattr(torch, args.dtype)
-    num_qo_heads, num_kv_heads, head_dim, *v_head_dim = args.shape
-    return AttentionShape(num_qo_heads, num_kv_heads, head_dim, *(v_head_dim or [head_dim]), dtype, dtype)
-
-
-def timer_of(args: argparse.Namespace) -> Any:
-    """Of the device."""
-    return CpuTimer() if args.smoke else GpuTimer(torch.device("cuda"))
+    heads_and_dim, v_head_dim = args.shape[:3], args.shape[-1]
+    return AttentionShape(*heads_and_dim, v_head_dim, dtype, dtype)
 
 
 def group_shape(text: str) -> tuple[int, int]:
@@ -250,9 +237,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     usual = _SMOKE if args.smoke else _USUAL
     if args.part == "operators":
         usual = usual | ({"layers": 2, "budgets": [100]} if args.smoke else _OPERATORS)
-    if args.shape is not None and len(args.shape) not in (3, 4):
-        parser.error(f"expected --shape of 3 numbers, or 4 where values are latent, got {len(args.shape)}")
-    if args.shape is not None and len(args.shape) == 4 and not args.smoke:
+    numbers = 3 if args.shape is None else len(args.shape)
+    if numbers not in (3, 4):
+        parser.error(f"expected --shape of 3 numbers, or 4 where values are latent, got {numbers}")
+    if numbers == 4 and not args.smoke:
         usual = usual | {"rivals": ["sglang_triton"]}
     for name, value in usual.items():
         if getattr(args, name) is None:
@@ -277,13 +265,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what the result file does not hold yet, or print or plot rows; returns the exit status."""
     args = parse(argv)
     if args.table:
-        print(kernel_tables.tables(kernel_tables.read(args.table)))
+        print(kernel_tables.tables(kernel_tables.last_rows(args.table)))
         return 0
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("expected a CUDA device, got none; run on a GPU, or try --smoke for the same path on a CPU")
     run = Run(Path(args.out), provenance(args))
     try:
-        measure(args, run, timer_of(args))
+        measure(args, run, CpuTimer() if args.smoke else GpuTimer(torch.device("cuda")))
     except kernel_cases.RivalMissingError as error:
         raise SystemExit(str(error)) from error
     if run.failed:

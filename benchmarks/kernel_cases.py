@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,21 +30,19 @@ class Case:
 
     Attributes:
         problem: what is attended.
-        run: launches it, for each layer of the problem.
-        out: [batch, num_qo_heads, v_head_dim], written by `run`, or what `run` put into `results`.
+        attend: launches it for one layer; what it uses lives as long as the graph.
+        out: [batch, num_qo_heads, v_head_dim], where `attend` leaves its output.
         lse: [batch, num_qo_heads] or None.
         reads: `all`, `sparse` or `suffix`.
         config: for the row.
-        kept: what must live as long as the graph.
     """
 
     problem: Problem
-    run: Callable[[], Any]
+    attend: Callable[[PagedKV], Any]
     out: Tensor
     lse: Tensor | None
     reads: str
-    config: dict[str, Any] = field(default_factory=dict)
-    kept: tuple[Any, ...] = ()
+    config: dict[str, Any]
 
     @property
     def layers(self) -> int:
@@ -55,6 +53,11 @@ class Case:
     def nbytes(self) -> int:
         """Of a layer, see `Problem.kv_bytes`."""
         return self.problem.kv_bytes(self.reads)
+
+    def run(self) -> None:
+        """All layers, one after the other."""
+        for kv in self.problem.layers:
+            self.attend(kv)
 
     def poison(self) -> None:
         """NaN where a result is expected."""
@@ -67,48 +70,33 @@ class Case:
         return self.problem.gate(self.out, self.lse, self.reads)
 
 
-def each_layer(problem: Problem, attend: Callable[[PagedKV], Any]) -> Callable[[], None]:
-    """What attends all layers of a problem, one after the other."""
-
-    def run() -> None:
-        for kv in problem.layers:
-            attend(kv)
-
-    return run
-
-
 def exact(problem: Problem) -> Case:
     """Whole prefixes, suffixes and their merge: one plan of two passes."""
-    sizes = problem.sizes
-    slots = torch.cat([problem.prefix_slots.flatten(), problem.suffix_slots.flatten()])
+    length = problem.sizes.context
     groups = [
-        Segment(problem.members(group), sizes.context, list_begin=group * sizes.context)
-        for group in range(sizes.groups)
+        Segment(problem.members(group), length, list_begin=group * length) for group in range(problem.sizes.groups)
     ]
-    return _grouped(problem, slots, groups, sizes.groups * sizes.context, "all")
+    return _case(problem, "all", problem.prefix_slots, groups)
 
 
 def sparse(problem: Problem) -> Case:
     """Selected positions per KV head, as lists of slots with counts on the device, and suffixes."""
     lists = problem.selected_slots
     num_groups, num_heads, count = lists.shape
-    slots = torch.cat([lists.flatten(), problem.suffix_slots.flatten()])
     groups = [
         Segment(problem.members(group), count, list_begin=group * num_heads * count, head_stride=count, list_id=group)
         for group in range(num_groups)
     ]
-    counts = torch.full((num_groups, num_heads), count, dtype=torch.int32, device=slots.device)
-    return _grouped(problem, slots, groups, lists.numel(), "sparse", counts)
+    counts = torch.full((num_groups, num_heads), count, dtype=torch.int32, device=lists.device)
+    return _case(problem, "sparse", lists, groups, counts)
 
 
 def suffix(problem: Problem) -> Case:
     """Private suffixes and the merge kernel, apart."""
-    slots = problem.suffix_slots.flatten()
-    config = default_config(problem.shape, 1, specialized=has_specialized(slots.device))
-    return _case(problem, [config], slots, (suffixes(problem, 0),), "suffix", None)
+    return _case(problem, "suffix", problem.prefix_slots[:0], [])
 
 
-#: name -> builder, in the order in which they are measured. Rivals come first (see `kernel_cases`).
+#: name -> builder, in the order in which they are measured. Rivals come first.
 ATTENTION: dict[str, Callable[[Problem], Case]] = {
     "exact": exact,
     "sparse": sparse,
@@ -122,44 +110,29 @@ def suffixes(problem: Problem, begin: int) -> list[Segment]:
     return [Segment((row,), length, list_begin=begin + row * length) for row in range(problem.sizes.batch)]
 
 
-def _grouped(
-    problem: Problem,
-    slots: Tensor,
-    groups: Sequence[Segment],
-    suffix_begin: int,
-    reads: str,
-    counts: Tensor | None = None,
-) -> Case:
-    shape = problem.shape
-    passes = passes_for(shape, problem.sizes.rows, specialized=has_specialized(slots.device))
-    plan = (list(groups), suffixes(problem, suffix_begin))
-    if not problem.sizes.suffix:
-        passes, plan = passes[:1], plan[:1]
-    return _case(problem, passes, slots, plan, reads, counts)
-
-
-def _case(
-    problem: Problem,
-    passes: list[AttentionConfig],
-    slots: Tensor,
-    plan: Sequence[list[Segment]],
-    reads: str,
-    counts: Tensor | None,
-) -> Case:
-    device = problem.q.device
+def _case(problem: Problem, reads: str, listed: Tensor, groups: list[Segment], counts: Tensor | None = None) -> Case:
+    """Groups attend what is listed, in a pass of their own; requests their suffixes, where there are."""
+    shape, sizes, device = problem.shape, problem.sizes, problem.q.device
+    slots = torch.cat([listed.flatten(), problem.suffix_slots.flatten()])
+    plan = [groups] if groups else []
+    plan += [suffixes(problem, listed.numel())] if sizes.suffix else []
+    specialized = has_specialized(device)
+    if groups:
+        passes = passes_for(shape, sizes.rows, specialized=specialized)[: len(plan)]
+    else:
+        passes = [default_config(shape, 1, specialized=specialized)]
     attention, out, lse = grouped_attention(problem, passes)
     attention.plan(*plan)
 
     def attend(kv: PagedKV) -> None:
         attention.run(problem.q, kv, slots, problem.sm_scale, out, lse, counts=counts)
 
-    config: Mapping[str, Any] = {
+    config = {
         "passes": [dataclasses.asdict(one) for one in passes],
         "programs": [programs_at_once(device, one.programs_per_sm) for one in passes],
         "workspace_bytes": attention.workspace_bytes,
     }
-    kept = (attention, slots, counts)
-    return Case(problem, each_layer(problem, attend), out, lse, reads, dict(config), kept)
+    return Case(problem, attend, out, lse, reads, config)
 
 
 def grouped_attention(problem: Problem, passes: list[AttentionConfig]) -> tuple[GroupedAttention, Tensor, Tensor]:
@@ -170,9 +143,6 @@ def grouped_attention(problem: Problem, passes: list[AttentionConfig]) -> tuple[
     attention = GroupedAttention(shape, batch, passes, device, num_programs=num_programs)
     out = torch.empty(batch, shape.num_qo_heads, shape.v_head_dim, dtype=shape.dtype, device=device)
     return attention, out, torch.empty(batch, shape.num_qo_heads, device=device)
-
-
-_WORKSPACE_BYTES = 384 << 20
 
 
 class RivalMissingError(RuntimeError):
@@ -197,38 +167,24 @@ def flashinfer() -> Any:
 
 def decode(problem: Problem) -> Case:
     """Paged decode on tensor cores; every request lists all of its pages, so a shared prefix is read per request."""
-    module, sizes, shape = flashinfer(), problem.sizes, problem.shape
-    workspace = _workspace(problem)
-    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    module, sizes, out = flashinfer(), problem.sizes, torch.empty_like(problem.q)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(_workspace(problem), "NHD", use_tensor_cores=True)
     pages = [
         torch.cat([problem.prefix_pages[row // sizes.rows], problem.suffix_pages[row]]) for row in range(sizes.batch)
     ]
-    last = _last_page(sizes.suffix, sizes.page)
-    wrapper.plan(
-        _indptr([len(own) for own in pages]),
-        torch.cat(pages),
-        torch.full((sizes.batch,), last, dtype=torch.int32),
-        shape.num_qo_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        sizes.page,
-        q_data_type=shape.dtype,
-        kv_data_type=shape.kv_dtype,
-        sm_scale=problem.sm_scale,
-    )
-    out = torch.empty_like(problem.q)
+    last = torch.full((sizes.batch,), _last_page(sizes.suffix, sizes.page), dtype=torch.int32)
+    _plan(problem, wrapper, _indptr([len(own) for own in pages]), torch.cat(pages), last)
 
     def attend(kv: PagedKV) -> None:
         wrapper.run(problem.q, _paged(problem, kv), out=out)
 
-    return Case(problem, each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
+    return Case(problem, attend, out, None, "all", _config(module))
 
 
 def cascade(problem: Problem) -> Case:
     """Two levels: each prefix once for its group, each suffix alone, and their merge."""
-    module, sizes, shape = flashinfer(), problem.sizes, problem.shape
-    workspace = _workspace(problem)
-    wrapper = module.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    module, sizes, out = flashinfer(), problem.sizes, torch.empty_like(problem.q)
+    wrapper = module.MultiLevelCascadeAttentionWrapper(2, _workspace(problem), "NHD")
     device = problem.q.device
 
     def on_device(lengths: Sequence[int]) -> Tensor:
@@ -237,25 +193,19 @@ def cascade(problem: Problem) -> Case:
     def last_pages(count: int, length: int) -> Tensor:
         return torch.full((count,), _last_page(length, sizes.page), dtype=torch.int32, device=device)
 
-    wrapper.plan(
+    _plan(
+        problem,
+        wrapper,
         [on_device([sizes.rows] * sizes.groups), on_device([1] * sizes.batch)],
         [on_device([table.shape[1]] * table.shape[0]) for table in (problem.prefix_pages, problem.suffix_pages)],
         [problem.prefix_pages.flatten(), problem.suffix_pages.flatten()],
         [last_pages(sizes.groups, sizes.context), last_pages(sizes.batch, sizes.suffix)],
-        shape.num_qo_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        sizes.page,
-        q_data_type=shape.dtype,
-        kv_data_type=shape.kv_dtype,
-        sm_scale=problem.sm_scale,
     )
-    out = torch.empty_like(problem.q)
 
     def attend(kv: PagedKV) -> None:
         out.copy_(wrapper.run(problem.q, _paged(problem, kv)))  # it has no `out`; the copy is timed with it
 
-    return Case(problem, each_layer(problem, attend), out, None, "all", _config(module), kept=(wrapper, workspace))
+    return Case(problem, attend, out, None, "all", _config(module))
 
 
 def triton(problem: Problem) -> Case:
@@ -286,7 +236,7 @@ def triton(problem: Problem) -> Case:
             1.0, 1.0, has_mla=kv.latent, use_pdl=True,
         )  # fmt: skip
 
-    return Case(problem, each_layer(problem, attend), out, None, "all", {"splits": int(splits[0])}, kept=(slots, parts))
+    return Case(problem, attend, out, None, "all", {"splits": int(splits[0])})
 
 
 #: name -> builder. FlashInfer's decode kernels as SGLang's flashinfer backend calls them; on Hopper SGLang's default
@@ -298,8 +248,16 @@ RIVALS: dict[str, Callable[[Problem], Case]] = {
 }
 
 
+def _plan(problem: Problem, wrapper: Any, *tables: Any) -> None:
+    """FlashInfer's plan of a problem, of tables as the wrapper wants them."""
+    shape = problem.shape
+    dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.kv_dtype}
+    heads = (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim)
+    wrapper.plan(*tables, *heads, problem.sizes.page, sm_scale=problem.sm_scale, **dtypes)
+
+
 def _workspace(problem: Problem) -> Tensor:
-    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.q.device)
+    return torch.empty(384 << 20, dtype=torch.uint8, device=problem.q.device)
 
 
 def _paged(problem: Problem, kv: PagedKV) -> tuple[Tensor, Tensor]:

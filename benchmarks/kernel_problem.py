@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def kv(self) -> PagedKV:
-        """The pool of the last layer, whose output a run leaves behind; pages of `sizes.page` slots."""
+        """The last layer's pool, whose output a run leaves behind; pages of `sizes.page` slots."""
         return self.layers[-1]
 
     @property
@@ -121,8 +121,7 @@ class Problem:
     @property
     def selected_slots(self) -> Tensor:
         """int32 [groups, num_kv_heads, count]."""
-        slots = self.prefix_slots
-        return torch.stack([own[chosen.long()] for own, chosen in zip(slots, self.positions, strict=True)])
+        return self.prefix_slots[:, None].expand(-1, self.positions.shape[1], -1).gather(2, self.positions.long())
 
     def members(self, group: int) -> tuple[int, ...]:
         """Batch rows of a group."""
@@ -139,13 +138,11 @@ class Problem:
     def oracle(self, reads: str) -> AttnState:
         """Attention over `all`, over the `sparse` selection and the suffix, or over the `suffix` alone, in fp64."""
         if reads not in self._oracles:
-            suffixes, groups = self.suffix_slots[:, None], range(self.sizes.groups)
-            lists = list(suffixes)
+            lists = list(self.suffix_slots[:, None])
             if reads != "suffix":
                 prefixes = self.prefix_slots[:, None] if reads == "all" else self.selected_slots
-                members = [(group, row) for group in groups for row in self.members(group)]
-                width = prefixes.shape[1]
-                lists = [torch.cat([prefixes[group], suffixes[row].expand(width, -1)], 1) for group, row in members]
+                rows, width = self.sizes.rows, prefixes.shape[1]
+                lists = [torch.cat([prefixes[n // rows], own.expand(width, -1)], 1) for n, own in enumerate(lists)]
             self._oracles[reads] = oracle(self.q, self.kv, lists, self.sm_scale)
         return self._oracles[reads]
 
@@ -173,11 +170,7 @@ def make_problem(
     """Random keys, values and queries with beacons, and a random selection of them per KV head.
 
     Args:
-        shape: of the layer.
-        sizes: of the batch.
         keep: of the prefix's tokens, for a group of one; grows with the square root of the group.
-        device: where everything lies.
-        seed: of everything.
         layers: pools; beacons are in the last one's keys.
     """
     gen = torch.Generator(device).manual_seed(seed + 7 * sizes.context + sizes.batch)
@@ -208,27 +201,18 @@ def make_problem(
 
 
 def oracle(q: Tensor, kv: PagedKV, lists: Sequence[Tensor], sm_scale: float) -> AttnState:
-    """Attention in fp64, row by row and KV head by KV head.
+    """Attention in fp64, row by row and KV head by KV head; out in fp64, lse in fp32, natural log.
 
     Args:
         q: [batch, num_qo_heads, head_dim].
         kv: the pool.
         lists: per row the slots that it attends, [num_kv_heads or 1, n].
         sm_scale: multiplies q.k.
-
-    Returns:
-        out in fp64 and lse in fp32, natural log.
     """
-    gqa = q.shape[1] // kv.num_kv_heads
     parts = [
-        dense_attention(
-            q[row : row + 1, head * gqa : (head + 1) * gqa],
-            kv.k_cache[slots, head : head + 1],
-            kv.v_cache[slots, head : head + 1],
-            sm_scale,
-        )
-        for row, of_row in enumerate(lists)
-        for head, slots in enumerate(of_row.long().expand(kv.num_kv_heads, -1))
+        dense_attention(queries[None], kv.k_cache[slots, head, None], kv.v_cache[slots, head, None], sm_scale)
+        for row, of_row in zip(q.unflatten(1, (kv.num_kv_heads, -1)), lists, strict=True)
+        for head, (queries, slots) in enumerate(zip(row, of_row.long().expand(len(row), -1), strict=True))
     ]
     shape = q.shape[:2]
     return AttnState(

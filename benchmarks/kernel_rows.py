@@ -29,13 +29,9 @@ class Run:
     """
 
     def __init__(self, out: Path, origin: Row) -> None:
-        self._out = out
-        self.origin = origin
-        self.rows: list[Row] = []
-        self.failed = 0
-        if out.exists():
-            found = [json.loads(line) for line in out.read_text().splitlines()]
-            self.rows = [row for row in found if all(row.get(key) == origin[key] for key in _SAME)]
+        self._out, self.origin, self.failed = out, origin, 0
+        known = [json.loads(line) for line in out.open()] if out.exists() else []
+        self.rows = [row for row in known if all(row.get(key) == origin[key] for key in _SAME)]
 
     def has(self, key: Row) -> bool:
         """Whether a green row with this key is there."""
@@ -71,12 +67,15 @@ def brief(row: Row) -> str:
     return text if row["meaningful"] else text + " (times mean nothing here)"
 
 
-def origin(args: argparse.Namespace) -> Row:
-    """Where a row comes from; `args` may hold the commit, where the tree is no git checkout."""
+def origin(args: argparse.Namespace, *, cpu: bool = False) -> Row:
+    """Where a row comes from; `args` may hold the commit, where the tree is no git checkout. `cpu`: whatever GPU there
+    is, nothing ran on it.
+    """
     import torch
 
+    on_gpu = torch.cuda.is_available() and not cpu
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "CPU",
         "sglang": installed("sglang"),
         "torch": torch.__version__,
         "commit": getattr(args, "commit", None) or commit(),
@@ -89,8 +88,7 @@ def provenance(args: argparse.Namespace) -> Row:
     import torch
 
     return {
-        **origin(args),
-        **({"device": platform.processor() or "CPU"} if args.smoke else {}),
+        **origin(args, cpu=args.smoke),
         "driver": None if args.smoke else driver(),
         "cuda": torch.version.cuda,
         "triton": installed("triton"),
@@ -101,17 +99,16 @@ def provenance(args: argparse.Namespace) -> Row:
 
 def driver() -> str:
     """The NVIDIA driver's version; empty where nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip().split("\n")[0]
+    return _told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
 
 
 def commit() -> str:
     """The checkout's commit, `+` when files were changed; empty outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return _told("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*")
+
+
+def _told(*command: str) -> str:
+    """What a program prints; nothing where it is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +44,7 @@ from sglang_ext.methods.two_level import TwoLevelSpec
 from sglang_ext.methods.union import UnionSpec
 
 NUM_SINK, NUM_RECENT = 16, 64
+WINDOWS = {"num_sink": NUM_SINK, "num_recent": NUM_RECENT}
 
 
 class Limit(NamedTuple):
@@ -103,12 +103,9 @@ class _RankedArgs(SelectArgs):
 
 
 class Prefixes:
-    """Queries, and indexes of one layer.
+    """Queries [batch, num_qo_heads, head_dim], and indexes of one layer.
 
     Args:
-        spec: of the method.
-        shape: of the layer.
-        q: [batch, num_qo_heads, head_dim].
         arrays: of each prefix; equally many requests, that follow each other, are behind each.
         tables: int32 [prefixes, prefix_len], slots.
         budget: of a group.
@@ -125,14 +122,8 @@ class Prefixes:
         self.nbytes = sum(array.nbytes for one in arrays for array in one.values())
         self.selector = make_selector(spec, self.config.summed_every)
         self.ranked: list[Tensor] = []
-        self.args = _RankedArgs(
-            prefix_len=self.prefix_len,
-            budget=budget,
-            num_sink=NUM_SINK,
-            num_recent=NUM_RECENT,
-            sm_scale=shape.head_dim**-0.5,
-            ranked=self.ranked,
-        )
+        sizes = {"prefix_len": self.prefix_len, "budget": budget, **WINDOWS}
+        self.args = _RankedArgs(**sizes, sm_scale=shape.head_dim**-0.5, ranked=self.ranked)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -235,8 +226,7 @@ class Ours:
         indexes: list[Any] = [_Index(arrays, length, layers) for arrays in prefixes.arrays]
         for index in indexes:
             self._op.number_of(index)
-        windows = {"num_sink": NUM_SINK, "num_recent": NUM_RECENT}
-        groups = [SelectionGroup(length, prefixes.budget, slot_start=n * length, **windows) for n in range(count)]
+        groups = [SelectionGroup(length, prefixes.budget, slot_start=n * length, **WINDOWS) for n in range(count)]
         self._groups = pack_lists(groups, heads)
         self._op.plan(prefixes.batch, prefixes.rows, self._groups, indexes)
         self._indexes = indexes
@@ -255,9 +245,8 @@ class Ours:
         own = self._prefixes
         run(own.batch, own.q, own.args.sm_scale, self._slots, layer, self._lists)
 
-    def _found(self, arena: Tensor | None) -> list[Tensor]:
+    def _found(self, arena: Tensor) -> list[Tensor]:
         """[num_kv_heads, budget] of each group, of positions or of slots."""
-        assert arena is not None
         return [group.lists_in(arena, self._prefixes.shape.num_kv_heads) for group in self._groups]
 
     def check(self) -> Gate:
@@ -270,14 +259,12 @@ class Ours:
         return gate if same or not gate.green else Gate(math.inf, gate.figures)
 
 
-class _Index(SimpleNamespace):
+class _Index:
     """The arrays of an index; each layer has its own, with the values of the first."""
-
-    __hash__ = object.__hash__
 
     def __init__(self, arrays: Arrays, prefix_len: int, layers: int) -> None:
         copies = [{name: array.clone() for name, array in arrays.items()} for _ in range(1, layers)]
-        super().__init__(layers=[arrays, *copies], prefix_len=prefix_len)
+        self.layers, self.prefix_len = [arrays, *copies], prefix_len
 
 
 FLOOR_RATE = 3.0e12
@@ -311,33 +298,32 @@ class Operator(Ours):
             for number, (rows, group) in enumerate(zip(prefixes.rows, self._groups, strict=True))
         ]
         self._attention.plan(listed, suffixes(problem, suffix_begin))
-        self.nbytes = self._bytes(ahead, names)
+        self.nbytes = self._index_bytes(names or not ahead) + self._attended().kv_bytes("sparse")
         if ahead:
             self._look_ahead()
 
-    def _bytes(self, ahead: bool, names: bool) -> int:
-        """Of the index, and of listed and suffix KV, that a layer must read, each once."""
+    def _index_bytes(self, names: bool) -> int:
+        """Of an index, that a layer must read, each once."""
         own, spec = self._prefixes, self._prefixes.spec
-        index = own.nbytes
-        if isinstance(spec, TwoLevelSpec):
-            first, second = (
-                sum(array.nbytes for one in own.arrays for array in part_arrays(one, part).values())
-                for part in ("first", "second")
-            )
-            named = spec.first_level(self._groups[0])
-            candidates = spec.tokens_of(named, own.prefix_len)
-            index = second * candidates // own.prefix_len + (0 if ahead and not names else first)
-        return index + self._attended(self._found(self._lists.positions)).kv_bytes("sparse")
+        if not isinstance(spec, TwoLevelSpec):
+            return own.nbytes
+        first, second = (
+            sum(array.nbytes for one in own.arrays for array in part_arrays(one, part).values())
+            for part in ("first", "second")
+        )
+        candidates = spec.tokens_of(spec.first_level(self._groups[0]), own.prefix_len)
+        return second * candidates // own.prefix_len + (first if names else 0)
 
-    def _attended(self, positions: list[Tensor]) -> Problem:
-        """The problem whose selection these are."""
-        return dataclasses.replace(self._problem, positions=torch.stack(positions), _oracles={})
+    def _attended(self) -> Problem:
+        """The problem whose selection is what was found."""
+        positions = torch.stack(self._found(self._lists.positions))
+        return dataclasses.replace(self._problem, positions=positions, _oracles={})
 
     def poison(self) -> None:
         """Lists, and NaN where results are expected."""
         super().poison()
-        for result in (self._out, self._lse):
-            result.fill_(torch.nan)
+        self._out.fill_(torch.nan)
+        self._lse.fill_(torch.nan)
 
     def run(self) -> None:
         problem, lists = self._problem, self._lists
@@ -357,7 +343,7 @@ class Operator(Ours):
         lists = super().check()
         if not lists.green:
             return lists
-        attended = self._attended(self._found(self._lists.positions)).gate(self._out, self._lse, "sparse")
+        attended = self._attended().gate(self._out, self._lse, "sparse")
         return Gate(max(lists.error, attended.error), {**lists.figures, **attended.figures})
 
 
@@ -365,12 +351,8 @@ class Cell:
     """A problem, and what is measured over it; indexes are built when they are first asked for.
 
     Args:
-        shape: of a layer.
-        sizes: of the batch.
         keep: of a prefix, for a group of one; where no budget is given.
         layers: of a step.
-        device: where everything lies.
-        seed: of everything.
     """
 
     def __init__(
@@ -387,8 +369,6 @@ class Cell:
         """One of `PARTS`, or a rival.
 
         Args:
-            part: what is measured.
-            name: of the case.
             budget: tokens of a group; None: by the share that is kept.
 
         Raises:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from engines import markdown
+from engines import markdown, read
 from kernel_rows import MEMORY_RATE, Row, named
 
 _KEY = ("bench", "case", "context", "batch", "groups", "suffix", "keep", "shape", "dtype", "device")
 _KEY += ("layers", "tuned", "budget")
 
 
-def read(paths: Iterable[str | Path]) -> list[Row]:
+def last_rows(paths: Sequence[str | Path]) -> list[Row]:
     """Rows of result files; of several with one key the last one counts."""
     rows: dict[str, Row] = {}
-    for path in paths:
-        for line in Path(path).read_text().splitlines():
-            row = json.loads(line)
-            key = json.dumps([row.get(name, 1 if name == "layers" else None) for name in _KEY])
-            rows.pop(key, None)
-            rows[key] = row
+    for row in read(paths):
+        key = json.dumps([row.get(name, 1 if name == "layers" else None) for name in _KEY])
+        rows.pop(key, None)
+        rows[key] = row
     return list(rows.values())
 
 
@@ -78,10 +75,6 @@ def _rival(rows: Sequence[Row]) -> str:
     return {"flashinfer": "FlashInfer"}.get(found, found)
 
 
-def _ratio(row: Row) -> Any:
-    return next(iter(row.get("ratio", {}).values()), None)
-
-
 def _name(row: Row) -> str:
     """The case, and of a rival whether it attends what `plain` did: older rows, without suffixes."""
     return named(row) if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
@@ -95,11 +88,8 @@ def _column(row: Row) -> str:
 
 
 def _cell(row: Row) -> str:
-    if row["bench"] == "operators":
-        ratio = _ratio(row)
-        return f"{row['us']:.1f} ({row['floor_us']:.1f}{'' if ratio is None else f'; {ratio:.2f} x'})"
-    text = f"{row['us_p10']:.1f}-{row['us_p90']:.1f}"
+    parts = [f"{row['floor_us']:.1f}" if row["bench"] == "operators" else f"{row['us_p10']:.1f}-{row['us_p90']:.1f}"]
     if row["bench"] == "attention" and row.get("share") is not None:
-        text += f"; {row['share']:.1%}"
-    ratio = _ratio(row)
-    return f"{row['us']:.1f} ({text}{'' if ratio is None else f'; {ratio:.2f} x'})"
+        parts.append(f"{row['share']:.1%}")
+    parts += [f"{ratio:.2f} x" for ratio in list(row.get("ratio", {}).values())[:1]]
+    return f"{row['us']:.1f} ({'; '.join(parts)})"

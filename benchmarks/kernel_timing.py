@@ -11,7 +11,7 @@ What the events and the start of a graph cost themselves is measured in the same
 from __future__ import annotations
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +43,7 @@ def times_of(values: Sequence[float], parts: int) -> dict[str, float]:
 
 
 class CpuTimer:
-    """For `--smoke`: runs the same path without a GPU. Its times mean nothing."""
+    """For `--smoke`: the same path without a GPU. Its times mean nothing."""
 
     meaningful = False
 
@@ -53,12 +53,7 @@ class CpuTimer:
 
     def time(self, replay: Work, parts: int = 1) -> dict[str, float]:
         """Of two runs; see `times_of`."""
-        values = []
-        for _ in range(2):
-            begun = time.perf_counter()
-            replay()
-            values.append((time.perf_counter() - begun) * 1e6)
-        return times_of(values, parts)
+        return times_of([1e6 * seconds for seconds in timeit.repeat(replay, number=1, repeat=2)], parts)
 
     def null_us(self) -> float:
         """Nothing is started here."""
@@ -76,10 +71,6 @@ class GpuTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._buffer = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
-
-    def flush(self) -> None:
-        """Fill L2 with something else."""
-        self._buffer.sum()
 
     def prepare(self, work: Work) -> Work:
         """Warm up (which compiles) and capture; returns what replays the work.
@@ -114,7 +105,7 @@ class GpuTimer:
     def _between_events(self, replay: Work, count: int) -> list[float]:
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, stop in pairs:
-            self.flush()
+            self._buffer.sum()  # fills L2 with something else
             start.record()
             replay()
             stop.record()

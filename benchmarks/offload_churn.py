@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from answers_data import Chat, Document, Question, documents
-from engines import Row, append, markdown, read
+from engines import Row, append, grouped, markdown, read
 from kernel_rows import origin
 from torch import Tensor
 
@@ -95,9 +94,9 @@ class Captured:
             torch.save({**vars(self), "answers": [vars(one) for one in self.answers]}, partial)
 
     @classmethod
-    def load(cls, path: Path, device: torch.device) -> Captured:
+    def load(cls, path: Path) -> Captured:
         """Read what `save` wrote."""
-        data = torch.load(path, map_location=device, weights_only=True)
+        data = torch.load(path, weights_only=True)
         return cls(**{**data, "answers": [Answered(**one) for one in data["answers"]]})
 
 
@@ -119,15 +118,9 @@ def output_error(keys: Tensor, values: Tensor, query: Tensor, sm_scale: float, s
 
 
 class Capturing:
-    """A model that writes down its queries.
+    """A model of a Hugging Face folder that writes down its queries, in float32 on the CPU."""
 
-    Args:
-        model: a Hugging Face folder.
-        chat: of the model's tokenizer.
-        device: to compute on, in float32.
-    """
-
-    def __init__(self, model: str, chat: Chat, device: torch.device) -> None:
+    def __init__(self, model: str, chat: Chat) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.masking_utils import sdpa_mask
@@ -140,20 +133,13 @@ class Capturing:
         AttentionInterface.register("queries_seen", attend)
         AttentionMaskInterface.register("queries_seen", sdpa_mask)
         self._seen: dict[int, Tensor] = {}
-        self._device = device
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="queries_seen"
-        ).to(device)
-        self._chat = chat
+        how = {"dtype": torch.float32, "attn_implementation": "queries_seen"}
+        self._model, self._chat = AutoModelForCausalLM.from_pretrained(model, **how), chat
 
     @torch.no_grad()
     def capture(self, document: Document, steps: int, temperature: float = 0.0) -> Captured:
-        """Prefill a document, answer the first turn of each conversation.
-
-        Args:
-            document: its prefix is what selections are made of.
-            steps: decode steps of each answer.
-            temperature: 0: greedy.
+        """Prefill a document, whose prefix selections are made of, and answer the first turn of each conversation in so
+        many decode steps; greedily at 0.
         """
         from transformers import DynamicCache
 
@@ -169,7 +155,7 @@ class Capturing:
 
     def _answer(self, question: Question, cache: Any, prefix_len: int, steps: int, temperature: float) -> Answered:
         logits = self._read(self._chat.question(question, first=True), cache)
-        drawn = torch.Generator(self._device).manual_seed(0)
+        drawn = torch.Generator().manual_seed(0)
         tokens, queries = list[int](), list[Tensor]()
         for _ in range(steps):
             if temperature:
@@ -184,17 +170,14 @@ class Capturing:
 
     def _read(self, ids: list[int], cache: Any) -> Tensor:
         """Logits [vocab_size] behind these tokens; the cache grows by them."""
-        given = torch.tensor([ids], device=self._device)
-        out: Tensor = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return out[0, -1]
+        out = self._model(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return out.logits[0, -1]
 
 
 def _layers(cache: Any, begin: int) -> tuple[Tensor, Tensor]:
     """Keys and values [layers, num_kv_heads, tokens, head_dim] from a position on, copied."""
-    return (
-        torch.stack([layer.keys[0, :, begin:] for layer in cache.layers]),
-        torch.stack([layer.values[0, :, begin:] for layer in cache.layers]),
-    )
+    keys, values = zip(*((layer.keys[0, :, begin:], layer.values[0, :, begin:]) for layer in cache.layers), strict=True)
+    return torch.stack(keys), torch.stack(values)
 
 
 UNITS = (1, 4, 16)
@@ -232,13 +215,8 @@ def asked(packages: Path, chat: Chat, length: int, seed: int) -> dict[str, Docum
 def sizes(prefix_len: int, head_dim: int, budget: int) -> SelectArgs:
     """Of a selection, as served by default."""
     config = SparseAttnConfig()
-    return SelectArgs(
-        prefix_len=prefix_len,
-        budget=budget,
-        num_sink=config.num_sink_tokens,
-        num_recent=16 * config.num_recent_pages,
-        sm_scale=head_dim**-0.5,
-    )
+    windows = {"num_sink": config.num_sink_tokens, "num_recent": 16 * config.num_recent_pages}
+    return SelectArgs(prefix_len=prefix_len, budget=budget, sm_scale=head_dim**-0.5, **windows)
 
 
 def scored(keys: Tensor, queries: Tensor) -> Tensor:
@@ -274,10 +252,6 @@ class Recency:
     """Units of each KV head, the one wanted last first. Residents of any number of cells are the first of them.
 
     Units wanted in one step keep their order; `residents.reference` takes the lowest cell of such.
-
-    Args:
-        heads: KV heads.
-        units: of the prefix.
     """
 
     def __init__(self, heads: int, units: int) -> None:
@@ -314,8 +288,7 @@ def churn_rows(captured: Captured, prefix_len: int, keep: Sequence[float]) -> It
     """Of each answer and the group of all, each budget and unit: figures by layer, from layer 1 on.
 
     Args:
-        captured: the document.
-        prefix_len: tokens of it that are the prefix.
+        prefix_len: tokens of the document that are the prefix.
         keep: budgets of one request: tokens, or below 1 shares of the prefix.
     """
     answers, dim = captured.answers, captured.keys.shape[-1]
@@ -350,11 +323,7 @@ def by_layer(found: Sequence[tuple[Row, Row]]) -> list[Row]:
 
 def lagging(scores: Tensor, args: SelectArgs, every: int) -> Iterator[tuple[int, dict[str, tuple[Tensor, Tensor]]]]:
     """Of one in so many steps, from the second on: by way, what is attended and what is fetched; bool [heads, tokens].
-
-    Args:
-        scores: [steps, num_kv_heads, prefix_len].
-        args: of a selection.
-        every: see above; all steps change what is resident.
+    All steps change what is resident. `scores` are [steps, num_kv_heads, prefix_len].
     """
     heads, prefix_len = scores.shape[1:]
     cells = {size: tokens_of(size, args.budget, prefix_len) for size in LAGS}
@@ -373,13 +342,8 @@ def lagging(scores: Tensor, args: SelectArgs, every: int) -> Iterator[tuple[int,
 def lagged_rows(
     captured: Captured, answer: Answered, prefix_len: int, keep: Sequence[float], every: int
 ) -> Iterator[Row]:
-    """Of each budget and way: figures by layer, from layer 1 on.
-
-    Args:
-        captured, answer: of a document.
-        prefix_len: tokens of it that are the prefix; attention is also on all behind it.
-        keep: budgets: tokens, or below 1 shares of the prefix.
-        every: one of so many steps is judged.
+    """Of each budget and way: figures by layer, from layer 1 on, of one in so many steps. Attention is also on all
+    behind the prefix; see `churn_rows`.
     """
     found, behind = list[tuple[Row, Row]](), answer.keys.shape[2] - len(answer.queries)
     for layer in range(1, len(captured.keys)):
@@ -409,23 +373,20 @@ def captures(args: argparse.Namespace) -> Iterator[tuple[int, Any]]:
     """(tokens of the prefix, capture) of each document, captured if it is not there."""
     from transformers import AutoTokenizer
 
-    cpu, folder = torch.device("cpu"), args.work / Path(args.model_path).name
-    folder /= f"seed-{args.seed}-{args.new_tokens}"
+    folder = args.work / Path(args.model_path).name / f"seed-{args.seed}-{args.new_tokens}"
     folder.mkdir(parents=True, exist_ok=True)
     chat = Chat(AutoTokenizer.from_pretrained(args.model_path))
     for length in args.contexts:
         for document in asked(args.packages, chat, length, args.seed).values():
             path = folder / f"{document.name}.pt"
             if not path.exists():
-                capturing = Capturing(args.model_path, chat, cpu)
-                capturing.capture(document, args.new_tokens, TEMPERATURE).save(path)
-            yield length, Captured.load(path, cpu)
+                Capturing(args.model_path, chat).capture(document, args.new_tokens, TEMPERATURE).save(path)
+            yield length, Captured.load(path)
 
 
 def churn(args: argparse.Namespace) -> None:
     """Count and judge what the result file does not hold."""
-    known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args)}
-    known["device"] = platform.processor() or "CPU"
+    known = {"model": Path(args.model_path).name, "seed": args.seed, **origin(args, cpu=True)}
     held = read([args.out]) if Path(args.out).exists() else []
     done = {(row["bench"], row["document"]) for row in held if row.get("model") == known["model"]}
     for length, captured in captures(args):
@@ -446,9 +407,8 @@ def trace(args: argparse.Namespace) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown of all parts."""
-    parts = ("churn", churn_table), ("lagged", lagged_table)
-    found = ((make, [row for row in rows if row["bench"] == name]) for name, make in parts)
-    return "\n\n".join(make(of) for make, of in found if of)
+    made = {"churn": churn_table, "lagged": lagged_table}
+    return "\n\n".join(made[name](of) for (name,), of in sorted(grouped(rows, ["bench"]), key=lambda one: one[0]))
 
 
 def churn_table(rows: Sequence[Row]) -> str:
@@ -457,19 +417,19 @@ def churn_table(rows: Sequence[Row]) -> str:
     heads = [f"{float(one):g} budgets" if float(one) >= 1 else f"{float(one):.0%} of it" for one in columns]
     lines = []
     names = ("model", "document", "requests", "kept", "budget", "unit")
-    for key, of in grouped(rows, names):
+    for (model, document, requests, _, budget, unit), of in grouped(rows, names):
         cells = [f"{mean_of(of, figure):.1%}" for figure in ("wanted", "churn")]
+        layers = [
+            (wanted * row["prefix_len"], moved)
+            for row in of
+            for wanted, moved in zip(row["wanted"], row["moved"], strict=True)
+        ]
         for n in range(len(columns)):
-            tokens = [
-                wanted * moved[n] * row["prefix_len"] if moved[n] is not None else None
-                for row in of
-                for wanted, moved in zip(row["wanted"], row["moved"], strict=True)
-            ]
-            known = [one for one in tokens if one is not None]
-            nbytes = fmean(known) * 8 * 512 if len(known) == len(tokens) else None
-            cells.append("-" if nbytes is None else f"{nbytes / 1e3:,.0f} ({nbytes / 51e3:.1f})")
-        asking = "1 request" if key[2] == 1 else f"{key[2]} requests"
-        lines.append([f"{key[0]}, {key[1]}, {asking}, {key[4]:,} tokens, units of {key[5]}", *cells])
+            known = all(moved[n] is not None for _, moved in layers)
+            nbytes = fmean(tokens * moved[n] for tokens, moved in layers) * 8 * 512 if known else 0.0
+            cells.append(f"{nbytes / 1e3:,.0f} ({nbytes / 51e3:.1f})" if known else "-")
+        asking = "1 request" if requests == 1 else f"{requests} requests"
+        lines.append([f"{model}, {document}, {asking}, {budget:,} tokens, units of {unit}", *cells])
     return markdown(["KB a step and layer (us at 51 GB/s), residents of", "wanted", "churn", *heads], lines)
 
 
@@ -486,14 +446,6 @@ def lagged_table(rows: Sequence[Row]) -> str:
             cells.append("{:.4f} ({:+.1%}), {:.1%}, {:.1%}".format(figures[0], more, *figures[1:]) if found else "-")
         lines.append([way, *cells])
     return markdown(["error, lost, moved", *(f"{key[0]}, {key[1]}, {key[3]:,} tokens" for key, _ in columns)], lines)
-
-
-def grouped(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    """Rows by the values of these fields, in the order of their first."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(found.items())
 
 
 def mean_of(rows: Sequence[Row], figure: str) -> float:

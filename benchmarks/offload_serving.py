@@ -32,38 +32,20 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import accumulate, pairwise
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import engines
 from decode import SPARE, batch_steps
-from engines import (
-    SHAPES,
-    Row,
-    Streamed,
-    add_arguments,
-    append,
-    base_flags,
-    end_group,
-    layer_plan,
-    markdown,
-    plugin_environment,
-    plugin_state,
-    provenance,
-    read,
-    sampling,
-    start_engine,
-    streamed,
-    tail,
-    unmeasured,
-    write_model,
-)
+from engines import SHAPES, Row, Streamed, sampling, streamed, unmeasured
+
+from scripts.servers import process_group
 
 STARTS = ("hbm", "host", "ours", "stock")
 KEY = ("measure", "engine", "answer", "sizes", "shape", "page", "plan", "config", "flags", "churn")
@@ -101,7 +83,7 @@ def token_bytes(shape: str) -> int:
     """KV of a token, all layers."""
     model = SHAPES[shape]
     itemsize = 4 if model["torch_dtype"] == "float32" else 2
-    return int(2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * itemsize)
+    return 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * itemsize
 
 
 def configuration(args: argparse.Namespace, start: str) -> Row:
@@ -119,7 +101,7 @@ def configuration(args: argparse.Namespace, start: str) -> Row:
         "decode_path": "sparse",
         "guard_every": 0,
         "build": "prefill" if start in ("hbm", "builder") else "off",
-        "layer_plan": layer_plan(args.plan, int(SHAPES[args.shape]["num_hidden_layers"])),
+        "layer_plan": engines.layer_plan(args.plan, args.shape),
         "prefetch_policy": "wait_complete",
         "top_k": sizes["long_budget"] if long else sizes["budget"],
         "index_gpu_bytes": int(0.0627 * per_token * (tokens if start != "builder" else 2 * sizes["prefix"])),
@@ -131,15 +113,13 @@ def configuration(args: argparse.Namespace, start: str) -> Row:
 
 def folder_of(args: argparse.Namespace, start: str) -> Path:
     """Of indexes and files of KV that a start shares with another one."""
-    folder: Path = args.work / ("long" if start in ("hbm", "host") else "served")
-    return folder
+    return args.work / ("long" if start in ("hbm", "host") else "served")
 
 
 def engine_flags(args: argparse.Namespace, start: str) -> list[str]:
     """Command line of an engine."""
     sizes = args.sizes
-    answer = max(sizes["answers"])
-    own = SUFFIX + max(answer, sizes["tokens"] + SPARE + sizes["batch"]) + 2 * args.page
+    own = SUFFIX + max(*sizes["answers"], sizes["tokens"] + SPARE + sizes["batch"]) + 2 * args.page
     longest = max(sizes["long"] + sizes["warm"], sizes["prefix"]) + 2 * own
     pool = {
         "hbm": sizes["long"] + sizes["warm"] + (sizes["batch"] + 1) * own,
@@ -148,7 +128,7 @@ def engine_flags(args: argparse.Namespace, start: str) -> list[str]:
         "ours": sizes["pool"],
         "stock": max(stock_tokens(args), sizes["prefix"] + (sizes["in_flight"] + 1) * own),
     }[start]
-    flags = base_flags(args, "flashinfer", write_model(args.work / "model", args.shape))
+    flags = engines.base_flags(args, "flashinfer", engines.write_model(args.work / "model", args.shape))
     flags += ["--skip-tokenizer-init", "--context-length", str(longest), "--max-total-tokens", str(-(-pool // 64) * 64)]
     flags += ["--max-running-requests", str(sizes["in_flight"])]
     if not args.cpu:
@@ -162,16 +142,15 @@ def engine_flags(args: argparse.Namespace, start: str) -> list[str]:
         flags += ["--enable-hierarchical-cache", "--hicache-size", str(gigabytes)]
         flags += ["--hicache-write-policy", "write_through", "--schedule-policy", "lpm"]
     elif start != "stock":
-        config = json.dumps(configuration(args, start))
         store = folder_of(args, start) / "store"
         store.mkdir(parents=True, exist_ok=True)
-        flags += ["--sparse-attn", "--sparse-attn-config", config, "--sparse-attn-store", str(store)]
+        flags += engines.sparse_flags(configuration(args, start), store)
     return [*flags, *args.sglang_flags]
 
 
 def stock_tokens(args: argparse.Namespace) -> int:
     """Tokens of a KV pool of as many bytes as `ours` has in all, by its rows; 0 without any."""
-    rows = read([args.out]) if Path(args.out).exists() else []
+    rows = engines.read([args.out]) if Path(args.out).exists() else []
     held = [sum(held_bytes(row).values()) for row in rows if row["start"] == "ours" and row["shape"] == args.shape]
     return max(held, default=0) // token_bytes(args.shape)
 
@@ -181,56 +160,39 @@ def plugin(args: argparse.Namespace, start: str, folder: Path) -> dict[str, str]
     sizes = args.sizes
     budget, prefix = ("long_budget", "long") if start == "host" else ("budget", "prefix")
     settings = {"path": args.trace, "churn": args.churn, "budget": sizes[budget], "prefix_len": sizes[prefix]}
-    return plugin_environment(folder, "offload_serving_replay", {"OFFLOAD_REPLAY": json.dumps(settings)})
+    return engines.plugin_environment(folder, "offload_serving_replay", {"OFFLOAD_REPLAY": json.dumps(settings)})
 
 
-class Asked:
-    """An engine of this process, and what it is asked. Each wait has an end.
-
-    Args:
-        args: command line.
-        start: which engine.
-    """
+class Asked(engines.Asked):
+    """One of the starts. Each wait has an end."""
 
     def __init__(self, args: argparse.Namespace, start: str) -> None:
-        self.args, self._vocab = args, int(SHAPES[args.shape]["vocab_size"])
-        self._rng = random.Random(args.seed)
+        self.args = args
         say(f"{start}: starting")
-        self.engine = start_engine(engine_flags(args, start))
+        super().__init__(engine_flags(args, start), args.shape, args.seed)
         say(f"{start}: ready")
 
     def prefix(self, name: str) -> list[int]:
         """Tokens of a prefix, the same in all engines: `long`, `warm`, or a number."""
         length = self.args.sizes[name] if name in ("long", "warm") else self.args.sizes["prefix"]
-        rng = random.Random(f"{name} {self.args.seed}")
-        return [rng.randrange(10, self._vocab) for _ in range(length)]
+        return random.Random(f"{name} {self.args.seed}").choices(range(16, self._vocab), k=length)
 
-    def suffix(self) -> list[int]:
-        """Tokens of a request's own."""
-        return [self._rng.randrange(10, self._vocab) for _ in range(SUFFIX)]
-
-    def wait(self, awaitable: Any, seconds: float = 180.0) -> Any:
-        """What comes of it. Raises TimeoutError."""
-        return self.engine.loop.run_until_complete(asyncio.wait_for(awaitable, seconds))
+    def behind(self, prefix: Sequence[int]) -> list[int]:
+        """A prompt: a prefix, and a request's own tokens."""
+        return [*prefix, *self.tokens(SUFFIX)]
 
     def ask(self, prompt: Sequence[int], tokens: int) -> Streamed:
         """One request alone."""
-        found: Streamed = self.wait(streamed(self.engine, prompt, sampling(tokens)))
-        return found
+        return self.wait(streamed(self.engine, prompt, sampling(tokens)), 180.0)
 
     def first_token(self, name: str) -> float:
         """Seconds until the first token of a request behind a prefix, from when it was sent."""
-        found = self.ask([*self.prefix(name), *self.suffix()], 4)
+        found = self.ask(self.behind(self.prefix(name)), 4)
         return found.arrivals[0][1] - found.begun
 
     def steps(self, prompts: Sequence[list[int]]) -> list[float]:
         """Seconds of the steps of all prompts together, that are counted; see `decode.py`."""
-        found: list[float] = self.wait(batch_steps(self.engine, prompts, self.args.sizes["tokens"]))
-        return found
-
-    def state(self) -> Row:
-        """The plugin's part of the server's state; empty in a stock engine."""
-        return plugin_state(self.engine.get_server_info())
+        return self.wait(batch_steps(self.engine, prompts, self.args.sizes["tokens"]), 180.0)
 
     def counted(self) -> Row:
         """What a row shows the difference of."""
@@ -243,10 +205,10 @@ class Asked:
 # -- what is measured ----------------------------------------------------------------------------------------
 
 
-def counting(asked: Asked, row: Row, measured: Callable[[], Row]) -> Row:
+def counting(asked: Asked, row: Row, measured: Callable[..., Row], *of: Any) -> Row:
     """A measurement, with what the counters did meanwhile."""
     before = asked.counted()
-    row |= measured()
+    row |= measured(asked, *of)
     row |= {name: count - before.get(name, 0) for name, count in asked.counted().items()}
     state = asked.state()
     pool = asked.engine.get_server_info()["max_total_num_tokens"] * token_bytes(asked.args.shape)
@@ -257,15 +219,15 @@ def step(asked: Asked, prompts: Sequence[list[int]]) -> Row:
     """Milliseconds of a step of all prompts, once they are warm."""
     before = asked.counted()
     times = asked.steps(prompts)
-    after = asked.counted()
+    grown = {name: count - before.get(name, 0) for name, count in asked.counted().items()}
     row: Row = {"ms": 1e3 * median(times), "steps": len(times), "tokens_per_s": len(prompts) / median(times)}
-    if after.get("wanted", 0) > before.get("wanted", 0):
-        share = (after["transferred"] - before["transferred"]) / (after["wanted"] - before["wanted"])
+    if grown.get("wanted"):
         all_steps = asked.args.sizes["tokens"] + SPARE + len(prompts)
         model = SHAPES[asked.args.shape]
         per_token = token_bytes(asked.args.shape) / model["num_hidden_layers"] / model["num_key_value_heads"]
-        moved = (after["transferred"] - before["transferred"]) * per_token / all_steps
-        row |= {"moved_share": share, "moved_bytes": moved, "link_ms": 1e3 * moved / LINK_RATE}
+        moved = grown["transferred"] * per_token / all_steps
+        row["moved_share"] = grown["transferred"] / grown["wanted"]
+        row |= {"moved_bytes": moved, "link_ms": 1e3 * moved / LINK_RATE}
     return row
 
 
@@ -273,7 +235,6 @@ def throughput(asked: Asked, prefixes: Sequence[list[int]], answer: int) -> Row:
     """So many requests at a time for a while; tokens that came in it."""
     sizes, rng = asked.args.sizes, random.Random(answer)
     weights = [1 / rank for rank in range(1, len(prefixes) + 1)]
-    bounds = [each / sum(weights) for each in accumulate(weights)]
     begin = time.perf_counter() + sizes["settle"]
     end = begin + sizes["seconds"]
     found: list[Streamed] = []
@@ -281,10 +242,9 @@ def throughput(asked: Asked, prefixes: Sequence[list[int]], answer: int) -> Row:
 
     async def client() -> None:
         while time.perf_counter() < end:
-            drawn = rng.random()
-            prompt = [*prefixes[next(n for n, bound in enumerate(bounds) if drawn <= bound)], *asked.suffix()]
+            (prefix,) = rng.choices(prefixes, weights)
             try:
-                found.append(await streamed(asked.engine, prompt, sampling(answer)))
+                found.append(await streamed(asked.engine, asked.behind(prefix), sampling(answer)))
             except Exception as error:
                 failed.append(repr(error))
                 await asyncio.sleep(1)
@@ -311,7 +271,7 @@ def throughput(asked: Asked, prefixes: Sequence[list[int]], answer: int) -> Row:
 def cells(args: argparse.Namespace, start: str) -> list[Row]:
     """Beginnings of a start's rows."""
     churn = Path(args.trace).name if args.trace else args.churn
-    cell = {"sizes": args.sizes, "churn": churn, "start": start, **provenance(args)}
+    cell = {"sizes": args.sizes, "churn": churn, "start": start, **engines.provenance(args)}
     names: dict[str, list[tuple[str, str, int | None]]] = {
         "hbm": [("first_token", "prefill", None), ("step", "hbm", None)],
         "host": [("first_token", "disk", None), ("first_token", "host", None), ("step", "host", None)],
@@ -339,14 +299,14 @@ def measure_long(args: argparse.Namespace, start: str, wanted: Sequence[Row]) ->
         waited(lambda: asked.engine.flush_cache().success, 10, "the cache to be flushed")
         for path in [*folder.rglob("*")]:
             if path.is_file():
-                forget(path)
+                engines.forget(path)
         yield rows["first_token", "disk"] | {"seconds": asked.first_token("long"), **told(asked)}
         again = [asked.first_token("long") for _ in range(6)]
         say(f"  first tokens {[round(one, 3) for one in again]}")
         yield rows["first_token", "host"] | {"seconds": median(again[1:]), **told(asked)}
-    prompts = [[*asked.prefix("long"), *asked.suffix()] for _ in range(args.sizes["batch"])]
+    prompts = [asked.behind(asked.prefix("long")) for _ in range(args.sizes["batch"])]
     asked.steps(prompts[:1])
-    yield counting(asked, rows["step", start], lambda: step(asked, prompts))
+    yield counting(asked, rows["step", start], step, prompts)
     asked.engine.shutdown()
 
 
@@ -354,13 +314,6 @@ def told(asked: Asked) -> Row:
     """Whether a first token came from where it should."""
     offload = asked.state()["offload"]
     return {"events": offload["events"], "translated": offload["translated"]}
-
-
-def forget(path: Path) -> None:
-    """Its pages leave the page cache."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def build(args: argparse.Namespace) -> None:
@@ -371,7 +324,7 @@ def build(args: argparse.Namespace) -> None:
     for number in range(args.sizes["prefixes"]):
         waited(lambda: len(list((folder / "kv").glob("*.kv"))) < 2, 120, "a file to be read")
         known, begun = set((folder / "kv").glob("*.kv")), time.monotonic()
-        asked.ask([*asked.prefix(str(number)), *asked.suffix()], 1)
+        asked.ask(asked.behind(asked.prefix(str(number))), 1)
         waited(lambda n=known: set((folder / "kv").glob("*.kv")) - n, 60, "a file")  # type: ignore[misc]
         (new,) = set((folder / "kv").glob("*.kv")) - known
         ready = folder / f"ready-{number}"
@@ -402,7 +355,7 @@ def measure_served(args: argparse.Namespace, start: str, wanted: Sequence[Row]) 
         if start == "ours":
             waited((folder / f"ready-{number}").exists, 180, f"prefix {number}")
         begun = time.monotonic()
-        asked.ask([*prefix, *asked.suffix()], 4)
+        asked.ask(asked.behind(prefix), 4)
         if start == "ours":
             if int(told(asked)["events"].get("loaded", 0)) != number + 1:
                 raise RuntimeError(f"expected prefix {number} to be loaded, got {asked.state()['offload']}")
@@ -413,12 +366,11 @@ def measure_served(args: argparse.Namespace, start: str, wanted: Sequence[Row]) 
     for row in wanted:
         say(f"{start}: {row['measure']} {row['answer'] or ''}")
         if row["measure"] == "throughput":
-            yield counting(asked, row, lambda n=row["answer"]: throughput(asked, prefixes, n))  # type: ignore[misc]
+            yield counting(asked, row, throughput, prefixes, row["answer"])
             continue
-        some = prefixes if start == "ours" else prefixes[:1]
-        prompts = [[*prefix, *asked.suffix()] for prefix in some]
+        prompts = list(map(asked.behind, prefixes if start == "ours" else prefixes[:1]))
         asked.steps(prompts)
-        yield counting(asked, row, lambda of=prompts: step(asked, of))  # type: ignore[misc]
+        yield counting(asked, row, step, prompts)
     asked.engine.shutdown()
 
 
@@ -431,7 +383,7 @@ def measure(args: argparse.Namespace, start: str) -> None:
     for row in rows:
         say(f"{start}: {brief(row)}")
         if unmeasured(args.out, [row], KEY):
-            append(args.out, row)
+            engines.append(args.out, row)
 
 
 def brief(row: Row) -> str:
@@ -445,19 +397,6 @@ def brief(row: Row) -> str:
 # -- processes -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def child(args: argparse.Namespace, start: str, argv: Sequence[str], logs: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process for one engine; all of its group ends with the block."""
-    command = [sys.executable, __file__, "--one", start, *argv]
-    environment = {**os.environ, **(plugin(args, start, args.work / start) if start in ("ours", "host") else {})}
-    with (logs / f"{start}.log").open("w") as log:
-        process = subprocess.Popen(command, stderr=log, env=environment, start_new_session=True)
-    try:
-        yield process
-    finally:
-        end_group(process)
-
-
 def run(args: argparse.Namespace, start: str, argv: Sequence[str]) -> bool:
     """One start, and its second engine; whether all of its rows are there. Prints the end of a failed one's log."""
     if not unmeasured(args.out, cells(args, start), KEY):
@@ -467,9 +406,13 @@ def run(args: argparse.Namespace, start: str, argv: Sequence[str]) -> bool:
     names = ["builder", "ours"] if start == "ours" else [start]
     if start == "ours":
         shutil.rmtree(folder_of(args, start), ignore_errors=True)
-    deadline = time.monotonic() + args.start_seconds
+    deadline, children = time.monotonic() + args.start_seconds, []
     with ExitStack() as stack:
-        children = [stack.enter_context(child(args, name, argv, logs)) for name in names]
+        for name in names:
+            command = [sys.executable, __file__, "--one", name, *argv]
+            environment = os.environ | (plugin(args, name, args.work / name) if name in ("ours", "host") else {})
+            group = process_group(command, logs / f"{name}.log", stdout=None, env=environment)
+            children.append(stack.enter_context(group))
         while time.monotonic() < deadline and children[-1].poll() is None and not any(one.poll() for one in children):
             time.sleep(0.5)
         ended = [one.poll() for one in children]
@@ -477,7 +420,7 @@ def run(args: argparse.Namespace, start: str, argv: Sequence[str]) -> bool:
         return True
     say(f"{start}: expected it to end with 0 within {args.start_seconds:.0f} s, got {ended}; the ends of its logs:")
     for name in names:
-        print(f"--- {name}\n{tail(logs / f'{name}.log', 6000)}", flush=True)
+        print(f"--- {name}\n{engines.tail(logs / f'{name}.log', 6000)}", flush=True)
     return False
 
 
@@ -526,7 +469,7 @@ def table(rows: Sequence[Row]) -> str:
     for engine in ("host", "disk"):
         seconds, prefill = (of("first_token", one, "seconds") for one in (engine, "prefill"))
         line(f"first token from {engine}, prefill", seconds, prefill, 2, "s")
-    told = [markdown(["", "ours", "against", "ratio"], lines)]
+    told = [engines.markdown(["", "ours", "against", "ratio"], lines)]
     for row in rows:
         if row.get("bytes"):
             held = held_bytes(row)
@@ -551,7 +494,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--logs", type=Path, help="folder of the engines' logs (WORK/logs)")
     add("--out", default="offload-serving.jsonl", help="result file; rows are appended (%(default)s)")
     add("--one", choices=[*STARTS, "builder"], help=argparse.SUPPRESS)
-    add_arguments(parser)
+    engines.add_arguments(parser)
     parser.set_defaults(plan="anchors")
     args = parser.parse_args(argv)
     args.sizes = dict(SIZES[args.shape])
@@ -564,10 +507,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"expected --trace as a file, or none for drawn selections, got {args.trace!r}")
     args.trace = None if args.trace == "none" else str(Path(args.trace).resolve())
     args.work = args.work.resolve()
-    if args.table is None:
-        import torch
-
-        args.cpu = not torch.cuda.is_available()
     return args
 
 
@@ -576,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv)
     if args.table is not None:
-        print(table(read(args.table)))
+        print(table(engines.read(args.table)))
         return 0
     if args.one:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

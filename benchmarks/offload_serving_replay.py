@@ -52,16 +52,13 @@ def trace_of(path: str | None, churn: float, budget: int, prefix_len: int) -> tu
 
 
 def positions_of(path: str | None, churn: float, budget: int, prefix_len: int) -> Tensor:
-    """Positions of all steps.
+    """Positions of all steps, int32 [trace layers, trace heads, steps, budget], ascending.
 
     Args:
         path: of a trace; None: draw one.
         churn: of a drawn one, share of the tokens that each step changes.
         budget: tokens of a list, a multiple of the trace's.
         prefix_len: of the shortest prefix that is selected from.
-
-    Returns:
-        int32 [trace layers, trace heads, steps, budget], ascending.
 
     Raises:
         ValueError: the trace does not fit.
@@ -74,22 +71,14 @@ def positions_of(path: str | None, churn: float, budget: int, prefix_len: int) -
             f"times that number is at most {prefix_len}; got {trace.shape[2]}, {trace.shape[3]} and {length}"
         )
     pages = np.random.default_rng(0).permutation(prefix_len // PAGE_TOKENS)[: times * length // PAGE_TOKENS]
-    token = np.arange(length)[:, None]
-    places = pages.reshape(-1, times)[token[:, 0] // PAGE_TOKENS] * PAGE_TOKENS + token % PAGE_TOKENS
+    page, inside = np.divmod(np.arange(length), PAGE_TOKENS)
+    places = pages.reshape(-1, times)[page] * PAGE_TOKENS + inside[:, None]
     spread = np.sort(places[trace].reshape(*trace.shape[:3], budget), axis=3)
     return torch.from_numpy(spread.astype(np.int32))
 
 
 class Replay:
-    """Writes positions of the trace into lists.
-
-    Args:
-        positions: from `positions_of`.
-        prefix_len: that they were made for.
-        num_sets: layers that select.
-        max_groups: of a step.
-        device: of the lists.
-    """
+    """Writes positions from `positions_of`, for prefixes so long, into lists of `num_sets` layers that select."""
 
     def __init__(
         self, positions: Tensor, prefix_len: int, num_sets: int, max_groups: int, device: torch.device
@@ -120,10 +109,9 @@ class Replay:
         if not kernel:
             self._run_here(self._layers[number], heads, lists.positions)
             return
-        _, num_heads, steps, budget = self._positions.shape
-        arguments = (self._positions[self._layers[number]], num_heads, steps, budget, _BLOCK)
+        positions = self._positions[self._layers[number]]
         grid = (len(self._groups), heads)
-        replay_kernel[grid](lists.positions, self._groups, self.step, *arguments, num_warps=8)
+        replay_kernel[grid](lists.positions, self._groups, self.step, positions, *positions.shape, _BLOCK, num_warps=8)
 
     def _run_here(self, layer: int, heads: int, arena: Tensor) -> None:
         _, num_heads, steps, _ = self._positions.shape

@@ -24,9 +24,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from engines import read
 from kernel_rows import commit
 from replay_model import Replayer
 from verdicts import GOOD, TOO_FEW, chance, counted, detectable, excusing, verdict
@@ -71,8 +72,7 @@ def histories(records: Iterable[Record]) -> dict[str, list[Epoch]]:
     return found
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """What the server gave.
 
     Attributes:
@@ -86,7 +86,7 @@ class Answer:
     dense: bool
     prompt: list[int]
     tokens: list[int]
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float]
 
 
 @dataclass
@@ -115,13 +115,7 @@ class Judged:
 
 
 def judge(replayer: Replayer, answer: Answer, epochs: Sequence[Epoch]) -> Judged:
-    """Replay one answer.
-
-    Args:
-        replayer: of the model that the server ran.
-        answer: the request.
-        epochs: of its trace; none: it is not judged.
-    """
+    """Replay one answer by the epochs of its trace, on the model that the server ran; without any it is not judged."""
     judged, first = Judged(retractions=max(0, len(epochs) - 1)), len(answer.prompt)
     behind = [*(epoch.end for epoch in epochs[1:]), first + len(answer.tokens)]
     for epoch, limit in zip(epochs, behind, strict=True):
@@ -135,14 +129,13 @@ def judge(replayer: Replayer, answer: Answer, epochs: Sequence[Epoch]) -> Judged
         read = answer.tokens[: chosen.stop - 1]
         steps = [epoch.steps.get(first + i) if first + i >= epoch.end else None for i in range(len(read))]
         logprobs = replayer.run(answer.prompt, read, steps)[chosen.start :].log_softmax(-1)
-        own = logprobs.gather(
-            1, torch.tensor(answer.tokens[chosen.start : chosen.stop], device=logprobs.device)[:, None]
-        )
-        judged.gaps += (logprobs.amax(-1) - own[:, 0]).tolist()
+        tokens = torch.tensor(answer.tokens[chosen.start : chosen.stop], device=logprobs.device)
+        own = logprobs.gather(1, tokens[:, None])[:, 0]
+        judged.gaps += (logprobs.amax(-1) - own).tolist()
         judged.sparse += sum(step is not None for step in steps)
         if answer.logprobs:
             given = torch.tensor(answer.logprobs[chosen.start : chosen.stop])
-            judged.off += (own[:, 0].cpu() - given).abs().tolist()
+            judged.off += (own.cpu() - given).abs().tolist()
     if not epochs:
         judged.unknown = len(answer.tokens)
     return judged
@@ -169,15 +162,9 @@ def summary(judged: Sequence[Judged], tie: float) -> dict[str, Any]:
 
 def read_answers(folder: Path) -> list[Answer]:
     """Requests that `soak.py` wrote down; prompts stand in a line of their own, once."""
-    prompts: dict[str, list[int]] = {}
-    answers = []
-    for line in (folder / REQUESTS).read_text().splitlines():
-        row = json.loads(line)
-        if "ids" in row:
-            prompts[row["prompt"]] = row["ids"]
-        else:
-            answers.append(Answer(row["rid"], row["dense"], prompts[row["prompt"]], row["tokens"], row["logprobs"]))
-    return answers
+    rows = read([folder / REQUESTS])
+    prompts = {row["prompt"]: row["ids"] for row in rows if "ids" in row}
+    return [Answer(**{**row, "prompt": prompts[row["prompt"]]}) for row in rows if "rid" in row]
 
 
 def sample(answers: Sequence[Answer], traced: dict[str, list[Epoch]], count: int) -> list[Answer]:
@@ -191,24 +178,13 @@ def sample(answers: Sequence[Answer], traced: dict[str, list[Epoch]], count: int
     return sorted(retracted + [rest[i * len(rest) // wanted] for i in range(wanted)], key=lambda one: one.prompt)
 
 
-@dataclass
-class Options:
-    """What is replayed.
+def replay(folder: Path, model: Path, requests: int, dense_requests: int, seconds: float, tie: float) -> dict[str, Any]:
+    """Replay a sample of a folder's requests; a summary of the sparse and of the dense ones.
 
-    Attributes:
+    Args:
         requests, dense_requests: of each kind, at most.
         seconds: no further request begins behind that.
         tie: nats; two tokens that near are equally good.
-    """
-
-    requests: int = 200
-    dense_requests: int = 100
-    seconds: float = 540.0
-    tie: float = 0.13
-
-
-def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
-    """Replay a sample of a folder's requests; a summary of the sparse and of the dense ones.
 
     Raises:
         OSError: no trace or no requests there.
@@ -218,11 +194,10 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
         raise FileNotFoundError(f"expected one trace in {folder}, found {len(traces)}: one server, one folder")
     records = list(read_trace(traces[0]))
     start = records[0]
-    assert isinstance(start, Start)
     traced, answers = histories(records), read_answers(folder)
     kinds = {
-        "sparse": sample([one for one in answers if not one.dense], traced, args.requests),
-        "dense": sample([one for one in answers if one.dense], traced, args.dense_requests),
+        "sparse": sample([one for one in answers if not one.dense], traced, requests),
+        "dense": sample([one for one in answers if one.dense], traced, dense_requests),
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = load(model, torch.float32, device)
@@ -230,19 +205,18 @@ def replay(folder: Path, model: Path, args: Options) -> dict[str, Any]:
     longest = max((len(one.prompt) + len(one.tokens) for of in kinds.values() for one in of), default=1)
     replayer = Replayer(network, plan, max_len=longest)
     row: dict[str, Any] = {"traced": len(traced), "answers": len(answers)}
-    ends = time.monotonic() + args.seconds
+    ends = time.monotonic() + seconds
     for kind, chosen in kinds.items():
-        judged: list[Judged] = []
-        examples: list[dict[str, Any]] = []
+        judged, examples = list[Judged](), []
         for answer in chosen:
             if time.monotonic() > ends:
                 break
             one = judge(replayer, answer, traced[answer.rid])
             judged.append(one)
-            if one.verdict(args.tie) == "wrong" and len(examples) < 8:
+            if one.verdict(tie) == "wrong" and len(examples) < 8:
                 worst = max(range(len(one.gaps)), key=one.gaps.__getitem__)
                 examples.append({"rid": answer.rid, "token": worst, "gap": one.gaps[worst], "of": len(one.gaps)})
-        row[kind] = {"replayed": len(judged), "asked": len(chosen), **summary(judged, args.tie), "examples": examples}
+        row[kind] = {"replayed": len(judged), "asked": len(chosen), **summary(judged, tie), "examples": examples}
     row["dtype"] = start.dtype
     control, sparse = excusing(row["dense"], start.dtype), counted(row["sparse"])
     row |= {"verdict": verdict(control, sparse), "chance": chance(control, sparse)}
@@ -266,14 +240,12 @@ def main() -> int:
     parser.add_argument("--model-path", type=Path, default=Path("models/needle"))
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
     parser.add_argument("--out", help="file for the row")
-    own = Options()
-    parser.add_argument("--requests", type=int, default=own.requests, help="sparse ones replayed, at most")
-    parser.add_argument("--dense-requests", type=int, default=own.dense_requests, help="dense ones, at most")
-    parser.add_argument("--seconds", type=float, default=own.seconds, help="begin no further request behind that")
-    parser.add_argument("--tie", type=float, default=own.tie, help="nats; two tokens that near are equally good")
+    parser.add_argument("--requests", type=int, default=200, help="sparse ones replayed, at most")
+    parser.add_argument("--dense-requests", type=int, default=100, help="dense ones, at most")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no further request behind that")
+    parser.add_argument("--tie", type=float, default=0.13, help="nats; two tokens that near are equally good")
     args = parser.parse_args()
-    options = Options(**{name: getattr(args, name) for name in vars(own)})
-    row = replay(args.folder, args.model_path, options)
+    row = replay(args.folder, args.model_path, args.requests, args.dense_requests, args.seconds, args.tie)
     row = {"good": replay_good(row), **row, "tie": args.tie, "commit": args.commit or commit()}
     print(json.dumps(row, indent=1))
     if row["verdict"] == TOO_FEW:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -16,12 +17,8 @@ ROWS = 256
 
 
 class Replayer:
-    """Computes one request at a time; the K and V of a prompt serve the next request that begins alike.
-
-    Args:
-        model: the network, in float32.
-        plan: role of each layer.
-        max_len: tokens of a request, at most.
+    """Computes one request at a time, of `max_len` tokens at most, in float32; the K and V of a prompt serve the next
+    request that begins alike.
     """
 
     def __init__(self, model: Needle, plan: LayerPlan, *, max_len: int) -> None:
@@ -49,8 +46,7 @@ class Replayer:
                 f"steps, {len(prompt)} and {len(tokens)} tokens"
             )
         before = list(prompt[:-1])
-        same = next((i for i, pair in enumerate(zip(before, self._known, strict=False)) if pair[0] != pair[1]), None)
-        same = min(len(before), len(self._known)) if same is None else same
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, self._known, strict=False))))
         self._known = before[:same]
         for start in range(same, len(before), ROWS):
             self._advance(before[start : start + ROWS], start, None)

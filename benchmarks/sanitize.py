@@ -32,10 +32,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -59,8 +58,7 @@ _REPORTED = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+?):(\d
 _launched: Counter[str] = Counter()
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Tests that launch some kernels.
 
     Attributes:
@@ -135,11 +133,11 @@ def planted_race_kernel(out_ptr, BLOCK: tl.constexpr):  # noqa: N803
 
 def plant(tool: str) -> None:
     """Launch the kernel whose error a tool has to find."""
-    out = torch.zeros(256, dtype=torch.int32, device="cuda")
+    values, out = torch.zeros(2, 256, dtype=torch.int32, device="cuda")
     if tool == "racecheck":
         planted_race_kernel[(1,)](out, BLOCK=256, num_warps=8)
     else:
-        planted_read_kernel[(1,)](torch.zeros(256, dtype=torch.int32, device="cuda"), out, BLOCK=256)
+        planted_read_kernel[(1,)](values, out, BLOCK=256)
     torch.cuda.synchronize()
 
 
@@ -174,7 +172,7 @@ def sanitize(tool: str, kernel: str, command: Sequence[str], seconds: float) -> 
         os.killpg(job.pid, signal.SIGKILL)  # the tests, too, which hold the GPU's memory
         told, _ = job.communicate()
     errors = [int(count) for count in _ERRORS.findall(told)]
-    aside = dispatched(told, kernel, ROOT / "kernels")
+    aside = dispatched(told, kernel)
     summaries = [line for line in told.splitlines() if _PASSED.search(line)]
     row = {
         "errors": sum(errors) - aside if errors else None,
@@ -194,25 +192,19 @@ def parts(source: str, kernel: str) -> set[int]:
     for one in ast.walk(ast.parse(source)):
         if isinstance(one, ast.FunctionDef) and one.name == kernel:
             # The call, and an `if` that chooses between two: the compiler names either, or the beginning.
-            calls = {part.lineno for part in ast.walk(one) if _dispatches(part)}
-            calls |= {part.lineno for part in ast.walk(one) if isinstance(part, ast.If) and _dispatches(part.body[0])}
+            calls = {
+                part.lineno
+                for part in ast.walk(one)
+                if isinstance(part, ast.Expr | ast.If)
+                and re.match(r"\w+\.warp_specialize\(", ast.unparse(part.body[0] if isinstance(part, ast.If) else part))
+            }
             return calls and calls | {one.lineno}
     return set()
 
 
-def _dispatches(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and re.match(r"\w+\.warp_specialize\(", ast.unparse(node)) is not None
-
-
-def dispatched(told: str, kernel: str, folder: Path) -> int:
-    """Races of racecheck's report whose accesses all stand where the kernel starts its warp groups.
-
-    Args:
-        told: the report.
-        kernel: that it looked at.
-        folder: of source files, searched with all below it for the kernel's.
-    """
-    sources = {path.name: path.read_text() for path in sorted(folder.rglob("*.py"))}
+def dispatched(told: str, kernel: str) -> int:
+    """Races of racecheck's report on a kernel whose accesses all stand where it starts its warp groups."""
+    sources = {path.name: path.read_text() for path in sorted((ROOT / "kernels").rglob("*.py"))}
     found = {name: parts(text, kernel) for name, text in sources.items() if f"\ndef {kernel}(" in text}
     count = 0
     for entry in _ENTRY.split(told)[1:]:

@@ -42,29 +42,12 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain, islice, product
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-from engines import (
-    BUILDING,
-    INDEXED,
-    SHAPES,
-    STOCK,
-    Row,
-    add_arguments,
-    append,
-    base_flags,
-    launched,
-    markdown,
-    plugin_flags,
-    plugin_state,
-    provenance,
-    read,
-    tail,
-    unmeasured,
-    write_model,
-)
+import engines
+from engines import BUILDING, INDEXED, SHAPES, STOCK, Row
 
 Sizes = dict[str, Any]
 
@@ -151,22 +134,17 @@ def _every(sizes: Sizes) -> int:
 
 def own_tokens(sizes: Sizes) -> int:
     """Tokens of a request, or conversation, behind what it shares, answers included."""
-    return int(sizes.get("turns", 1) * (sizes["question"] + sizes["output"]) + _SPARE)
-
-
-def context_tokens(sizes: Sizes) -> int:
-    """Tokens of the longest request."""
-    return int(sizes["prefix"] + own_tokens(sizes))
+    return sizes.get("turns", 1) * (sizes["question"] + sizes["output"]) + _SPARE
 
 
 def pool_tokens(sizes: Sizes) -> int:
     """Slots of KV that hold all of a run, so that nothing is evicted during it."""
     shared = sizes["groups"] * (sizes["prefix"] + _SPARE)
-    return int(shared + (_every(sizes) + sizes["concurrency"]) * (own_tokens(sizes) + _SPARE))
+    return shared + (_every(sizes) + sizes["concurrency"]) * (own_tokens(sizes) + _SPARE)
 
 
-def commands(run: str, sizes: Sizes, seed: int, model: Path, folder: Path, port: int) -> list[list[str]]:
-    """Arguments of `bench_serving` for three passes; it writes to `folder`.
+def commands(sizes: Sizes, seed: int, model: Path, results: Path, port: int) -> list[list[str]]:
+    """Arguments of `bench_serving` for three passes, which each append a line to `results`.
 
     1. A rehearsal behind another prefix, short, so that no kernel is compiled later.
     2. The warm-up: an empty prefix cache, then every shared prompt, one at a time.
@@ -174,20 +152,20 @@ def commands(run: str, sizes: Sizes, seed: int, model: Path, folder: Path, port:
        makes them first.
     """
     always = ["--host", "127.0.0.1", "--port", str(port), "--model", str(model), "--tokenizer", str(model)]
-    always += ["--output-file", str(result_file(folder, run)), "--output-details", "--cache-report", "--disable-tqdm"]
+    always += ["--output-file", str(results), "--output-details", "--cache-report", "--disable-tqdm"]
     always += ["--warmup-requests", "0"]
-    chat = ["--backend", "sglang-oai-chat" if "turns" in sizes else "sglang"]
-    timed = [*always, *chat, "--seed", str(seed), "--max-concurrency", str(sizes["concurrency"])]
-    warm_up = [*always, *chat, "--seed", str(seed), "--max-concurrency", "1", "--flush-cache"]
+    seeded = [*always, "--backend", "sglang-oai-chat" if "turns" in sizes else "sglang", "--seed", str(seed)]
+    groups, prefix, question, concurrency = (sizes[name] for name in ("groups", "prefix", "question", "concurrency"))
     rehearsal = [*always, "--backend", "sglang", "--seed", str(seed + 1000)]
-    rehearsal += _prefixes(1, sizes["concurrency"], min(sizes["prefix"], _REHEARSAL), sizes["question"], 32)
-    groups, prefix = sizes["groups"], sizes["prefix"]
-    timed += _prefixes(groups, _every(sizes) // groups, prefix, sizes["question"], sizes["output"])
+    rehearsal += _prefixes(1, concurrency, min(prefix, _REHEARSAL), question, 32)
+    warm_up = [*seeded, "--max-concurrency", "1", "--flush-cache", *_prefixes(groups, 1, prefix, 1, 2), "--gsp-ordered"]
+    timed = [*seeded, "--max-concurrency", str(concurrency)]
+    timed += _prefixes(groups, _every(sizes) // groups, prefix, question, sizes["output"])
     if "turns" in sizes:
         timed += ["--gsp-num-turns", str(sizes["turns"])]
     else:
         timed += ["--gsp-group-distribution", "zipf", "--gsp-zipf-alpha", str(sizes["zipf"])]
-    return [rehearsal, [*warm_up, *_prefixes(groups, 1, prefix, 1, 2), "--gsp-ordered"], timed]
+    return [rehearsal, warm_up, timed]
 
 
 def _prefixes(groups: int, prompts: int, prefix: int, question: int, output: int) -> list[str]:
@@ -197,16 +175,12 @@ def _prefixes(groups: int, prompts: int, prefix: int, question: int, output: int
     return ["--dataset-name", "generated-shared-prefix", *words]
 
 
-def result_file(folder: Path, run: str) -> Path:
-    """Where `bench_serving` appends a line for each pass."""
-    return folder / f"{run}.jsonl"
-
-
-def bench(passes: Sequence[Sequence[str]], run: str, folder: Path, logs: Path, home: Path) -> list[Row]:
+def bench(passes: Sequence[Sequence[str]], results: Path, log: Path, home: Path) -> list[Row]:
     """Run `bench_serving` once per list of arguments, in one process of its own; what it found, one for each.
 
     Args:
-        logs: folder of what it prints.
+        results: that it writes.
+        log: of what it prints.
         home: of that process. It keeps prompts there, by lengths and the tokenizer's class: another model's would be
             taken for this one's in the user's own.
 
@@ -219,23 +193,22 @@ def bench(passes: Sequence[Sequence[str]], run: str, folder: Path, logs: Path, h
     if importlib.util.find_spec("datasets") is None:
         (stand_ins / "datasets.py").write_text(_NO_DATASETS)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(stand_ins), os.environ.get("PYTHONPATH")]))
-    log = logs / f"bench-{run}.log"
     with log.open("w") as out:
         command = [sys.executable, "-c", _BENCH, json.dumps(passes)]
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False)
-    lines = result_file(folder, run).read_text().splitlines() if result_file(folder, run).exists() else []
-    if done.returncode or len(lines) < len(passes):
-        raise RuntimeError(f"bench_serving failed ({done.returncode}); the end of its log:\n{log.read_text()[-4000:]}")
-    return [json.loads(line) for line in lines[-len(passes) :]]
+    found = engines.read([results]) if results.exists() else []
+    if done.returncode or len(found) < len(passes):
+        raise RuntimeError(f"bench_serving failed ({done.returncode}); the end of its log:\n{engines.tail(log)}")
+    return found[-len(passes) :]
 
 
 def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     """What a row holds of the results of all passes.
 
     Times are in ms. `prompt_tokens` and `cached_tokens` are (least, most) of all requests: as the tokenizer of
-    `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. By
-    turn: medians over the conversations. `suffix_keep_ratio` is the server's, since its start; None where nothing was
-    selected from requests' suffix tokens.
+    `bench_serving` counts them (SGLang 0.5.16: of the first turn), and as the server found them in its prefix cache. Of
+    the last pass: steps that the plugin attended, exactly and sparsely, and requests that found an index.
+    `suffix_keep_ratio` is the server's, since its start; None where nothing was selected from requests' suffix tokens.
 
     Raises:
         RuntimeError: a request failed, or did not find what it shares in the prefix cache.
@@ -257,29 +230,9 @@ def figures(results: Sequence[Row], sizes: Sizes, page: int) -> Row:
     }
     for name in ("ttft", "tpot", "itl"):
         row |= {f"{name}_ms": found[f"median_{name}_ms"], f"{name}_ms_p99": found[f"p99_{name}_ms"]}
-    if "turns" in sizes:
-        turns = range(sizes["turns"])
-        row["ttft_ms_by_turn"] = [1e3 * median(found["ttfts"][turn :: len(turns)]) for turn in turns]
-        row["tpot_ms_by_turn"] = [_tpot_ms(found["itls"][turn :: len(turns)]) for turn in turns]
-    row["suffix_keep_ratio"] = plugin_state(found["server_info"]).get("suffix_keep_ratio")
-    return row | {name: counted(found)[name] - counted(before)[name] for name in counted(found)}
-
-
-def _tpot_ms(requests: Sequence[Sequence[float]]) -> float | None:
-    """Median over requests; one whose tokens all came at once has no time between them, and does not count.
-
-    None: that goes for all of them.
-    """
-    times = [mean(one) for one in requests if one]
-    return 1e3 * median(times) if times else None
-
-
-def counted(result: Row) -> dict[str, int]:
-    """Steps that the plugin attended until a pass was over, exactly and sparsely, and requests that found an index; 0
-    in a stock server.
-    """
-    state = plugin_state(result["server_info"])
-    return {name: int(state.get(name, 0)) for name in ("cascade_steps", "sparse_steps", "hits")}
+    then, now = (engines.plugin_state(one["server_info"]) for one in (before, found))
+    row["suffix_keep_ratio"] = now.get("suffix_keep_ratio")
+    return row | {name: int(now.get(name, 0)) - int(then.get(name, 0)) for name in (*_STEPS, "hits")}
 
 
 @cache
@@ -311,7 +264,6 @@ _FIGURES = ("output_throughput", "ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p
 _STEPS = ("cascade_steps", "sparse_steps")
 _RUNS = ("groups", "agent", "branches", "long")
 """The last two are those of older rows."""
-_ORDER = ("flashinfer", "triton", "shared", "sparse", "auto", BUILDING)
 GRAPHS = (1, 2, 4, 8, 12, 16, 24, 32)
 """Batch sizes of decode graphs: SGLang's own, up to the most requests at a time."""
 
@@ -320,19 +272,20 @@ def server_flags(args: argparse.Namespace, engine: str, model: Path, store: Path
     """Command line of one engine, ports aside. The KV pool holds the run that needs most."""
     sizes = list(args.sizes.values())
     most = max(one["concurrency"] for one in sizes)
-    flags = [*base_flags(args, engine, model), "--context-length", str(max(map(context_tokens, sizes)))]
+    longest = max(one["prefix"] + own_tokens(one) for one in sizes)
+    flags = [*engines.base_flags(args, engine, model), "--context-length", str(longest), "--enable-cache-report"]
     flags += ["--max-total-tokens", str(max(map(pool_tokens, sizes))), "--max-running-requests", str(most)]
-    flags += ["--enable-cache-report"]
     if not args.cpu:
         graphs = [*(batch for batch in GRAPHS if batch < most), most]
         flags += ["--cuda-graph-bs-decode", *map(str, graphs)]
-    return [*flags, *plugin_flags(args, engine, store), *args.sglang_flags]
+    return [*flags, *engines.plugin_flags(args, engine, store), *args.sglang_flags]
 
 
 def missing(args: argparse.Namespace, engine: str, start: int) -> list[Row]:
     """Beginnings of the rows that the result file does not hold yet, in the order in which they are measured."""
-    origin = {"engine": engine, "start": start, **provenance(args)}
-    return unmeasured(args.out, [{**origin, "run": run, "sizes": sizes} for run, sizes in args.sizes.items()], KEY)
+    origin = {"engine": engine, "start": start, **engines.provenance(args)}
+    rows = [{**origin, "run": run, "sizes": sizes} for run, sizes in args.sizes.items()]
+    return engines.unmeasured(args.out, rows, KEY)
 
 
 def measure(args: argparse.Namespace, engine: str, start: int, home: Path) -> None:
@@ -347,22 +300,21 @@ def measure(args: argparse.Namespace, engine: str, start: int, home: Path) -> No
     vocab = int(SHAPES[args.shape]["vocab_size"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model, store = write_tokenizer(write_model(folder / "model", args.shape), vocab), folder / "store"
+        model, store = write_tokenizer(engines.write_model(folder / "model", args.shape), vocab), folder / "store"
         store.mkdir()
         logs = args.logs / f"{engine}-{start}" if args.logs else folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        log = logs / "server.log"
-        with launched(server_flags(args, engine, model, store), log, args.start_seconds, args.port) as url:
-            port = urlsplit(url).port
-            assert port is not None
+        log, flags = logs / "server.log", server_flags(args, engine, model, store)
+        with engines.launched(flags, log, args.start_seconds, args.port) as url:
             for row in wanted:
-                passes = commands(row["run"], row["sizes"], args.seed + start, model, folder, port)
+                sizes, results = row["sizes"], folder / f"{row['run']}.jsonl"
+                passes = commands(sizes, args.seed + start, model, results, urlsplit(url).port)
                 try:
-                    results = bench(passes, row["run"], folder, logs, home)
-                    row |= {"pool_tokens": pool_tokens(row["sizes"]), **figures(results, row["sizes"], args.page)}
+                    found = bench(passes, results, logs / f"bench-{row['run']}.log", home)
+                    row |= {"pool_tokens": pool_tokens(sizes), **figures(found, sizes, args.page)}
                 except RuntimeError as error:
-                    raise RuntimeError(f"{error}\nThe end of the server's log:\n{tail(log)}") from error
-                append(args.out, row)
+                    raise RuntimeError(f"{error}\nThe end of the server's log:\n{engines.tail(log)}") from error
+                engines.append(args.out, row)
                 print(f"{engine:10s} {brief(row)}", flush=True)
 
 
@@ -380,31 +332,22 @@ def name_of(row: Row) -> str:
     return ", ".join(parts + ([json.dumps(row["config"])] if row["config"] and row["engine"] not in STOCK else []))
 
 
-def run_of(row: Row) -> str:
-    """Run of a row, with the flags that every engine was given beside its own."""
-    return " ".join([row["run"], *row["flags"]])
-
-
-def place_of(name: str) -> tuple[int, str]:
-    """Stock engines first."""
-    return _ORDER.index(name.split(",")[0]), name
-
-
 def medians(rows: Sequence[Row]) -> dict[tuple[str, ...], dict[str, dict[str, float]]]:
-    """Medians over the starts: by (device, shape, page, run and flags, sizes) and engine, in the order of `_RUNS`."""
+    """Medians over the starts: by (device, shape, page, run and flags, sizes), and by engine, the stock ones first."""
     found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
-    for row in sorted(rows, key=lambda row: (_RUNS.index(row["run"]), place_of(name_of(row)))):
-        cell = (row["device"], row["shape"], str(row["page"]), run_of(row), json.dumps(row["sizes"], sort_keys=True))
+    for row in sorted(rows, key=lambda row: (_RUNS.index(row["run"]), ENGINES.index(row["engine"]), name_of(row))):
+        run, sizes = " ".join([row["run"], *row["flags"]]), json.dumps(row["sizes"], sort_keys=True)
+        cell = (row["device"], row["shape"], str(row["page"]), run, sizes)
         found.setdefault(cell, {}).setdefault(name_of(row), []).append(row)
     return {
-        cell: {name: {key: median(row[key] for row in of) for key in _FIGURES + _STEPS} for name, of in engines.items()}
-        for cell, engines in found.items()
+        cell: {name: {key: median(row[key] for row in of) for key in _FIGURES + _STEPS} for name, of in named.items()}
+        for cell, named in found.items()
     }
 
 
-def best_stock(engines: dict[str, dict[str, float]]) -> dict[str, float]:
+def best_stock(medians: dict[str, dict[str, float]]) -> dict[str, float]:
     """The best of each figure that a stock engine reached; empty where none was measured."""
-    stock = [of for name, of in engines.items() if name in STOCK]
+    stock = [of for name, of in medians.items() if name in STOCK]
     better = {key: max if key == "output_throughput" else min for key in _FIGURES}
     return {key: better[key](of[key] for of in stock) for key in _FIGURES} if stock else {}
 
@@ -414,9 +357,9 @@ def table(rows: Sequence[Row]) -> str:
     head = ["device, shape, page", "run", "engine", "output, tokens/s", "TTFT p50, p99, ms", "TPOT p50, ms"]
     head += ["TPOT p99, ms", "ITL p99, ms", "steps shared, sparse"]
     lines = []
-    for (device, shape, page, run, _), engines in medians(rows).items():
-        best = best_stock(engines)
-        for name, of in engines.items():
+    for (device, shape, page, run, _), by_engine in medians(rows).items():
+        best = best_stock(by_engine)
+        for name, of in by_engine.items():
 
             def text(key: str, digits: int, name: str = name, of: dict[str, float] = of, best: Any = best) -> str:
                 share = f", {of[key] / best[key]:.3f}" if best and name not in STOCK else ""
@@ -426,7 +369,7 @@ def table(rows: Sequence[Row]) -> str:
             cells += [f"{of['ttft_ms']:.0f}, {of['ttft_ms_p99']:.0f}", text("tpot_ms", 2), text("tpot_ms_p99", 2)]
             steps = "" if name in STOCK else f"{of['cascade_steps']:.0f}, {of['sparse_steps']:.0f}"
             lines.append([*cells, text("itl_ms_p99", 2), steps])
-    return markdown(head, lines)
+    return engines.markdown(head, lines)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -437,7 +380,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="RUN.SIZE=NUMBER", help="another size: groups.output=256"
     )
-    add_arguments(parser)
+    engines.add_arguments(parser)
     parser.add_argument("--port", type=int, help="of the server, on loopback; default: a free one")
     parser.add_argument("--start-seconds", type=float, default=300.0, help="how long a server may take to start")
     parser.add_argument("--logs", type=Path, help="folder that keeps the servers' and bench_serving's logs")
@@ -448,9 +391,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             args.sizes = {run: sizes_of(run, args.set) for run in args.runs}
         except ValueError as error:
             parser.error(str(error))
-        import torch
-
-        args.cpu = not torch.cuda.is_available()
     return args
 
 
@@ -458,17 +398,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or print what was measured; returns the exit status."""
     args = parse(argv)
     if args.table is not None:
-        print(table(read(args.table)))
+        print(table(engines.read(args.table)))
         return 0
     status = 0
     with tempfile.TemporaryDirectory() as home:
-        for start in range(args.starts):
-            for engine in args.engines:
-                try:
-                    measure(args, engine, start, Path(home))
-                except RuntimeError as error:  # the other engines are measured all the same
-                    print(f"{engine}: {error}", file=sys.stderr, flush=True)
-                    status = 1
+        for start, engine in product(range(args.starts), args.engines):
+            try:
+                measure(args, engine, start, Path(home))
+            except RuntimeError as error:  # the other engines are measured all the same
+                print(f"{engine}: {error}", file=sys.stderr, flush=True)
+                status = 1
     return status
 
 

@@ -39,10 +39,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines import sampling, start_engine, streamed
+import engines
+import torch
+import verdicts
+from engines import Row, Streamed, sampling, streamed
 from kernel_rows import origin
-from replay import REQUESTS, Options, replay, replay_good
-from verdicts import GOOD, TOO_FEW, chance, detectable, excusing, verdict
+from replay import REQUESTS, replay, replay_good
 
 from scripts.needle.tasks import TASKS, make_document
 from sglang_ext.config import parse_profiled
@@ -89,63 +91,77 @@ def compare(reference: Reference, tokens: Sequence[int], tie: float) -> tuple[st
     return "equal", len(tokens), 0.0
 
 
-class Soak:
-    """Traffic on one engine.
+class Traffic:
+    """Requests on one engine.
 
     Args:
         engine: SGLang's, started, with the plugin.
         args: the command line.
+        seed: of what is drawn.
     """
 
-    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
-        self._engine = engine
-        self._args = args
-        self._rng = random.Random(args.seed)
-        self._next = 0
+    def __init__(self, engine: Any, args: argparse.Namespace, seed: int) -> None:
+        self._engine, self._args, self._rng = engine, args, random.Random(seed)
         self.longest_wait = 0.0
-        self.found: dict[str, Counter[str]] = {}
-        self.farthest: dict[str, float] = {}
-        self.examples: list[dict[str, Any]] = []
 
-    def references(self) -> list[Reference]:
-        """Dense answers, each asked alone."""
-        args, encode = self._args, self._engine.tokenizer_manager.tokenizer.encode
-        found = []
-        for number in range(args.documents):
-            task = list(TASKS)[number % len(TASKS)]
-            length = args.lengths[number % len(args.lengths)]
-            document = make_document(task, seed=args.seed + number, num_tokens=length, num_questions=args.questions)
-            for question in document.questions:
-                prompt = encode(f"{document.text} {question.text}")
-                out = self._engine.generate(
-                    input_ids=prompt,
-                    sampling_params=sampling(args.tokens, dense=True),
-                    return_logprob=True,
-                    top_logprobs_num=_BEST,
-                )
-                best = out["meta_info"]["output_top_logprobs"]
-                gaps = [{int(one[1]): float(of[0][0] - one[0]) for one in of} for of in best]
-                found.append(Reference(prompt, out["output_ids"], gaps))
+    def prompts(self, count: int, lengths: Sequence[int], seed: int) -> list[list[list[int]]]:
+        """Token ids of all questions about each document."""
+        encode, found = self._engine.tokenizer_manager.tokenizer.encode, []
+        for number in range(count):
+            task, length = list(TASKS)[number % len(TASKS)], lengths[number % len(lengths)]
+            document = make_document(task, seed + number, length, self._args.questions)
+            found.append([encode(f"{document.text} {question.text}") for question in document.questions])
         return found
 
-    async def traffic(self, references: Sequence[Reference], seconds: float, half: str) -> None:
-        """Requests for the given time, so many at once; what comes of them goes to `found` and `farthest`.
-
-        Args:
-            references: what they ask, with the dense answers.
-            seconds: that they begin within.
-            half: "control", which is dense, or "shared".
-        """
+    async def run(self, seconds: float, turn: Callable[[], Awaitable[None]]) -> int:
+        """So many turns at once for the given time; how many of them never came to an end."""
         ends = time.monotonic() + seconds
 
         async def client() -> None:
             while time.monotonic() < ends:
-                await self.one(references, half)
+                await turn()
 
-        await asyncio.gather(*(client() for _ in range(self._args.concurrency)))
+        clients = [asyncio.ensure_future(client()) for _ in range(self._args.concurrency)]
+        ended, hung = await asyncio.wait(clients, timeout=seconds + 2 * self._args.stall)
+        for one in hung:
+            one.cancel()
+        for one in ended:
+            one.result()
+        return len(hung)
+
+    async def ask(self, found: Counter[str], prompt: Sequence[int], parameters: Row, **how: Any) -> Streamed:
+        """One request; what became of it is counted in `found`. `how`: of `streamed`."""
+        got = await streamed(self._engine, prompt, parameters, **how)
+        self.longest_wait = max(self.longest_wait, got.longest_wait)
+        found["aborted"] += got.aborted
+        found["retractions"] += int(got.meta.get("num_retractions") or 0)
+        return got
+
+
+class Soak(Traffic):
+    """Requests whose answers are compared with dense ones; see the module."""
+
+    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+        super().__init__(engine, args, args.seed)
+        self._next = 0
+        self.found: dict[str, Counter[str]] = {}
+        self.farthest: dict[str, float] = {}
+        self.examples: list[Row] = []
+
+    def references(self) -> list[Reference]:
+        """Dense answers, each asked alone."""
+        args, found = self._args, []
+        logprobs = {"return_logprob": True, "top_logprobs_num": _BEST}
+        for prompt in itertools.chain(*self.prompts(args.documents, args.lengths, args.seed)):
+            parameters = sampling(args.tokens, dense=True)
+            out = self._engine.generate(input_ids=prompt, sampling_params=parameters, **logprobs)
+            best = out["meta_info"]["output_top_logprobs"]
+            gaps = [{int(one[1]): float(of[0][0] - one[0]) for one in of} for of in best]
+            found.append(Reference(prompt, out["output_ids"], gaps))
+        return found
 
     async def one(self, references: Sequence[Reference], half: str) -> None:
-        """One request; what comes of it goes to `found` and `farthest`."""
+        """One request; what comes of it goes to `found` and `farthest`. Those of the half "control" are dense."""
         found, dense = self.found.setdefault(half, Counter()), half == "control"
         # Documents come in waves: most requests ask about a few of them, the rest about any.
         few = len(references) // self._args.documents * 2
@@ -157,13 +173,10 @@ class Soak:
         aborted = self._rng.random() < self._args.aborted
         rid = f"soak-{self._next}-{self._rng.random()}"
         parameters, end_at = sampling(tokens, dense=dense), tokens // 2 + 1 if aborted else 0
-        got = await streamed(self._engine, reference.prompt, parameters, rid=rid, end_at=end_at)
-        self.longest_wait = max(self.longest_wait, got.longest_wait)
-        found["aborted"] += got.aborted
+        got = await self.ask(found, reference.prompt, parameters, rid=rid, end_at=end_at)
         verdict, equal, gap = compare(reference, got.tokens, self._args.tie)
         found[verdict] += 1
         found["tokens equal"] += equal
-        found["retractions"] += int(got.meta.get("num_retractions") or 0)
         self.farthest[half] = max(self.farthest.get(half, 0.0), gap)
         if verdict == "wrong" and len(self.examples) < 8:
             self.examples.append({"dense": dense, "token": equal, "of": len(got.tokens), "gap": gap})
@@ -173,7 +186,7 @@ _LONG = 4
 """A tenth of the requests may generate so many times as many tokens as the others: memory runs out under them."""
 
 
-def sparse_config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def sparse_config(args: argparse.Namespace, folder: Path) -> Row:
     """--sparse-attn-config of both halves: prompts as short as those of the exact half are never indexed.
 
     Raises:
@@ -205,67 +218,37 @@ def sparse_config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-class SparseTraffic:
+class SparseTraffic(Traffic):
     """Requests on documents with indexes: joins and leaves, aborted ones, equal prompts at the same time, groups whose
     first member ends first, requests that opted out, long ones that make memory run out.
 
     Args:
-        engine: SGLang's, started, with the plugin.
-        args: the command line.
         folder: receives the requests that are traced.
         beside: what to do in a tenth of the turns: a request of the exact half.
     """
 
     def __init__(
-        self, engine: Any, args: argparse.Namespace, folder: Path, beside: Callable[[], Awaitable[None]] | None = None
+        self, engine: Any, args: argparse.Namespace, folder: Path, beside: Callable[[], Awaitable[None]]
     ) -> None:
-        self._engine, self._args, self._folder, self._beside = engine, args, folder, beside
-        self._rng = random.Random(args.seed + 1)
-        self._number = itertools.count()
+        super().__init__(engine, args, args.seed + 1)
+        self._beside, self._number = beside, itertools.count()
         self._written: set[str] = set()
         self._requests = folder / REQUESTS
         self._requests.write_text("")
         self.found: Counter[str] = Counter()
-        self.longest_wait = 0.0
-        encode = engine.tokenizer_manager.tokenizer.encode
-        self._documents: list[list[list[int]]] = []
-        for number in range(args.sparse_documents):
-            length = args.sparse_lengths[number % len(args.sparse_lengths)]
-            task = list(TASKS)[number % len(TASKS)]
-            document = make_document(task, args.seed + 1000 + number, length, args.questions)
-            self._documents.append([encode(f"{document.text} {question.text}") for question in document.questions])
+        self._documents = self.prompts(args.sparse_documents, args.sparse_lengths, args.seed + 1000)
+        #: Of all documents together.
+        self.tokens = sum(len(of[0]) for of in self._documents)
 
-    @property
-    def tokens(self) -> int:
-        """Of all documents together."""
-        return sum(len(of[0]) for of in self._documents)
-
-    async def run(self, seconds: float) -> bool:
-        """Traffic for the given time; whether all of it came to an end. May be called again."""
-        ends = time.monotonic() + seconds
-
-        async def client() -> None:
-            while time.monotonic() < ends:
-                await self._turn()
-
-        clients = [asyncio.ensure_future(client()) for _ in range(self._args.concurrency)]
-        _, hung = await asyncio.wait(clients, timeout=seconds + 2 * self._args.stall)
-        for one in hung:
-            one.cancel()
-        for one in clients:
-            if one not in hung:
-                one.result()
-        self.found["hung"] += len(hung)
-        return not hung
-
-    async def _turn(self) -> None:
+    async def turn(self) -> None:
+        """One or some requests."""
         rng, documents = self._rng, self._documents
         wave = int(time.monotonic() / 5) * 2
         near = rng.random() < 0.8
         document = (wave + rng.randrange(2)) % len(documents) if near else rng.randrange(len(documents))
         questions = [(document, rng.randrange(len(documents[document]))) for _ in range(4)]
         kind = rng.random()
-        if kind < 0.1 and self._beside is not None:
+        if kind < 0.1:
             await self._beside()
         elif kind < 0.2:
             self.found["duplicates"] += 1
@@ -293,69 +276,52 @@ class SparseTraffic:
         end_at = rng.randint(1, tokens) if rng.random() < self._args.aborted else 0
         rid = f"{TRACED if traced else 'soak-'}{next(self._number)}"
         parameters = sampling(tokens, dense=dense)
-        got = await streamed(self._engine, prompt, parameters, rid=rid, end_at=end_at, return_logprob=traced)
-        self.longest_wait = max(self.longest_wait, got.longest_wait)
-        self.found["aborted"] += got.aborted
+        got = await self.ask(self.found, prompt, parameters, rid=rid, end_at=end_at, return_logprob=traced)
         self.found["dense" if dense else "sparse"] += 1
         self.found["tokens"] += len(got.tokens)
-        self.found["retractions"] += int(got.meta.get("num_retractions") or 0)
-        if traced:
-            self._write(rid, which, dense, got.tokens, got.meta)
-
-    def _write(self, rid: str, which: tuple[int, int], dense: bool, ids: list[int], meta: dict[str, Any]) -> None:
+        if not traced:
+            return
+        self.found["traced"] += 1
         name = f"{which[0]}-{which[1]}"
-        rows: list[dict[str, Any]] = []
         if name not in self._written:
             self._written.add(name)
-            rows.append({"prompt": name, "ids": self._documents[which[0]][which[1]]})
-        known = [float(one[0]) for one in meta.get("output_token_logprobs") or []]
-        logprobs = known if len(known) == len(ids) else []
-        rows.append({"rid": rid, "dense": dense, "prompt": name, "tokens": ids, "logprobs": logprobs})
-        with self._requests.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        self.found["traced"] += 1
+            engines.append(self._requests, {"prompt": name, "ids": prompt})
+        known = [float(one[0]) for one in got.meta.get("output_token_logprobs") or []]
+        logprobs = known if len(known) == len(got.tokens) else []
+        row = {"rid": rid, "dense": dense, "prompt": name, "tokens": got.tokens, "logprobs": logprobs}
+        engines.append(self._requests, row)
 
 
-def memory(engine: Any) -> dict[str, Any]:
+def memory(engine: Any) -> Row:
     """What is in use while nothing runs, as SGLang and the plugin say. SGLang itself ends an idle server whose slots do
     not add up.
     """
-    used: int | None = None
-    greedy = {"temperature": 0.0, "max_new_tokens": 2}
+    used = device = None
     with suppress(AttributeError, IndexError):  # a release that does not say
         for _ in range(20):
-            engine.generate(input_ids=[1, 2, 3], sampling_params=greedy)  # SGLang says it behind batches only
+            engine.generate(input_ids=[1, 2, 3], sampling_params=sampling(2))  # SGLang says it behind batches only
             time.sleep(0.1)
             loads = engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())
             used = int(loads[0].num_used_tokens)
             if not used:
                 break
-    state = engine.get_server_info()["internal_states"][0]["sparse_attn"]
-    device: int | None = None
-    import torch
-
+    state = engines.plugin_state(engine.get_server_info())
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         device = total - free
-    return {
-        "used_kv_tokens": used,
-        "requests": state["requests"],
-        "index_users": state["index_users"],
-        "resident_bytes": state["resident_bytes"],
-        "allocated_bytes": state["allocated_bytes"],
-        "device_bytes": device,
-    }
+    names = ("requests", "index_users", "resident_bytes", "allocated_bytes")
+    return {"used_kv_tokens": used, **{name: state[name] for name in names}, "device_bytes": device}
 
 
-def same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+def same(before: Row, after: Row) -> bool:
     """Whether slots, requests and users of indexes are as before. Indexes may stay resident, within their limit."""
     return all(before[key] == after[key] for key in ("used_kv_tokens", "requests", "index_users"))
 
 
-def built(folder: Path) -> dict[str, Any]:
+def built(folder: Path) -> Row:
     """Indexes that the server built and refused, by what its report says."""
     path = folder / "built.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = engines.read([path]) if path.exists() else []
     return dict(Counter(f"{row['status']} {row.get('reason', '')}".strip() for row in rows))
 
 
@@ -364,10 +330,10 @@ def together(histories: Sequence[int], size: int) -> bool:
     return size == 1 or (len(histories) == size and len(set(histories)) == 1)
 
 
-def held(engine: Any) -> dict[str, Any]:
+def held(engine: Any) -> Row:
     """What the plugin still holds; waits a little for the last steps to be over."""
     for _ in range(50):
-        state = engine.get_server_info()["internal_states"][0]["sparse_attn"]
+        state = engines.plugin_state(engine.get_server_info())
         left = {"requests": state["requests"], **state["decode"]}
         if not left["requests"]:
             break
@@ -439,24 +405,26 @@ def main() -> int:
     shown = ("good", "verdicts", "chance", "detectable", "found", "farthest", "ran", "longest_wait")
     shown += ("built", "memory", "held", "examples", "replay")
     print(json.dumps({key: row[key] for key in shown}, indent=1))
-    if TOO_FEW in row["verdicts"].values():
+    if verdicts.TOO_FEW in row["verdicts"].values():
         print("the control had too few answers to tell: raise --control", file=sys.stderr)
     return 0 if row["good"] else 1
 
 
-def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All traffic on one engine, then the replay; the row.
-
-    Args:
-        args: the command line.
-        folder: receives the store, the trace and the traced requests.
-    """
+def run(args: argparse.Namespace, folder: Path) -> Row:
+    """All traffic on one engine, then the replay; the row. The folder gets store, trace and traced requests."""
     config = sparse_config(args, folder) if args.sparse_seconds else json.loads(args.config)
     (folder / "store").mkdir()
-    flags = ["--model-path", args.model_path, "--sparse-attn", "--sparse-attn-store", str(folder / "store")]
-    flags += ["--sparse-attn-config", json.dumps(config), *args.sglang_flags]
-    engine = start_engine(flags)
-    ended, waits, found, ran = True, [], {}, {}
+    flags = ["--model-path", args.model_path, *engines.sparse_flags(config, folder / "store"), *args.sglang_flags]
+    engine = engines.start_engine(flags)
+    hung, longest, found, ran = 0, 0.0, {}, {}
+
+    def drive(traffic: Traffic, name: str, seconds: float, turn: Callable[[], Awaitable[None]]) -> None:
+        nonlocal hung, longest
+        begun = time.monotonic()
+        hung += engine.loop.run_until_complete(traffic.run(seconds, turn))
+        ran[name] = ran.get(name, 0.0) + time.monotonic() - begun
+        longest = max(longest, traffic.longest_wait)
+
     try:
         soak = Soak(engine, args)
         references = soak.references()
@@ -464,18 +432,17 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         used = {"before": memory(engine)}
         for name, seconds in (("control", args.control), ("shared", args.seconds)):
             if seconds:
-                begun = time.monotonic()
-                engine.loop.run_until_complete(soak.traffic(references, seconds, name))
-                ran[name] = time.monotonic() - begun
+                drive(soak, name, seconds, partial(soak.one, references, name))
         if args.sparse_seconds:
             used["between"] = memory(engine)
             sparse = SparseTraffic(engine, args, folder, partial(soak.one, references, "beside"))
-            begun = time.monotonic()
-            ended = engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
+            drive(sparse, "sparse", args.sparse_seconds / 2, sparse.turn)
             used["halfway"] = memory(engine)  # what grows once has grown: what grows on, leaks
-            ended = ended and engine.loop.run_until_complete(sparse.run(args.sparse_seconds / 2))
-            ran["sparse"] = time.monotonic() - begun
-            waits, found = [sparse.longest_wait], {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
+            if not hung:
+                drive(sparse, "sparse", args.sparse_seconds / 2, sparse.turn)
+            sparse.found["hung"] = hung
+            longest = max(longest, soak.longest_wait)
+            found = {"sparse": sparse.found, "sparse prompts": {"tokens": sparse.tokens}}
         left = held(engine)
         used["after"] = memory(engine)
         ranks = engine.tokenizer_manager.server_args.tp_size
@@ -484,19 +451,19 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         engine.shutdown()
     replayed = None
     if args.sparse_seconds and args.replay:
-        options = Options(args.replay, args.replay // 2, args.replay_seconds, args.tie)
-        replayed = replay(folder, Path(args.model_path), options)
-    control, longest = soak.found.get("control"), max(soak.longest_wait, *waits, 0.0)
-    excuse = excusing(control, dtype)
+        limits = {"requests": args.replay, "dense_requests": args.replay // 2, "seconds": args.replay_seconds}
+        replayed = replay(folder, Path(args.model_path), **limits, tie=args.tie)
+    control = soak.found.get("control")
+    excuse = verdicts.excusing(control, dtype)
     treated = {name: soak.found[name] for name in ("shared", "beside") if name in soak.found}
     good = (
-        all(verdict(excuse, of) == GOOD for of in treated.values())
+        all(verdicts.verdict(excuse, of) == verdicts.GOOD for of in treated.values())
         and not (control is not None and excuse is None and control["wrong"])
         and not left["requests"]
         and not left["compared"]
         and together(left.get("ranks", []), ranks)
         and same(used["before"], used["after"])
-        and ended
+        and not hung
         and longest <= args.stall
         and (replayed is None or replay_good(replayed))
     )
@@ -504,9 +471,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "good": good,
         "found": {name: dict(of) for name, of in {**soak.found, **found}.items()},
         "farthest": {name: round(gap, 4) if gap < math.inf else None for name, gap in soak.farthest.items()},
-        "verdicts": {name: verdict(excuse, of) for name, of in treated.items()},
-        "chance": {name: chance(excuse, of) for name, of in treated.items()},
-        "detectable": {name: detectable(excuse, of) for name, of in treated.items()},
+        "verdicts": {name: verdicts.verdict(excuse, of) for name, of in treated.items()},
+        "chance": {name: verdicts.chance(excuse, of) for name, of in treated.items()},
+        "detectable": {name: verdicts.detectable(excuse, of) for name, of in treated.items()},
         "ran": {name: round(seconds, 1) for name, seconds in ran.items()},
         "longest_wait": round(longest, 3),
         "built": built(folder),

@@ -34,7 +34,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
-from kernel_rows import commit
+from engines import append, forget
+from kernel_rows import Row, commit
 
 from prefix_index import (
     ArrayKey,
@@ -48,11 +49,6 @@ from prefix_index import (
 from prefix_index.folder import open_direct
 from prefix_index.reader import PIECE_NBYTES, THREADS, fresh_buffer
 from tests.prefix_index.samples import sample_identity
-
-Row = dict[str, Any]
-
-LAYERS, HEADS, NAMES = 32, 8, 6
-_FIO = "bs 1M; read libaio iodepth 8 direct; write psync fallocate end_fsync"
 
 
 def seconds_of(act: Callable[[], object]) -> float:
@@ -76,10 +72,10 @@ def in_turn(repeats: int, **acts: Callable[[], float]) -> dict[str, list[float]]
     return values
 
 
-def summary(values: Sequence[float], digits: int = 3) -> Row:
+def summary(values: Sequence[float]) -> Row:
     return {
-        "median": round(statistics.median(values), digits),
-        "spread": [round(f(values), digits) for f in (min, max)],
+        "median": round(statistics.median(values), 3),
+        "spread": [round(f(values), 3) for f in (min, max)],
     }
 
 
@@ -105,45 +101,34 @@ def fio(path: Path, nbytes: int, mode: str) -> float:
     return nbytes / float(job["bw_bytes"])
 
 
-def has_fio() -> bool:
+def fio_version() -> str:
+    """What a row calls its reference; empty where there is none."""
     if shutil.which("fio") is None:
         print("reads and writes of the disk: not measured, expected fio on the path, got none", file=sys.stderr)
-    return shutil.which("fio") is not None
-
-
-def fio_version() -> str:
+        return ""
     found = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    return f"{found}: {_FIO}"
+    return f"{found}: bs 1M; read libaio iodepth 8 direct; write psync fallocate end_fsync"
 
 
-def payload_of(nbytes: int, *, names: int = NAMES, layers: int = LAYERS, heads: int = HEADS, seed: int = 0) -> Any:
+def payload_of(nbytes: int, *, names: int = 6, layers: int = 32, heads: int = 8) -> IndexPayload:
     """An index of about `nbytes` bytes in the shape of an 8B model's: 32 layers, 8 KV heads, 6 arrays of each."""
     each = max(nbytes // (names * layers * heads) // 8, 1)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     arrays = {
         ArrayKey(f"bench.a{n}", layer, head): rng.integers(0, 1 << 63, each, np.int64)
         for layer in range(layers)
         for n in range(names)
         for head in range(heads)
     }
-    tokens = np.arange(32) + seed
-    return IndexPayload(sample_identity(tokens), arrays, info=BuildInfo(created=1.7e9, build_seconds=60.0))
+    return IndexPayload(sample_identity(np.arange(32)), arrays, info=BuildInfo(created=1.7e9, build_seconds=60.0))
 
 
-def write_plainly(path: Path, payload: IndexPayload) -> None:
+def write_plainly(path: Path, payload: IndexPayload, *, sync: bool = True) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("wb", buffering=0) as out:
         IndexWriter(payload).write(out)
-        os.fsync(out.fileno())
-
-
-def drop_from_page_cache(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+        if sync:
+            os.fsync(out.fileno())
 
 
 def check_arrays(what: str, found: Mapping[ArrayKey, Any], payload: IndexPayload) -> None:
@@ -170,12 +155,13 @@ def read_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     if not has_direct(folder):
         print("cold reads: not measured, this file system has no O_DIRECT (choose another by --dir)", file=sys.stderr)
         return
-    for size in args.sizes if has_fio() else ():
-        path = stored(folder / "cold", payload_of(size))
+    reference = fio_version()
+    for size in args.sizes if reference else ():
+        path = stored(folder / "cold", size)
         nbytes = path.stat().st_size
 
         def cold(direct: bool, path: Path = path) -> float:
-            drop_from_page_cache(path)
+            forget(path)
             return seconds_of(lambda: read_all(path, direct=direct))
 
         values = in_turn(
@@ -184,11 +170,12 @@ def read_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
             reference=partial(fio, path, nbytes, "read"),
             through_page_cache=partial(cold, False),
         )
-        yield {"bench": "cold_read_verified", "nbytes": nbytes, "reference": fio_version(), **rates(values, nbytes)}
+        yield {"bench": "cold_read_verified", "nbytes": nbytes, "reference": reference, **rates(values, nbytes)}
 
 
-def stored(path: Path, payload: IndexPayload) -> Path:
-    """The payload in a file, and checked: reads right, damage found."""
+def stored(path: Path, nbytes: int) -> Path:
+    """An index in a file, and checked: reads right, damage found."""
+    payload = payload_of(nbytes)
     write_plainly(path, payload)
     check_read(path, payload)
     return path
@@ -201,7 +188,7 @@ def read_all(path: Path, **how: Any) -> Any:
 
 def warm_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     for size in args.sizes:
-        path = stored(folder / "warm", payload_of(size))
+        path = stored(folder / "warm", size)
         for buffer in ("new", "reused"):
             yield warm_row(path, buffer, args.repeats)
 
@@ -225,7 +212,8 @@ def warm_row(path: Path, buffer: str, repeats: int) -> Row:
 
 
 def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    if not has_fio():
+    reference = fio_version()
+    if not reference:
         return
     payload = payload_of(args.write_size)
     nbytes = sum(array.nbytes for array in payload.arrays.values())
@@ -245,7 +233,7 @@ def write_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         check_read(store.path_of(payload.identity), payload)
         values = in_turn(args.repeats, ours=put, reference=plainly)
         check_read(store.path_of(payload.identity), payload)
-    yield {"bench": "write_durable", "nbytes": nbytes, "reference": fio_version(), **rates(values, nbytes)}
+    yield {"bench": "write_durable", "nbytes": nbytes, "reference": reference, **rates(values, nbytes)}
 
 
 def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -253,20 +241,17 @@ def scan_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     store.open()
     first = payload.identity
     identities = [msgspec.structs.replace(first, prefix_hash=f"{i:064x}") for i in range(args.entries)]
-    for identity in identities:  # as put() would, without 10,000 times fsync
-        path = store.path_of(identity)
-        path.parent.mkdir(exist_ok=True)
-        with path.open("wb", buffering=0) as out:
-            IndexWriter(IndexPayload(identity, payload.arrays, info=payload.info)).write(out)
-    store.close()
     paths = [store.path_of(identity) for identity in identities]
+    for path, identity in zip(paths, identities, strict=True):  # as put() would, without 10,000 times fsync
+        write_plainly(path, IndexPayload(identity, payload.arrays, info=payload.info), sync=False)
+    store.close()
     for state in ("cached", "cold"):
         seconds = []
         for _ in range(args.repeats):
             if state == "cold":
                 os.sync()
                 for path in paths:
-                    drop_from_page_cache(path)
+                    forget(path)
             seconds.append(seconds_of(store.open))
             if {entry.digest for entry in store.list()} != {identity.digest for identity in identities}:
                 raise RuntimeError("scan: expected all entries, found others")
@@ -328,7 +313,7 @@ def provenance(args: argparse.Namespace, folder: Path) -> Row:
 def has_direct(folder: Path) -> bool:
     """Whether this file system reads with O_DIRECT; without it, `cold` rows compare reads through the page cache."""
     path = folder / "direct"
-    write_plainly(path, payload_of(4096, names=1, layers=1, heads=1))
+    path.touch()
     with path.open("rb") as file:
         fd = open_direct(file.fileno())
     if fd is not None:
@@ -360,8 +345,7 @@ def main() -> None:
         for bench in args.only:
             origin = provenance(args, folder)
             for row in BENCHES[bench](args, folder):
-                with args.out.open("a") as file:
-                    file.write(json.dumps({**row, **origin}) + "\n")
+                append(args.out, {**row, **origin})
                 print(json.dumps(row), flush=True)
 
 

@@ -20,8 +20,8 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.needle.tasks import Document, Question, make_document
-from scripts.servers import Reply, ask_many, free_port, keep_ratio_between, server_state
+from scripts.servers import Reply, ask_many, free_port, keep_ratio_between, process_group, server_state
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".demo"
@@ -104,25 +104,11 @@ def has_gpu() -> bool:
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@contextmanager
-def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, with its output in `log`; the group is gone afterwards."""
+def process(command: Sequence[str], log: Path) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """A process of the demo, see `process_group`."""
     # Without it, SGLang's torch backend recomputes the whole document's attention for each question (CPU only).
     environment = {**os.environ, "SGLANG_EXT_CPU_SHORT_EXTEND": "1", "PYTHONUNBUFFERED": "1"}
-    with open(log, "wb") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        yield child
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(child.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                child.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                continue
+    return process_group(command, log, cwd=ROOT, env=environment)
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path, say: Progress) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import signal
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _PORTS = range(11000, 22000)
@@ -50,6 +54,21 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """One of `free_ports`."""
     return free_ports(1)[0]
+
+
+@contextlib.contextmanager
+def process_group(command: Sequence[Any], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, its output in `log`; the group is gone afterwards. `options`: of `Popen`."""
+    with log.open("wb") as out:
+        given = {"stdout": out, "stderr": out, "start_new_session": True, **options}
+        process = subprocess.Popen(command, **given)
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(20)
 
 
 def post(url: str, path: str, body: dict[str, Any], timeout: float = 600.0, key: str | None = None) -> Any:

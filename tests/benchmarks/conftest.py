@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.benchmarks.results import BENCHMARKS
 
 
+class Modules:
+    """`bench.replay` is `benchmarks/replay.py`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+
 @pytest.fixture(scope="session")
-def load() -> Iterator[Callable[..., SimpleNamespace]]:
-    """`load("replay", "replay_model")`: (replay=, replay_model=)."""
-
-    def loaded(*names: str) -> SimpleNamespace:
-        found: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
-        return SimpleNamespace(**found)
-
+def bench() -> Iterator[Modules]:
     sys.path.insert(0, str(BENCHMARKS))
-    yield loaded
+    yield Modules()
     sys.path.remove(str(BENCHMARKS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def prose(name: str) -> str:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Of a result file, packed ones (`.xz`) too."""
+    with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
+        return [json.loads(line) for line in file]
 
 
 def cells(table: str) -> list[list[str]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import math
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +15,7 @@ import pytest
 from sglang_ext.calibration.judge import Z95
 from sglang_ext.methods.profile import Profile
 from sglang_ext.options import SparseAttnConfig
-from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, prose
+from tests.benchmarks.results import RESULTS, ROOT, document, documented_table, prose, rows_of
 
 METHODS = {
     "default": "token_index",
@@ -37,11 +35,6 @@ METHODS = {
 """Configurations in the order of the table; the method of which a step was timed."""
 
 
-@pytest.fixture(scope="module")
-def bench(load: Any) -> SimpleNamespace:
-    return load("answers", "answers_data", "answers_table")  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("rule", "expected", "answer", "score"),
     [
@@ -54,7 +47,7 @@ def bench(load: Any) -> SimpleNamespace:
     ],
 )
 def test_answers_are_scored_by_their_rule(
-    bench: SimpleNamespace, rule: str, expected: tuple[str, ...], answer: str, score: float
+    bench: Any, rule: str, expected: tuple[str, ...], answer: str, score: float
 ) -> None:
     question = bench.answers_data.Question("task", "?", "", expected, rule, 8)
     assert question.score(answer) == score
@@ -86,7 +79,7 @@ def row(config: str, task: str, scores: list[float], documents: list[int], **own
     return {**fixed, "config": config, "task": task, "scores": scores, "documents": documents, **counted, **own}
 
 
-def test_differences_are_paired_clustered_and_of_cells_that_count(bench: SimpleNamespace) -> None:
+def test_differences_are_paired_clustered_and_of_cells_that_count(bench: Any) -> None:
     documents = [0, 0, 1, 1]
     rows = [
         row("dense", "needle", [1, 1, 1, 0], documents),
@@ -107,18 +100,18 @@ def test_differences_are_paired_clustered_and_of_cells_that_count(bench: SimpleN
     spread = (-1.5 + 4 * 0.0625) ** 2 + (1 + 4 * 0.0625) ** 2
     half = 1.959964 * math.sqrt(spread * 2) / 8
     assert (said.low, said.high) == pytest.approx((said.difference - half, said.difference + half))
-    (line,) = bench.answers_table.answers_table(rows)[2:]
+    (line,) = bench.answers_table.answers_table(rows).splitlines()[2:]
     assert "| -6.25 [" in line
     assert "| 2, 1 | -12.50 free 8192 | 10.0% | 90.0% |" in line
 
 
-def test_rows_of_other_questions_are_not_paired(bench: SimpleNamespace) -> None:
+def test_rows_of_other_questions_are_not_paired(bench: Any) -> None:
     rows = [row("dense", "free", [1, 1], [0, 1]), row("ours", "free", [1, 1], [0, 0])]
     with pytest.raises(ValueError, match="expected the same questions in both rows of free"):
         bench.answers_table.differences(rows)
 
 
-def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: SimpleNamespace) -> None:
+def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: Any) -> None:
     rows = [row("dense", "free", [1, 1], [0, 1]), row("ours", "free", [1, 1], [0, 1])]
     assert "| ours |" in bench.answers.table(rows)
     for other in ({"model": "n"}, {"settings": {"keep_ratio": 0.2}}):
@@ -127,7 +120,7 @@ def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: SimpleNamesp
 
 
 @pytest.mark.parametrize(("sparse", "dense", "good"), [(95, 5, True), (94, 6, False), (0, 0, False)])
-def test_rows_that_were_not_selected_are_refused(bench: SimpleNamespace, sparse: int, dense: int, good: bool) -> None:
+def test_rows_that_were_not_selected_are_refused(bench: Any, sparse: int, dense: int, good: bool) -> None:
     counts = {"sparse_rows": sparse, "dense_rows": dense}
     bench.answers.check_selected({"decode_path": "cascade"}, counts)
     if good:
@@ -137,7 +130,7 @@ def test_rows_that_were_not_selected_are_refused(bench: SimpleNamespace, sparse:
         bench.answers.check_selected({"decode_path": "sparse"}, counts)
 
 
-def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace, capsys: Any) -> None:
+def test_the_command_takes_configurations_by_name_or_json(bench: Any, capsys: Any) -> None:
     args = bench.answers.parse(["--config", "dense", "--config", 'tenth={"keep_ratio": 0.1}'])
     assert args.config == [("dense", {}), ("tenth", {"keep_ratio": 0.1})]
     for wrong in ("tenth", "tenth={"):
@@ -151,12 +144,11 @@ def test_the_command_takes_configurations_by_name_or_json(bench: SimpleNamespace
 
 
 @pytest.fixture(scope="module")
-def committed(bench: SimpleNamespace) -> list[dict[str, Any]]:
-    files = [RESULTS / "answers-h200.jsonl.xz", RESULTS / "answers-h200-judged.jsonl.xz"]
-    return bench.answers.read(files)  # type: ignore[no-any-return]
+def committed() -> list[dict[str, Any]]:
+    return [row for name in ("", "-judged") for row in rows_of(RESULTS / f"answers-h200{name}.jsonl.xz")]
 
 
-def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+def test_the_documented_table_is_the_printed_one(bench: Any, committed: list[dict[str, Any]]) -> None:
     shown = bench.answers.table([row for row in committed if row["in_flight"] == 16])
     printed = shown.split("\n\n")[0].splitlines()
     table = [line for line in document("benchmarks").splitlines() if line.startswith(("| suite |", "| documents |"))]
@@ -166,7 +158,7 @@ def test_the_documented_table_is_the_printed_one(bench: SimpleNamespace, committ
 
 
 def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
-    bench: SimpleNamespace, committed: list[dict[str, Any]]
+    bench: Any, committed: list[dict[str, Any]]
 ) -> None:
     found = {key[1:]: said for key, (said, _) in bench.answers_table.differences(committed).items()}
     for config in ("5%", "10%", "5% sqrt", "10% sqrt"):
@@ -182,9 +174,7 @@ def test_the_default_plan_is_within_the_bounds_and_plans_of_few_layers_are_not(
         assert found[config, 16].difference < -0.0075, config
 
 
-def test_the_documented_bounds_are_those_of_the_default_plans_rows(
-    bench: SimpleNamespace, committed: list[dict[str, Any]]
-) -> None:
+def test_the_documented_bounds_are_those_of_the_default_plans_rows(bench: Any, committed: list[dict[str, Any]]) -> None:
     rows = bench.answers_table.forced(committed)
     bounds = [1.25 * full["kl"] for full in rows["5%", 16][1]]
     first, second, third = (f"{bound:.4f}" for bound in bounds)
@@ -212,7 +202,7 @@ def test_the_documented_bounds_are_those_of_the_default_plans_rows(
         assert min(own, key=lambda name: own[name]) == "cascade"
 
 
-def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
+def test_the_sentences_about_real_answers_are_the_rows(bench: Any, committed: list[dict[str, Any]]) -> None:
     found = {key[1:]: said for key, (said, _) in bench.answers_table.differences(committed).items()}
     readme = prose("README")
     few = found["4 layers 5% sqrt", 16]
@@ -236,8 +226,8 @@ def test_the_sentences_about_real_answers_are_the_rows(bench: SimpleNamespace, c
     assert f"Dense scores {math.floor(1000 * least) / 10}% or more" in text
 
 
-def test_the_needle_models_documented_answers_are_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h100-needle.jsonl.xz"])
+def test_the_needle_models_documented_answers_are_the_rows() -> None:
+    rows = rows_of(RESULTS / "answers-h100-needle.jsonl.xz")
     right = {name: sum(sum(row["scores"]) for row in rows if row["config"] == name) for name in ("dense", "default")}
     (questions,) = {sum(len(row["scores"]) for row in rows if row["config"] == name) for name in right}
     assert right == dict.fromkeys(right, questions)
@@ -250,9 +240,8 @@ def test_the_needle_models_documented_answers_are_the_rows(bench: SimpleNamespac
     assert f"({in_flight} in flight; H100, 2026-11-28, commit {commit}, `answers-h100-needle.jsonl.xz`)" in text
 
 
-def test_the_pooling_table_is_the_rows(bench: SimpleNamespace, committed: list[dict[str, Any]]) -> None:
-    files = [RESULTS / "answers-h200-judged.jsonl.xz", RESULTS / "answers-h200-pooling.jsonl.xz"]
-    rows = bench.answers.read(files)
+def test_the_pooling_table_is_the_rows(bench: Any, committed: list[dict[str, Any]]) -> None:
+    rows = [row for name in ("judged", "pooling") for row in rows_of(RESULTS / f"answers-h200-{name}.jsonl.xz")]
     shown = bench.answers_table.forced(rows) | {("5%", 16): bench.answers_table.forced(committed)["5%", 16]}
 
     def kl(config: str) -> str:
@@ -288,8 +277,8 @@ CANDIDATES = {
 }
 
 
-def test_the_table_of_candidates_is_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-cpu-candidates.jsonl.xz"])
+def test_the_table_of_candidates_is_the_rows() -> None:
+    rows = rows_of(RESULTS / "answers-cpu-candidates.jsonl.xz")
     lines = [[cell.strip() for cell in line.split("|")] for line in document("selection").splitlines()]
     shown = {line[1]: line[3:5] for line in lines if len(line) == 6}
     for row in rows:
@@ -304,20 +293,17 @@ def test_the_table_of_candidates_is_the_rows(bench: SimpleNamespace) -> None:
     assert set(CANDIDATES) <= {(row["config"], row["in_flight"]) for row in rows}
 
 
-def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_table_of_the_default_is_the_rows(bench: Any) -> None:
     """Within the bounds, where 1,024 tokens are not."""
-    rows = bench.answers.read([RESULTS / "answers-h100-default.jsonl.xz"])
+    rows = rows_of(RESULTS / "answers-h100-default.jsonl.xz")
     points = {key[1]: said for key, (said, _) in bench.answers_table.differences(rows).items()}
     default = points["default"]
-    moves = (f"{100 * move:+.1f}" for move in (default.difference, default.low, default.high))
-    said = "{} points [{}, {}] over {:,} questions".format(*moves, default.questions)
-    assert said in prose("README")
+    moves = (100 * move for move in (default.difference, default.low, default.high))
+    assert "{:+.1f} points [{:+.1f}, {:+.1f}] over {:,} questions".format(*moves, default.questions) in prose("README")
     kl = {key[0]: [one["kl"] for one in full] for key, (_, full) in bench.answers_table.forced(rows).items()}
     shown = documented_table("selection", "| tokens attended behind")
     for (tokens, _, said, nats), name in zip(shown, ("default", "75%", "top_k 1024", "10% 75%", "5%"), strict=True):
-        own = points.get(name)
-        moves = (own.difference, own.low, own.high) if own else ()
-        assert said == ("{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * move for move in moves)) if own else "")
+        assert said == (points[name].points if name in points else "")
         assert nats == ", ".join(f"{one:.4f}" for one in kl[name])
         if name == "default":
             budgets = [msgspec.convert({}, SparseAttnConfig).budget(length) for length in (8192, 16384, 30720)]
@@ -328,39 +314,35 @@ def test_the_table_of_the_default_is_the_rows(bench: SimpleNamespace) -> None:
     assert points["top_k 1024"].difference < -0.0075
 
 
-def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h200-csattention.jsonl.xz"])
+def test_the_figure_of_csattention_without_its_fault_is_the_rows(bench: Any) -> None:
+    rows = rows_of(RESULTS / "answers-h200-csattention.jsonl.xz")
     (kl,) = (one["kl"] for key, (_, (one,)) in bench.answers_table.forced(rows).items() if key[0] == "csattention")
     assert f"Without that fault its KL is {kl:.4f}" in prose("selection")
 
 
-def test_the_figures_of_candidates_ahead_are_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h100-ahead.jsonl.xz"])
+def test_the_figures_of_candidates_ahead_are_the_rows(bench: Any) -> None:
+    rows = rows_of(RESULTS / "answers-h100-ahead.jsonl.xz")
     ahead, in_line, tokens = "two_level, ahead", "two_level, in line", "tokens ahead"
     moves = {key[1]: one for key, (one, _) in bench.answers_table.differences(rows, in_line).items()}
     kl = {key[0]: f"{full['kl']:.4f}" for key, (_, (full,)) in bench.answers_table.forced(rows).items()}
-    points = {
-        name: "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * move for move in (one.difference, one.low, one.high)))
-        for name, one in moves.items()
-    }
-    assert f"{points[ahead]} points against naming in line, KL {kl[ahead]} for {kl[in_line]}" in prose("selection")
-    assert f"Named by `token_index`, {points[tokens]} and {kl[tokens]} (" in prose("selection")
+    said = f"{moves[ahead].points} points against naming in line, KL {kl[ahead]} for {kl[in_line]}"
+    assert said in prose("selection")
+    assert f"Named by `token_index`, {moves[tokens].points} and {kl[tokens]} (" in prose("selection")
 
 
-def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> None:
-    rows = bench.answers.read([RESULTS / "answers-h100-methods.jsonl.xz"])
+def test_the_table_of_methods_in_graphs_is_the_rows(bench: Any) -> None:
+    rows = rows_of(RESULTS / "answers-h100-methods.jsonl.xz")
     differences = bench.answers_table.differences
     points = {key[1]: said for key, (said, _) in differences(rows).items()}
     kl = {key[0]: one["kl"] for key, (_, (one,)) in bench.answers_table.forced(rows).items()}
     ms: dict[str, dict[int, str]] = {}
-    for row in bench.answers.read([RESULTS / "decode-h100-methods.jsonl"]):
+    for row in rows_of(RESULTS / "decode-h100-methods.jsonl"):
         name = row["engine"] if row["engine"] == "flashinfer" else row["config"].get("method", "token_index")
         ms.setdefault(name, {})[row["batch"]] = f"{row['ms']:.2f}"
     shown = documented_table("selection", "| method | points [95%] | KL | ms |")
     assert len(shown) == len(METHODS) == len(points)
     for (_, said, nats, times), name in zip(shown, METHODS, strict=True):
-        own = points[name]
-        assert said == "{:+.2f} [{:+.2f}, {:+.2f}]".format(*(100 * x for x in (own.difference, own.low, own.high)))
+        assert said == points[name].points
         assert nats == f"{kl[name]:.4f}", name
         if times:
             own_ms = ms.pop(METHODS[name])
@@ -370,8 +352,7 @@ def test_the_table_of_methods_in_graphs_is_the_rows(bench: SimpleNamespace) -> N
     assert f"(flashinfer: {', '.join(dense[batch] for batch in (1, 8, 32))} ms)" in text
     for one, other in (("uniform 32, 30%", "adaptive, 30%"), ("uniform 32, means, 30%", "adaptive, means, 30%")):
         said, _ = differences(rows, against=one)["documents", other, 16]
-        gain = (f"{100 * move:+.2f}" for move in (said.difference, said.low, said.high))
-        assert "{} [{}, {}]".format(*gain) in text
+        assert said.points in text
 
 
 def as_measured(path: Path) -> bytes:
@@ -401,8 +382,7 @@ def test_the_rows_name_the_profiles_that_are_there(committed: list[dict[str, Any
 
 
 def test_the_documented_drafts_that_a_model_kept_are_the_rows() -> None:
-    with lzma.open(RESULTS / "answers-cpu-lossless.jsonl.xz", "rt") as file:
-        rows = [json.loads(line) for line in file]
+    rows = rows_of(RESULTS / "answers-cpu-lossless.jsonl.xz")
     kept: dict[str, list[int]] = {}
     for row in rows:
         counts = kept.setdefault(row["config"], [0, 0])

@@ -16,11 +16,6 @@ from tests.benchmarks.results import BENCHMARKS, rows_of
 ORIGIN = {"shape": "tiny", "device": "CPU", "sglang": "0", "commit": "a", "date": "2026-11-21"}
 
 
-@pytest.fixture
-def build(load: Any) -> Any:
-    return load("build").build
-
-
 def timed(*seconds: float) -> dict[str, Any]:
     return {"median": sorted(seconds)[len(seconds) // 2], "min": min(seconds), "max": max(seconds)}
 
@@ -39,10 +34,10 @@ def rows(build_seconds: float, ratio: float, prefill: float = 2.0, tokens: int =
     ]
 
 
-def test_the_table_takes_shares_of_the_fastest_prefill(build: Any, tmp_path: Path) -> None:
+def test_the_table_takes_shares_of_the_fastest_prefill(bench: Any, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows(0.1, 1.01)))
-    text = build.table(build.read([str(file)]))
+    text = bench.build.table(bench.build.engines.read([str(file)]))
     assert "| 64 | 32 | stock | 2.000 (2.000-2.000) |" in text
     assert "| 1.0100 (1.0100-1.0100) | 0.100 (0.100-0.100) | 5.0% | 1.00 (1.00-1.00) | 10.0% |" in text
     assert "| ab_sparse (block_size=16) | 64 | 50.00 (50.00-50.00) | 0.10 | 5.0% | 2.0% |" in text
@@ -50,20 +45,20 @@ def test_the_table_takes_shares_of_the_fastest_prefill(build: Any, tmp_path: Pat
         assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1
 
 
-def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(build: Any, tmp_path: Path) -> None:
+def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    args = build.parse(["--out", str(out), "--lengths", "64", "128"])
-    first, second = build.missing(args, "prefill", ORIGIN)
+    args = bench.build.parse(["--out", str(out), "--lengths", "64", "128"])
+    first, second = bench.build.missing(args, "prefill", ORIGIN)
     assert (first["num_tokens"], second["num_tokens"]) == (64, 128)
     out.write_text(json.dumps(first) + "\n")
-    assert build.missing(args, "prefill", {**ORIGIN, "date": "later", "commit": "b"})[0]["num_tokens"] == 128
-    assert len(build.missing(args, "prefill", {**ORIGIN, "shape": "other"})) == 2
-    assert len(build.missing(args, "recording", ORIGIN)) == 2
+    assert bench.build.missing(args, "prefill", {**ORIGIN, "date": "later", "commit": "b"})[0]["num_tokens"] == 128
+    assert len(bench.build.missing(args, "prefill", {**ORIGIN, "shape": "other"})) == 2
+    assert len(bench.build.missing(args, "recording", ORIGIN)) == 2
 
 
-def test_builds_and_recording_met_their_limits(build: Any) -> None:
+def test_builds_and_recording_met_their_limits(bench: Any) -> None:
     """Of the rows in the repository: a tenth of the prefill, and 3% more."""
-    rows = build.read([str(BENCHMARKS / "results" / "build-h200.jsonl")])
+    rows = bench.build.engines.read([str(BENCHMARKS / "results" / "build-h200.jsonl")])
     prefill: dict[int, float] = {}
     for row in rows:
         if row["bench"] == "prefill":

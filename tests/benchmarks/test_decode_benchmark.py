@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,21 +26,16 @@ SETTLING = 2
 """Steps in which requests that share slots are not known to do so."""
 
 
-@pytest.fixture
-def bench(load: Any) -> SimpleNamespace:
-    return load("decode")  # type: ignore[no-any-return]
-
-
 def row(engine: str, path: str, ms: float, **more: Any) -> dict[str, Any]:
     return {**ORIGIN, "engine": engine, "path": path, "context": 1024, "batch": 8, "ms": ms, **more}
 
 
-def printed(bench: SimpleNamespace, *paths: Path) -> list[list[str]]:
+def printed(bench: Any, *paths: Path) -> list[list[str]]:
     """Cells of the table of result files, its header first."""
-    return cells(bench.decode.table(bench.decode.read([str(path) for path in paths])))
+    return cells(bench.decode.table(bench.decode.engines.read([str(path) for path in paths])))
 
 
-def by_size(bench: SimpleNamespace, *paths: Path) -> dict[str, dict[tuple[str, str], str]]:
+def by_size(bench: Any, *paths: Path) -> dict[str, dict[tuple[str, str], str]]:
     """By engine, without its configuration, and (tokens, batch): the cell of the printed table."""
     header, _, *rows = printed(bench, *paths)
     names = [name.split(", {")[0] for name in header]
@@ -56,14 +50,14 @@ def by_median(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], float]:
     return {key: median(of) for key, of in found.items()}
 
 
-def test_the_table_of_what_the_plugin_chooses_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_table_of_what_the_plugin_chooses_is_the_rows(bench: Any) -> None:
     chosen = {key: ms for key, ms in by_size(bench, GRID)["auto, anchors"].items() if ms}
     shown = documented_table("benchmarks", "| prefixes x tokens | batch 1 |")
     cells_shown = {(tokens, batch): ms for tokens, *times in shown for batch, ms in zip(BATCHES, times, strict=True)}
     assert {key: ms for key, ms in cells_shown.items() if ms} == chosen
 
 
-def test_the_sentences_about_four_layers_and_older_commits_are_the_rows(bench: SimpleNamespace) -> None:
+def test_the_sentences_about_four_layers_and_older_commits_are_the_rows(bench: Any) -> None:
     few = [f"{_first(by_size(bench, FOUR)['sparse, kascade']['131072', batch]):.2f}" for batch in BATCHES]
     text = prose("benchmarks")
     assert "*kascade*, 5% x sqrt(requests) on 75% of the channels, takes {}, {} and {} ms".format(*few) in text
@@ -76,7 +70,7 @@ def test_the_sentences_about_four_layers_and_older_commits_are_the_rows(bench: S
     assert f"at 1,024 tokens: {min(ratios):.3f} to {max(ratios):.3f} (" in text
 
 
-def test_the_table_of_latent_keys_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_table_of_latent_keys_is_the_rows(bench: Any) -> None:
     found = by_size(bench, RESULTS / "decode-h100-latent.jsonl")
     stock = {
         batch: min(_first(found[name]["32768", batch]) for name in ("triton", "plugin, stock")) for batch in BATCHES
@@ -90,7 +84,7 @@ def test_the_table_of_latent_keys_is_the_rows(bench: SimpleNamespace) -> None:
             assert float(share) == pytest.approx(float(ms) / stock[batch], abs=2e-3)
 
 
-def test_the_table_of_the_readme_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_table_of_the_readme_is_the_rows(bench: Any) -> None:
     found = by_size(bench, DEFAULT, AFTER)
     table = (ROOT / "README.md").read_text().split("| requests | flashinfer |")[1].split("\n\n")[0]
     for batch, *times in cells(table)[2:]:
@@ -98,7 +92,7 @@ def test_the_table_of_the_readme_is_the_rows(bench: SimpleNamespace) -> None:
         assert times == [re.sub(r" \(.*?\)", "", one) for one in wanted]
 
 
-def test_the_table_of_many_prefixes_is_the_rows(bench: SimpleNamespace) -> None:
+def test_the_table_of_many_prefixes_is_the_rows(bench: Any) -> None:
     files = ("h200-prefixes-8x32k", "h100-prefixes-8x32k", "h100-distinct-prefixes")
     shown = documented_table("benchmarks", "| GPU | prefixes x tokens | requests |")
     wanted = []
@@ -116,7 +110,7 @@ def _first(cell: str) -> float:
     return float(re.split("[ ,]", cell)[0])
 
 
-def shares(bench: SimpleNamespace, *paths: Path) -> dict[str, dict[tuple[int, int], float]]:
+def shares(bench: Any, *paths: Path) -> dict[str, dict[tuple[int, int], float]]:
     """By engine and (tokens, batch): the share of the best dense engine's time, as the table shows it."""
     return {
         name: {(int(tokens), int(batch)): float(ms.split(", ")[1]) for (tokens, batch), ms in of.items() if "," in ms}
@@ -125,8 +119,8 @@ def shares(bench: SimpleNamespace, *paths: Path) -> dict[str, dict[tuple[int, in
     }
 
 
-def test_behind_the_longest_prefix_the_limits_are_met_over_three_starts(bench: SimpleNamespace) -> None:
-    rows = bench.decode.read([str(AFTER)])
+def test_behind_the_longest_prefix_the_limits_are_met_over_three_starts(bench: Any) -> None:
+    rows = bench.decode.engines.read([str(AFTER)])
     assert ({row["start"] for row in rows}, {row["steps"] for row in rows}) == ({0, 1, 2}, {99})
     found = shares(bench, AFTER, DEFAULT)
     limits = {"plugin, shared": {1: 1.02, 8: 0.50, 32: 0.20}, "sparse, kascade": {1: 0.66, 8: 0.33, 32: 0.14}}
@@ -155,7 +149,7 @@ def test_the_documented_lengths_from_which_it_selects_are_the_rows() -> None:
     assert wanted in prose("benchmarks")
 
 
-def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench: SimpleNamespace) -> None:
+def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench: Any) -> None:
     rows = [row("plugin", "shared", ms, start=n) for n, ms in enumerate((4.0, 2.0, 3.0))]
     rows += [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0), row("plugin", "stock", 1.0)]
     rows += [row("sparse", "sparse", 2.5, plan="anchors")]
@@ -176,8 +170,8 @@ def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench:
     assert dict(zip(header, alone, strict=True))["plugin, shared"] == "3.00", "no share where no rival was timed"
 
 
-def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: SimpleNamespace, tmp_path: Path) -> None:
-    rows, out = bench.decode.read([str(GRID)]), tmp_path / "decode.png"
+def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: Any, tmp_path: Path) -> None:
+    rows, out = bench.decode.engines.read([str(GRID)]), tmp_path / "decode.png"
     drawn = bench.decode.plotted(rows)
     names = ["flashinfer", "auto, anchors"]
     assert list(drawn) == [(batch, name) for batch in (1, 8, 32) for name in names]
@@ -190,7 +184,7 @@ def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: Simple
             bench.decode.plot(wrong, out)
 
 
-def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
+def test_flags_of_the_engines(bench: Any) -> None:
     def flags(engine: str, *argv: str, cpu: bool = False) -> dict[str, Any]:
         args = bench.decode.parse([*argv, "--contexts", "512", "1024", "--batches", "1", "8", "--tokens", "40"])
         args.cpu = cpu
@@ -222,9 +216,9 @@ def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
     )
 
 
-def test_which_drafts_are_kept_is_replayed(load: Any) -> None:
+def test_which_drafts_are_kept_is_replayed(bench: Any) -> None:
     """Each row of a batch goes on where it was: one dropped draft ends a round."""
-    replay = load("lossless_replay").lossless_replay.Replay("1101" * 977)
+    replay = bench.lossless_replay.Replay("1101" * 977)
     assert [replay.counts([3, 0]) for _ in range(3)] == [[2, 0], [3, 0], [0, 0]]
     tokens, said = torch.tensor([5, 6, 7, 8, 20, 30, 31]), torch.full((7,), -9)
     for row in (0, 1, 2):
@@ -233,7 +227,7 @@ def test_which_drafts_are_kept_is_replayed(load: Any) -> None:
     assert found[:2] == [6, 7]
     assert found[2] not in (8, -9), "the third draft is dropped, and another token said"
     assert found[3:] == [-9, -9, 31, -9], "the tokens behind kept drafts are the model's own"
-    half = load("lossless_replay").lossless_replay.Replay("0.5")
+    half = bench.lossless_replay.Replay("0.5")
     kept = sum(count for _ in range(2000) for count in half.counts([1]))
     assert 850 < kept < 1150
 

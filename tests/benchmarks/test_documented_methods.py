@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 from statistics import fmean, geometric_mean
+from typing import Any
 
 from tests.benchmarks.results import RESULTS, document, documented_table, prose, rows_of
 
 
+def green_rows(name: str) -> list[dict[str, Any]]:
+    """Of kernels on an H100."""
+    rows = rows_of(RESULTS / f"kernels-h100-{name}.jsonl")
+    assert all(row["green"] for row in rows)
+    return rows
+
+
 def test_the_documented_errors_of_a_samples_sums() -> None:
-    with lzma.open(RESULTS / "selection-sums-cpu.jsonl.xz", "rt") as file:
-        rows = [json.loads(line) for line in file]
+    rows = rows_of(RESULTS / "selection-sums-cpu.jsonl.xz")
     errors = {
         step: fmean(
             row["points"]["0.05"]["error"]
@@ -28,10 +33,9 @@ def test_the_documented_overlaps_of_predicted_queries() -> None:
     def means(name: str) -> dict[tuple[str, float, str], tuple[float, float]]:
         """(overlap, error) by (model, share kept, selection): over tasks, of each over its answers."""
         found: dict[tuple[str, float, str], dict[str, list[dict[str, float]]]] = {}
-        with lzma.open(RESULTS / f"query-prediction-{name}.jsonl.xz", "rt") as file:
-            for row in map(json.loads, file):
-                tasks = found.setdefault((row["model"], row["kept"], row["selection"]), {})
-                tasks.setdefault(row["task"], []).append(row)
+        for row in rows_of(RESULTS / f"query-prediction-{name}.jsonl.xz"):
+            tasks = found.setdefault((row["model"], row["kept"], row["selection"]), {})
+            tasks.setdefault(row["task"], []).append(row)
 
         def mean(tasks: dict[str, list[dict[str, float]]], figure: str) -> float:
             return fmean(fmean(row[figure] for row in of) for of in tasks.values())
@@ -50,8 +54,7 @@ def test_the_documented_overlaps_of_predicted_queries() -> None:
 
 
 def test_the_documented_times_of_selection_on_an_h100() -> None:
-    rows = [row for name in ("-before", "") for row in rows_of(RESULTS / f"kernels-h100-selection{name}.jsonl")]
-    assert all(row["green"] for row in rows)
+    rows = [*green_rows("selection-before"), *green_rows("selection")]
     us = {(row["commit"], row["context"], row["batch"]): f"{row['us']:.1f}" for row in rows}
     text = prose("CHANGELOG")
     now, before = ([us[commit, 131_072, batch] for batch in (1, 8, 32)] for commit in ("3cc28f9", "cd0e17a"))
@@ -61,8 +64,7 @@ def test_the_documented_times_of_selection_on_an_h100() -> None:
 
 
 def test_the_documented_times_of_the_methods() -> None:
-    rows = rows_of(RESULTS / "kernels-h100-methods.jsonl")
-    assert all(row["green"] for row in rows)
+    rows = green_rows("methods")
     found = {(row["case"], f"{row['context']:,}", row["batch"], row["groups"]): row for row in rows}
     shown = documented_table("kernels", "| method | index, of KV |")
     sizes = ((1, 1), (8, 1), (32, 1), (16, 16))
@@ -77,8 +79,7 @@ def test_the_documented_times_of_the_methods() -> None:
 
 
 def test_the_documented_times_of_a_layers_operators() -> None:
-    rows = rows_of(RESULTS / "kernels-h100-operators.jsonl")
-    assert all(row["green"] for row in rows)
+    rows = green_rows("operators")
     us = {
         (row["case"], row["context"], row["batch"], row["groups"]): f"{row['us']:,.1f}"
         for row in rows
@@ -91,8 +92,7 @@ def test_the_documented_times_of_a_layers_operators() -> None:
 
 
 def test_the_documented_times_of_latent_keys() -> None:
-    rows = rows_of(RESULTS / "kernels-h100-latent.jsonl")
-    assert all(row["green"] for row in rows)
+    rows = green_rows("latent")
     us = {
         (row["bench"], row["case"], row["batch"], row["groups"]): f"{row['us']:,.1f}"
         for row in rows
@@ -107,7 +107,7 @@ def test_the_documented_times_of_latent_keys() -> None:
 
 
 def test_the_documented_search_of_launch_parameters() -> None:
-    rows = rows_of(RESULTS / "kernels-h100-launch.jsonl")
+    rows = green_rows("launch")
     us: dict[tuple[int, ...], dict[str, float]] = {}
     for row in rows:
         key = (row["shape"][2], row["case"], row["context"], row["batch"], row["groups"])
@@ -115,7 +115,6 @@ def test_the_documented_search_of_launch_parameters() -> None:
     ratios = {
         dim: [one["hopper.json"] / one["tuned.json"] for key, one in us.items() if key[0] == dim] for dim in (128, 64)
     }
-    assert all(row["green"] for row in rows)
     assert {len(own) for own in ratios.values()} == {25}
     wide, narrow = (geometric_mean(own) for own in ratios.values())
     text = " ".join(document("kernels").split())
@@ -141,8 +140,8 @@ def test_the_documented_figures_behind_host_memory() -> None:
     first = [found["first_token", engine, None, few]["seconds"] for engine in ("host", "disk", "prefill")]
     assert f"| {first[0]:.2f}; from a file in tmpfs {first[1]:.1f} | {first[2]:.0f}, writing its file |" in text
     errors: dict[tuple[str, int, str], float] = {}
-    with lzma.open(RESULTS / "offload-cpu-churn.jsonl.xz", "rt") as file:
-        for row in filter(lambda one: one["bench"] == "lagged", map(json.loads, file)):
+    for row in rows_of(RESULTS / "offload-cpu-churn.jsonl.xz"):
+        if row["bench"] == "lagged":
             errors[row["document"], row["budget"], row["way"]] = fmean(row["error"])
     late = [
         100 * (error / errors[document, budget, "exact"] - 1)

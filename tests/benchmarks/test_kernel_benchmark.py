@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,14 +28,6 @@ def command(*arguments: str | Path, code: str | None = None, status: int = 0) ->
     ran = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, cwd=BENCHMARKS)
     assert ran.returncode == status, ran.stdout + ran.stderr
     return ran
-
-
-@pytest.fixture(scope="module")
-def bench(load):
-    """The modules that run no kernel."""
-    names = ("bench", "tables", "problem", "selection")
-    found = load(*(f"kernel_{name}" for name in names))
-    return SimpleNamespace(**{name: getattr(found, f"kernel_{name}") for name in names})
 
 
 # -- runs ------------------------------------------------------------------------------------------------------
@@ -148,6 +139,12 @@ def made_row(case: str, us: float, context: int = 131072, batch: int = 1, groups
     return row | more
 
 
+def printed(bench: Any, folder: Path, rows: list[dict]) -> list[str]:
+    """Lines of the tables of a file with these rows."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return bench.kernel_tables.tables(bench.kernel_tables.last_rows([folder / "rows.jsonl"])).splitlines()
+
+
 def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench, tmp_path):
     rows = [made_row("exact", 999.0), made_row("flashinfer", 144.0), made_row("flashinfer", 450.0, batch=8)]
     rows += [made_row("exact", 130.0, ratio={"flashinfer": 1.108}), made_row("exact", 300.0, batch=32, groups=8)]
@@ -156,9 +153,7 @@ def test_the_table_has_the_last_row_of_each_case_and_no_time_of_a_red_one(bench,
     for name in ("us", "us_p10", "us_p90", "us_min", "share", "repeats"):
         red.pop(name)
     del rows[-1]["suffix"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in [*rows, red]) + "\n")
-    lines = bench.tables.tables(bench.tables.read([path])).splitlines()
+    lines = printed(bench, tmp_path, [*rows, red])
     for line in (
         "| case | tokens | batch 1 | batch 8 | 8 groups of 4 |",
         "| flashinfer | 131072 | 144.0 (144.0-144.0; 86.7%) | 450.0 (450.0-450.0; 27.8%) | - |",
@@ -181,9 +176,7 @@ def test_the_table_of_operators_says_how_much_faster_they_are(bench, tmp_path):
         same = {"context": context, "batch": batch, "groups": groups, "bench": "operators", "floor_us": 7.0}
         rows.append(made_row("flashinfer", 180.0, budget=None, **same))
         rows.append(made_row("token_index", 30.0, budget=2048, ratio={"flashinfer": ratio}, **same))
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    lines = bench.tables.tables(bench.tables.read([path])).splitlines()
+    lines = printed(bench, tmp_path, rows)
     for line in (
         "| case | tokens | batch 1 | batch 8 | 8 groups of 1 |",
         "| flashinfer | 131072 | 180.0 (7.0) | 180.0 (7.0) | 180.0 (7.0) |",
@@ -195,27 +188,27 @@ def test_the_table_of_operators_says_how_much_faster_they_are(bench, tmp_path):
 def test_a_gate_is_as_tight_as_one_of_many_keys(bench):
     """A lost beacon of 64 in 4,096 keys is far outside bf16's limit; rounding to bf16 is inside."""
     shape = AttentionShape(4, 2, 32, 32, torch.bfloat16, torch.bfloat16)
-    sizes = bench.problem.Sizes(4096, 2, 1, 16, 16)
-    problem = bench.problem.make_problem(shape, sizes, 0.05, torch.device("cpu"))
+    sizes = bench.kernel_problem.Sizes(4096, 2, 1, 16, 16)
+    problem = bench.kernel_problem.make_problem(shape, sizes, 0.05, torch.device("cpu"))
     assert problem.positions.shape[2] == math.ceil(round(0.05 * 4096) * math.sqrt(2))
     wanted = problem.oracle("all")
     assert problem.gate(wanted.out.bfloat16(), wanted.lse, "all").green
     assert not problem.gate(wanted.out.bfloat16(), wanted.lse + 2e-3, "all").green
     for lost in (problem.prefix_slots[:, 1:], problem.prefix_slots[:, :-1]):
         lists = [torch.cat([lost, own[None]], dim=1) for own in problem.suffix_slots]
-        state = bench.problem.oracle(problem.q, problem.kv, lists, problem.sm_scale)
+        state = bench.kernel_problem.oracle(problem.q, problem.kv, lists, problem.sm_scale)
         assert problem.gate(state.out, None, "all").error > 2
     assert bool(torch.isnan(problem.kv.k_cache).any())
     with pytest.raises(ValueError, match="expected a batch that is a multiple of the groups"):
-        bench.problem.Sizes(4096, 3, 2, 16, 16)
+        bench.kernel_problem.Sizes(4096, 3, 2, 16, 16)
 
 
 def test_a_candidate_that_ties_at_the_edge_is_no_error_and_all_others_are(bench):
     """A swapped block of 16 moves the sample that sums are of; lists are right for the candidates that were named."""
-    own, size = bench.selection, 16
+    own, size = bench.kernel_selection, 16
     shape = AttentionShape(4, 1, 64, 64, torch.float32, torch.float32)
-    sizes = bench.problem.Sizes(131072, 8, 1, 16, 16)
-    problem = bench.problem.make_problem(shape, sizes, 0.01, torch.device("cpu"), seed=14)
+    sizes = bench.kernel_problem.Sizes(131072, 8, 1, 16, 16)
+    problem = bench.kernel_problem.make_problem(shape, sizes, 0.01, torch.device("cpu"), seed=14)
     queries = torch.randn(1, 256, 64, generator=torch.Generator().manual_seed(0))
     spec = own.SPECS["two_level"]
     arrays = own.build_arrays(spec, problem.kv.k_cache[problem.prefix_slots[0].long()], queries)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,11 +45,6 @@ print("compared", len({str(one) for one in seen}))
 """
 
 
-@pytest.fixture(scope="module")
-def bench(load: Any) -> SimpleNamespace:
-    return load("offload_serving", "offload_serving_replay", "engines")  # type: ignore[no-any-return]
-
-
 def test_the_kernel_writes_what_the_reference_does_forth_and_back() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     words = [sys.executable, "-c", COMPARED]
@@ -59,7 +53,7 @@ def test_the_kernel_writes_what_the_reference_does_forth_and_back() -> None:
     assert ran.stdout == "compared 5\n", "five steps of the trace"
 
 
-def test_a_trace_keeps_its_churn_on_a_longer_prefix(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_trace_keeps_its_churn_on_a_longer_prefix(bench: Any, tmp_path: Path) -> None:
     replay = bench.offload_serving_replay
     short, length = replay.trace_of(None, 0.25, 16, 64)
     np.savez(tmp_path / "trace.npz", positions=short.astype(np.uint16), prefix_len=length)
@@ -74,7 +68,7 @@ def test_a_trace_keeps_its_churn_on_a_longer_prefix(bench: SimpleNamespace, tmp_
         replay.positions_of(str(tmp_path / "trace.npz"), 0.0, 40, 200)
 
 
-def test_tokens_are_counted_that_came_in_the_time(bench: SimpleNamespace) -> None:
+def test_tokens_are_counted_that_came_in_the_time(bench: Any) -> None:
     one = bench.engines.Streamed([], {}, 1.0, [(1, 3.0), (3, 4.0), (4, 9.0)])
     early = bench.engines.Streamed([], {}, 0.0, [(1, 1.0), (2, 2.5)])
     found = bench.offload_serving.within([one, early], 2.0, 8.0)
@@ -84,7 +78,7 @@ def test_tokens_are_counted_that_came_in_the_time(bench: SimpleNamespace) -> Non
     assert found["itl_ms"] == 1000, "of two tokens in one second, and of one in 1.5"
 
 
-def test_a_table_compares_with_the_other_engine_and_the_link(bench: SimpleNamespace) -> None:
+def test_a_table_compares_with_the_other_engine_and_the_link(bench: Any) -> None:
     origin = {"answer": None, "start": "host"}
     rows: list[dict[str, Any]] = [
         {**origin, "measure": "throughput", "engine": "ours", "answer": 128, "tokens_per_s": 900.0},
@@ -100,7 +94,7 @@ def test_a_table_compares_with_the_other_engine_and_the_link(bench: SimpleNamesp
     assert "throughput ours: 1,500 bytes: pool 1,000, indexes 500" in lines
 
 
-def test_the_stock_pool_has_the_bytes_that_ours_has(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_stock_pool_has_the_bytes_that_ours_has(bench: Any, tmp_path: Path) -> None:
     row = {"start": "ours", "shape": "llama-3.1-8b", "bytes": {"pool": 1 << 32, "indexes": 10 << 30}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     args = bench.offload_serving.parse(["--out", str(tmp_path / "rows.jsonl"), "--work", str(tmp_path)])
@@ -114,7 +108,7 @@ def test_the_stock_pool_has_the_bytes_that_ours_has(bench: SimpleNamespace, tmp_
 
 
 @pytest.mark.full
-def test_real_engines_serve_prompts_that_are_longer_than_their_pool(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_real_engines_serve_prompts_that_are_longer_than_their_pool(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCHMARKS / "offload_serving.py"), "--shape", "tiny", "--page", "16"]
     command += ["--trace", "none", "--work", str(tmp_path / "work"), "--out", str(out)]

@@ -20,12 +20,11 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def captured(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The shipped model's answers to two questions behind one document; it has no chat template of its own."""
     from transformers import AutoTokenizer
 
-    modules, model = load("offload_churn", "answers_data"), tmp_path_factory.mktemp("model")
-    capture, data = modules.offload_churn, modules.answers_data
+    model, capture, data = tmp_path_factory.mktemp("model"), bench.offload_churn, bench.answers_data
     for path in SHIPPED.iterdir():
         (model / path.name).symlink_to(path)
     (model / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }} {% endfor %}")
@@ -33,21 +32,21 @@ def captured(load: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     text, chat = tokenizer.decode(torch.arange(3, 900).repeat(2).tolist()), data.Chat(tokenizer)
     asked = [data.Question(str(n), f"ASK {n}", "", (), "all", 0) for n in range(2)]
     document = data.Document("planted", text, tuple((one,) for one in asked))
-    return chat, document, capture.Capturing(str(model), chat, torch.device("cpu")).capture(document, 6)
+    return chat, document, capture.Capturing(str(model), chat).capture(document, 6)
 
 
 def test_what_is_captured_is_what_the_models_own_network_computes(
-    captured: Any, load: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    captured: Any, bench: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat, document, found = captured
     path = tmp_path / "planted.pt"
     found.save(path)
-    found = type(found).load(path, torch.device("cpu"))
+    found = type(found).load(path)
     network = load_network(SHIPPED, torch.float32, "cpu")
     plan = LayerPlan.from_dict({"layers": ["anchor"] * 6}, num_layers=6, num_kv_heads=2)
     prefix = chat.prefix(document.text)
     assert found.keys.shape == found.values.shape == (6, 2, len(prefix), 64)
-    module, queries = load("replay_model").replay_model, list[Tensor]()
+    module, queries = bench.replay_model, list[Tensor]()
     attend = module._attend
     monkeypatch.setattr(module, "_attend", lambda q, *of: queries.append(q) or attend(q, *of))
     replayer = module.Replayer(network, plan, max_len=len(prefix) + 100)
@@ -66,10 +65,10 @@ def test_what_is_captured_is_what_the_models_own_network_computes(
             torch.testing.assert_close(torch.cat([before, behind], 2), cache[:, n], rtol=1e-3, atol=1e-3)
 
 
-def test_the_error_is_that_of_gathered_attention(load: Any) -> None:
+def test_the_error_is_that_of_gathered_attention(bench: Any) -> None:
     """Planted: 2 KV heads of 3 query heads, 512 prefix tokens, 20 behind."""
     keys, values, queries = drawn(2, 532, 16, seed=8), drawn(2, 532, 16, seed=9), drawn(6, 16, seed=11)
-    of = load("offload_churn").offload_churn.output_error
+    of = bench.offload_churn.output_error
     best = drawn(2, 512, seed=12).topk(64).indices
     selected = torch.zeros(2, 512, dtype=torch.bool).scatter_(1, best, True)
     found = of(keys, values, queries, 0.25, selected[None])

@@ -46,11 +46,6 @@ def test_the_documented_faults_that_the_guard_noticed_are_the_rows() -> None:
     assert "served 9 tokens of the shipped model behind 16,384, then every answer was dense" in prose("quality")
 
 
-@pytest.fixture
-def replay(load: Any) -> Any:
-    return load("replay").replay
-
-
 def masks(seed: int, kept: float = 0.3) -> Masks:
     """By anchor layer, [num_kv_heads, PREFIX]."""
     rng = np.random.default_rng(seed)
@@ -63,7 +58,7 @@ def selected(masks: Masks, position: int, rid: str = "trace-0") -> Selected:
     return Selected([rid], [position + 1], "d", PREFIX, counts, bits)
 
 
-def test_a_retraction_divides_a_request(replay: Any) -> None:
+def test_a_retraction_divides_a_request(bench: Any) -> None:
     """After five tokens it lost its slots, and all were prefilled again; once more, of which no step is known."""
     groups = [selected(masks(i), PROMPT + i) for i in range(4)]  # one step ran ahead of the retraction
     records = [
@@ -75,7 +70,7 @@ def test_a_retraction_divides_a_request(replay: Any) -> None:
         SparseStep([selected(masks(9), 600, "trace-unknown")]),
         Prefill("trace-0", PROMPT + 3, PROMPT + 6),
     ]
-    assert [(one.cached, one.end, len(one.steps)) for one in replay.histories(records)["trace-0"]] == [
+    assert [(one.cached, one.end, len(one.steps)) for one in bench.replay.histories(records)["trace-0"]] == [
         (0, PROMPT, 4),
         (64, PROMPT + 5, 0),
         (PROMPT + 3, PROMPT + 6, 0),
@@ -103,9 +98,9 @@ def test_a_damaged_selection_is_refused() -> None:
     ],
 )
 def test_a_replay_is_good_by_its_verdict_and_where_something_was_sparse(
-    replay: Any, verdict: str, dtype: str, wrong_dense: int, wanted: bool
+    bench: Any, verdict: str, dtype: str, wrong_dense: int, wanted: bool
 ) -> None:
     row = {"verdict": verdict, "dtype": dtype, "dense": {"wrong": wrong_dense}, "sparse": {"tokens of sparse steps": 9}}
-    assert replay.replay_good(row) is wanted
+    assert bench.replay.replay_good(row) is wanted
     row["sparse"] = {"tokens of sparse steps": 0}
-    assert not replay.replay_good(row)
+    assert not bench.replay.replay_good(row)

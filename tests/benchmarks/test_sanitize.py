@@ -23,9 +23,9 @@ from tests.prefix_kernels.test_triton_compiles import launches
 
 
 @pytest.fixture
-def sanitize(load: Any) -> Any:
+def sanitize(bench: Any) -> Any:
     pytest.importorskip("triton")
-    return load("sanitize").sanitize
+    return bench.sanitize
 
 
 @pytest.fixture

@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, rows_of
 from tests.server.jobs import run_job
-
-
-@pytest.fixture
-def bench(load: Any) -> SimpleNamespace:
-    return load("serving")  # type: ignore[no-any-return]
 
 
 def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[str, Any]:
@@ -26,7 +20,7 @@ def row(engine: str, throughput: float, tpot_p99: float, **more: Any) -> dict[st
     return {**origin, "engine": engine, "run": "groups", "sizes": {"groups": 2}, **figures, **more}
 
 
-def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_can_be_changed_one_by_one(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     args = bench.serving.parse(["--runs", "groups", "agent", "--set", "groups.prefix=4096", "groups.zipf=1.5"])
     groups, agent = ({**bench.serving.RUNS[name]} for name in ("groups", "agent"))
     assert args.sizes == {"groups": {**groups, "prefix": 4096, "zipf": 1.5}, "agent": agent}
@@ -40,7 +34,7 @@ def test_sizes_can_be_changed_one_by_one(bench: SimpleNamespace, capsys: pytest.
         assert message in capsys.readouterr().err
 
 
-def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
+def test_flags_of_the_engines(bench: Any) -> None:
     for engine in bench.serving.ENGINES:
         args = bench.serving.parse(["--runs", "groups", "--", "--x", "1"])
         args.cpu = False
@@ -62,40 +56,35 @@ def test_flags_of_the_engines(bench: SimpleNamespace) -> None:
 
 
 def result(**more: Any) -> dict[str, Any]:
-    """What `bench_serving` writes of two conversations of two turns."""
+    """What `bench_serving` writes of four requests."""
     found: dict[str, Any] = {"completed": 4, "output_lens": [3] * 4, "errors": [""] * 4, "duration": 2.0}
     found |= {"total_output_tokens": 12, "output_throughput": 6.0, "input_lens": [70] * 4}
-    found |= {"ttfts": [0.1, 0.2, 0.3, 0.4], "cached_tokens": [64, 80, 64, 80]}
-    found |= {"itls": [[0.01, 0.03], [0.05, 0.05], [0.02, 0.02], [0.03, 0.03]]}
+    found |= {"cached_tokens": [64, 80, 64, 80]}
     found |= {f"{of}_{name}_ms": 1.0 for name in ("ttft", "tpot", "itl") for of in ("median", "p99")}
     state = {"cascade_steps": 9, "sparse_steps": 2, "hits": 1, "suffix_keep_ratio": 0.25}
     return {**found, "server_info": {"internal_states": [{"sparse_attn": state}]}, **more}
 
 
-def test_a_row_is_what_the_measured_pass_found(bench: SimpleNamespace) -> None:
-    sizes = {"prefix": 70, "question": 2, "turns": 2}
+def test_a_row_is_what_the_measured_pass_found(bench: Any) -> None:
+    sizes = {"prefix": 70, "question": 2}
     before = {"server_info": {"internal_states": [{"sparse_attn": {"cascade_steps": 4, "sparse_steps": 2}}]}}
     found = bench.serving.figures([{}, before, result()], sizes, 16)
     assert (found["cascade_steps"], found["sparse_steps"], found["hits"]) == (5, 0, 1)
     assert found["suffix_keep_ratio"] == 0.25
-    assert found["ttft_ms_by_turn"] == pytest.approx([200.0, 300.0])
-    assert found["tpot_ms_by_turn"] == pytest.approx([20.0, 40.0])
     assert (found["prompt_tokens"], found["cached_tokens"]) == ([70, 70], [64, 80])
-    for times, by_turn in (([[], [], [0.02, 0.02], []], [20.0, None]), ([[]] * 4, [None, None])):  # all tokens at once
-        assert bench.serving.figures([{}, before, result(itls=times)], sizes, 16)["tpot_ms_by_turn"] == by_turn
     stock = {"server_info": {"internal_states": [{}]}}
     found = bench.serving.figures([stock, result(**stock)], sizes, 16)
     assert (found["cascade_steps"], found["suffix_keep_ratio"]) == (0, None)
 
 
-def test_a_row_that_would_not_be_what_it_says_is_none(bench: SimpleNamespace) -> None:
+def test_a_row_that_would_not_be_what_it_says_is_none(bench: Any) -> None:
     with pytest.raises(RuntimeError, match="expected 80 tokens of each request in the prefix cache, got 64"):
         bench.serving.figures([result(), result()], {"prefix": 80}, 16)
     with pytest.raises(RuntimeError, match=r"expected every request to be answered, got 3 and \['gone'\]"):
         bench.serving.figures([result(), result(completed=3, errors=["", "gone", "", ""])], {"prefix": 64}, 16)
 
 
-def test_what_is_there_is_not_measured_again(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_is_there_is_not_measured_again(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     args = bench.serving.parse(["--out", str(out), "--shape", "tiny", "--runs", "groups", "agent"])
     first, _ = bench.serving.missing(args, "shared", 0)
@@ -138,7 +127,7 @@ def test_the_table_has_medians_and_shares_of_the_best_stock_engine_of_the_same_s
 @pytest.mark.full
 @pytest.mark.server
 @pytest.mark.timeout(1800)
-def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_real_server(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs of the plugin through HTTP, by SGLang's own `bench_serving`. No time in them means anything."""
     out = tmp_path / "rows.jsonl"
     of_groups = {"groups": 2, "prefix": 512, "question": 16, "output": 64, "requests": 8, "concurrency": 4}
@@ -157,7 +146,6 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
     first, last = 512 + 16, 512 + 16 + 64 + 16
     assert agent["prompt_tokens"] in ([first, first], [first, last])  # 0.5.16 counts each conversation's first turn
     assert agent["cached_tokens"] == [512, 576], "behind the first turn also its question and answer, by pages"
-    assert len(agent["tpot_ms_by_turn"]) == 2
     for one in (groups, agent):
         assert one["cascade_steps"] > 0
         assert (one["sparse_steps"], one["hits"]) == (0, 0)
@@ -168,8 +156,8 @@ def test_with_a_real_server(bench: SimpleNamespace, tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out == "", "rows that are there are not measured again"
 
 
-def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: SimpleNamespace) -> None:
-    rows = bench.serving.read([str(RESULTS / "serving-h200.jsonl")])
+def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: Any) -> None:
+    rows = bench.serving.engines.read([str(RESULTS / "serving-h200.jsonl")])
     assert bench.serving.table([row for row in rows if row["run"] == "groups"]) in document("benchmarks")
     (found,) = [of for (_, _, _, run, _), of in bench.serving.medians(rows).items() if run == "groups"]
     stock = found["flashinfer"]
@@ -178,6 +166,6 @@ def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench
         assert found[name]["tpot_ms_p99"] <= stock["tpot_ms_p99"], name
     assert {row["engine"] for row in rows if row["run"] == "groups"} == {"flashinfer", "shared", "auto", "building"}
     # Building beside traffic costs at most a twentieth of the p99.
-    rows = bench.serving.read([str(RESULTS / "serving-h200-building.jsonl")])
+    rows = bench.serving.engines.read([str(RESULTS / "serving-h200-building.jsonl")])
     tpot = {(row["run"], row["engine"]): row["tpot_ms_p99"] for row in rows}
     assert all(tpot[run, "building"] <= 1.05 * tpot[run, "shared"] for run in ("groups", "agent"))

@@ -16,11 +16,6 @@ from tests.benchmarks.results import RESULTS, ROOT, cells, documented_table
 TIE = 0.13
 
 
-@pytest.fixture
-def soak(load: Any) -> Any:
-    return load("soak").soak
-
-
 @pytest.mark.parametrize(
     ("tokens", "tie", "wanted"),
     [
@@ -36,18 +31,18 @@ def soak(load: Any) -> Any:
         ([0, 6, 7, 8], TIE, ("wrong", 0, math.inf)),
     ],
 )
-def test_a_token_is_equal_or_as_good_or_wrong(soak: Any, tokens: list[int], tie: float, wanted: Any) -> None:
+def test_a_token_is_equal_or_as_good_or_wrong(bench: Any, tokens: list[int], tie: float, wanted: Any) -> None:
     """At the third token 9 is nearly as good as 7, and 5 is not."""
-    reference = soak.Reference([1, 2], [5, 6, 7, 8], [{5: 0.0}, {6: 0.0}, {7: 0.0, 9: 0.125, 5: 0.5}, {8: 0.0}])
-    assert soak.compare(reference, tokens, tie) == wanted
+    reference = bench.soak.Reference([1, 2], [5, 6, 7, 8], [{5: 0.0}, {6: 0.0}, {7: 0.0, 9: 0.125, 5: 0.5}, {8: 0.0}])
+    assert bench.soak.compare(reference, tokens, tie) == wanted
 
 
 @pytest.mark.parametrize(
     ("histories", "size", "wanted"),
     [([], 1, True), ([5, 5], 2, True), ([5, 6], 2, False), ([5], 2, False), ([], 2, False)],
 )
-def test_ranks_took_the_same_paths_and_all_of_them_say_so(soak: Any, histories: Any, size: int, wanted: bool) -> None:
-    assert soak.together(histories, size) == wanted
+def test_ranks_took_the_same_paths_and_all_of_them_say_so(bench: Any, histories: Any, size: int, wanted: bool) -> None:
+    assert bench.soak.together(histories, size) == wanted
 
 
 # -- tables ----------------------------------------------------------------------------------------------------

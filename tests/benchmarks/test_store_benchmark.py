@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,20 +15,11 @@ ORIGIN = {"config", "date", "commit", "cpu", "kernel", "filesystem", "disk", "di
 HALF = 0.000_501
 
 
-def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, BENCHMARKS / "store.py", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.full
 def test_every_row_has_its_figures_and_its_origin(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    done = run("--quick", "--out", out, "--dir", tmp_path)
+    command = [sys.executable, BENCHMARKS / "store.py", "--quick", "--out", out, "--dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = rows_of(out)
     assert all(row.keys() >= ORIGIN for row in rows)

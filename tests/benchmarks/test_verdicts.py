@@ -10,11 +10,6 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture
-def verdicts(load: Any) -> Any:
-    return load("verdicts").verdicts
-
-
 def of(answers: int, wrong: int, ties: int = 0) -> Counter[str]:
     return Counter(equal=answers - wrong - ties, tie=ties, wrong=wrong, aborted=100)
 
@@ -40,22 +35,23 @@ def of(answers: int, wrong: int, ties: int = 0) -> Counter[str]:
     ],
 )
 def test_wrong_answers_are_allowed_as_far_as_chance_explains_them(
-    verdicts: Any, control: Counter[str] | None, treated: Counter[str], wanted: str
+    bench: Any, control: Counter[str] | None, treated: Counter[str], wanted: str
 ) -> None:
-    assert verdicts.verdict(control, treated) == wanted
+    assert bench.verdicts.verdict(control, treated) == wanted
 
 
-def test_in_float32_a_control_excuses_nothing(verdicts: Any) -> None:
+def test_in_float32_a_control_excuses_nothing(bench: Any) -> None:
     control = dict(of(500, 3))
-    assert verdicts.excusing(control, "float32") is verdicts.excusing(None, "bfloat16") is None
-    assert verdicts.excusing(control, "bfloat16") == verdicts.counted(control) == Counter(equal=497, tie=0, wrong=3)
+    excusing, counted = bench.verdicts.excusing, bench.verdicts.counted
+    assert excusing(control, "float32") is excusing(None, "bfloat16") is None
+    assert excusing(control, "bfloat16") == counted(control) == Counter(equal=497, tie=0, wrong=3)
 
 
-def test_the_chance_is_that_of_drawing_who_is_wrong(verdicts: Any) -> None:
+def test_the_chance_is_that_of_drawing_who_is_wrong(bench: Any) -> None:
     """Against 20,000 drawings: 30 of 400 answers are wrong, 300 of them treated; 27 or more of the 30 among these."""
     rng = random.Random(0)
     drawn = sum(sum(one < 300 for one in rng.sample(range(400), 30)) >= 27 for _ in range(20_000)) / 20_000
-    chance = verdicts._chance(100, 300, 3, 27)
+    chance = bench.verdicts._chance(100, 300, 3, 27)
     assert chance == pytest.approx(drawn, abs=4 * math.sqrt(chance / 20_000))
-    assert verdicts._chance(5, 5, 0, 0) == 1.0
-    assert verdicts._chance(3, 3, 0, 3) == pytest.approx(1 / 20)
+    assert bench.verdicts._chance(5, 5, 0, 0) == 1.0
+    assert bench.verdicts._chance(3, 3, 0, 3) == pytest.approx(1 / 20)

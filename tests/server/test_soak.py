@@ -66,6 +66,6 @@ def test_a_replay_with_other_selections_differs(
 
     whole = Selected.mask
     monkeypatch.setattr(Selected, "mask", lambda step, layer: whole(step, layer) & (whole(step, layer).cumsum(1) == 1))
-    row = replay.replay(soaked[0] / "trace", ROOT / "models" / "needle", replay.Options(12, 0, tie=0.002))
+    row = replay.replay(soaked[0] / "trace", ROOT / "models" / "needle", 12, 0, 540.0, 0.002)
     assert row["sparse"]["tokens of sparse steps"] == soaked[1]["replay"]["sparse"]["tokens of sparse steps"]
     assert row["sparse"]["max_logprob_off"] > 0.01
