@@ -29,9 +29,8 @@ from torch import Tensor
 
 from prefix_kernels.budget import budget_for_group
 from prefix_kernels.grouped_attention import AttentionShape, Segment, has_specialized, passes_for
-from prefix_kernels.top_k_selection import NUM_KEYS, SelectionGroup, pack_lists
-from prefix_kernels.top_k_selection.plan import list_stride
-from prefix_kernels.types import Selection, new_lists
+from prefix_kernels.top_k_selection import NUM_KEYS
+from prefix_kernels.types import Selection, SelectionGroup, list_stride, new_lists, pack_lists
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.select_op import ListSizes, graph_op
 from sglang_ext.methods import SelectArgs, make_builder, make_selector

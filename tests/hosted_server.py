@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from prefix_kernels.residents import PAGE_TOKENS, to_pages
-from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
-from prefix_kernels.types import PagedKV, Selection
+from prefix_kernels.types import PagedKV, Selection, SelectionGroup, pack_lists
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, HostPrefix
 from sglang_ext.methods.layer_plan import LayerMode

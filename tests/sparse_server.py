@@ -17,8 +17,7 @@ from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import LEAST_BLOCK, ScoreShape
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
-from prefix_kernels.types import PagedKV, Selection
+from prefix_kernels.types import PagedKV, Selection, SelectionGroup, pack_lists
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp, op_maker

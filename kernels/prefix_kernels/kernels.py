@@ -1,4 +1,5 @@
-"""Device functions that kernels share: their start, counts of digits in shared memory, and programs that meet.
+"""Device functions that kernels share: their start, counts of digits in shared memory, programs that meet, and parts of
+a selection by bins.
 
 *Start.* Hopper's programmatic dependent launch (`launching.launch_behind`) puts a kernel's programs on the GPU before
 the kernel before them ends. What that one wrote may only be read after `wait_for_the_kernel_before`, which therefore
@@ -11,6 +12,9 @@ alone: so what needs little less than that counts by `tl.histogram`, as Triton's
 
 *Meetings.* Programs of one launch wait for each other on a counter in device memory. All of them run at the same time
 (a cooperative launch), and one that waits has nothing else to do before: so waiting cannot last.
+
+*Bins.* Scores become keys of 11 bits in the same order, each of which is a bin. `anchor_selection.kernels` counts bins,
+and so finds the threshold.
 """
 
 from __future__ import annotations
@@ -20,8 +24,16 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from prefix_kernels.top_k_selection import NUM_KEYS
+from prefix_kernels import top_k_selection, types
 
+ALIGNED = tl.constexpr(types.ALIGNED)
+BEGINS = tl.constexpr(16)
+"""Tiles of scores begin at multiples of this."""
+NUM_KEYS = top_k_selection.NUM_KEYS
+WINDOW_KEY = tl.constexpr(NUM_KEYS - 1)
+"""Of sink and recent window: above all others."""
+LOWEST_LOG = tl.constexpr(top_k_selection.LOWEST_LOG)
+BINS_PER_LOG = tl.constexpr((NUM_KEYS - 3) / -top_k_selection.LOWEST_LOG)
 NUM_BINS = tl.constexpr(NUM_KEYS)
 FINE = tl.constexpr(32)
 COARSE = tl.constexpr(NUM_KEYS // 32)
@@ -141,3 +153,61 @@ def meet(arrived_ptr, place, num_programs):
         while seen < target:
             seen = tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
         tl.debug_barrier()
+
+
+@triton.jit
+def load_scores(scores, begin, end, shift, TILE: tl.constexpr, BLOCKS: tl.constexpr):
+    """Scores [TILE] of the tokens from `begin` on, a multiple of 16; those from `end` on are not looked at.
+
+    BLOCKS: 2^shift tokens, 16 or more, have one score.
+    Past the first level of caches, as all that another launch has written that may still have been running.
+    """
+    token = begin // BEGINS * BEGINS + tl.arange(0, TILE)
+    if BLOCKS:
+        return tl.load(scores + (token >> shift), mask=token < end, other=0.0, cache_modifier=".cg")
+    # Whole vectors: rows of scores are padded to such.
+    end = (end + ALIGNED - 1) // ALIGNED * ALIGNED
+    return tl.load(scores + token, mask=token < end, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def ordered_levels(scores):
+    """fp32 of at least -1: a log-probability's key is the whole part plus 1. A key is above k where its level is k or
+    more."""
+    real = scores > float("-inf")
+    place = tl.minimum(tl.maximum(tl.where(real, scores, 0.0), LOWEST_LOG), 0.0) - LOWEST_LOG
+    return tl.where(real, place * BINS_PER_LOG, -1.0)
+
+
+@triton.jit
+def keys_of(levels):
+    """int32 keys of levels, see `top_k_selection.rank_by_keys`."""
+    return levels.to(tl.int32) + 1
+
+
+@triton.jit
+def ordered_keys(scores):
+    """int32 keys of fp32 log-probabilities; none is `WINDOW_KEY`."""
+    return keys_of(ordered_levels(scores))
+
+
+@triton.jit
+def window_levels(scores, begin, num_sink, recent_begin, TILE: tl.constexpr):
+    """Levels [TILE] of the tokens from `begin` on, those of the windows above all others."""
+    token = begin + tl.arange(0, TILE)
+    in_window = (token < num_sink) | (token >= recent_begin)
+    return tl.where(in_window, tl.full([TILE], WINDOW_KEY - 1.0, tl.float32), ordered_levels(scores))
+
+
+@triton.jit
+def placed(levels, there, threshold, above_before, ties_before):
+    """Where each token of a tile is listed, whether it is (0 or more) or not (-1), and its counts: 1 where its key is
+    above the threshold, 65536 at it."""
+    # One scan for both counts: a tile has fewer than 2^15 tokens.
+    both = tl.where(levels >= threshold, 1, tl.where(levels >= threshold - 1.0, 65536, 0))
+    both = tl.where(there, both, 0)
+    before = tl.cumsum(both, axis=0) - both
+    ties = ties_before + (before >> 16)
+    # The first ties are skipped. A number says what is listed, as a thread has few predicates.
+    chosen = tl.where(both == 65536, ties, both - 1)
+    return above_before + (before & 65535) + tl.maximum(ties, 0), chosen, both

@@ -11,8 +11,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import Segment
 from prefix_kernels.launching import send
 from prefix_kernels.slot_lists import copy_slot_lists
-from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import SelectedLists, SelectionGroup, list_stride
 from sglang_ext.decode.types import DecodeBatch, PrefixGroup
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 

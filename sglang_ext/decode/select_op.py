@@ -15,8 +15,7 @@ from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import SelectedLists, Selection
+from prefix_kernels.types import ALIGNED, SelectedLists, Selection, SelectionGroup
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.types import Index
 from sglang_ext.methods import METHODS, make_selector

@@ -11,8 +11,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, Segment, default_config
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import list_stride, pack_lists
-from prefix_kernels.types import PagedKV, new_lists
+from prefix_kernels.types import PagedKV, list_stride, new_lists, pack_lists
 from sglang_ext.decode.select_op import ListSizes, graph_op, graph_refusal, selection_group
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.base import LayerProfile, SelectArgs

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
-from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, pack_lists
-from prefix_kernels.types import PagedKV
+from prefix_kernels.types import PagedKV, SelectionGroup, list_stride, pack_lists
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.attention import Attends, Attentions
 from sglang_ext.decode.base import DecodeBackend

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from prefix_kernels.launching import send
 from prefix_kernels.residents import PAGE_TOKENS, Counter, ResidentGroup, Residents, ResidentShape
-from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import PagedKV, SelectedLists
+from prefix_kernels.types import PagedKV, SelectedLists, SelectionGroup
 from sglang_ext.decode.types import HostPrefix
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 

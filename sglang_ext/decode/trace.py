@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from prefix_index import printable
-from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import SelectedLists, SelectionGroup
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
 

@@ -15,8 +15,7 @@ from prefix_kernels.anchor_selection import AnchorSelection
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.pooled_scores import Layers, ScoreInputs, array_addresses
-from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_stride, place_scores
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import ALIGNED, SelectedLists, SelectionGroup, list_stride, place_scores
 from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp

@@ -25,8 +25,7 @@ from prefix_kernels.pooled_scores import (
     array_addresses,
     check_group,
 )
-from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride, place_scores
-from prefix_kernels.types import CandidateForm, SelectedLists
+from prefix_kernels.types import CandidateForm, SelectedLists, SelectionGroup, list_stride, place_scores
 from sglang_ext.decode.select_op import ListSizes, ScoringOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize

@@ -20,7 +20,7 @@ COMPARED = """
 from types import SimpleNamespace
 import torch
 from offload_serving_replay import Replay, positions_of
-from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
+from prefix_kernels.types import SelectionGroup, pack_lists
 
 positions = positions_of(None, 0.25, 40, 112)[:, :, :5]
 groups = pack_lists([SelectionGroup(length, 40) for length in (112, 160, 208)], 3)

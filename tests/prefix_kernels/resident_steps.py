@@ -10,8 +10,7 @@ from torch import Tensor
 
 from prefix_kernels import PagedKV
 from prefix_kernels.residents import PAGE_TOKENS, ResidentGroup, Residents, ResidentShape
-from prefix_kernels.top_k_selection.plan import SelectionGroup, list_stride
-from prefix_kernels.types import SelectedLists, new_lists
+from prefix_kernels.types import SelectedLists, SelectionGroup, list_stride, new_lists
 
 Wanted = Mapping[int, Sequence[Sequence[int]]]
 """Of a step: by prefix, for each KV head, positions, ascending."""

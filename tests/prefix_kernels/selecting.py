@@ -14,8 +14,7 @@ from prefix_kernels.anchor_selection import AnchorSelection
 from prefix_kernels.low_bit import dequantize, quantize
 from prefix_kernels.pooled_scores import ScoredGroup, ScoreInputs, ScoreShape
 from prefix_kernels.pooling import HEADROOM, Pooling, pool_scores
-from prefix_kernels.top_k_selection import SelectionGroup, pack_lists
-from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
+from prefix_kernels.types import CandidateForm, SelectedLists, SelectionGroup, new_lists, pack_lists
 
 KV_HEADS, GQA, DIM = 2, 4, 64
 #: Largest error of a log-probability, natural log, where queries times steps are fp32, and where they are fp16.

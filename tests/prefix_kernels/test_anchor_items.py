@@ -11,7 +11,7 @@ import torch
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, default_config
 from prefix_kernels.anchor_selection.programs import ITEM_FIELDS, make_items, share_programs
 from prefix_kernels.pooled_scores import ScoreShape
-from prefix_kernels.top_k_selection import SelectionGroup
+from prefix_kernels.types import SelectionGroup
 
 
 def test_programs_are_shared_by_length() -> None:

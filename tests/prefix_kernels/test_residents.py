@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from prefix_kernels import PagedKV
 from prefix_kernels.residents import PAGE_TOKENS, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.residents.reference import OLDEST
-from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import new_lists
+from prefix_kernels.types import SelectionGroup, new_lists
 from tests.examples import examples
 from tests.prefix_kernels.resident_steps import BEFORE, Prefixes, Steps, Wanted
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from prefix_kernels import PagedKV, Selection
 from prefix_kernels.budget import BudgetGrowth, budget_for_group
-from prefix_kernels.top_k_selection import SelectionGroup, top_k_selection
+from prefix_kernels.top_k_selection import top_k_selection
+from prefix_kernels.types import SelectionGroup
 from tests.examples import examples
 
 

@@ -17,12 +17,11 @@ import torch
 
 from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
 from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
-from prefix_kernels.kernels import ARRIVALS, COARSE, FINE, NUM_BINS
+from prefix_kernels.kernels import ARRIVALS, COARSE, FINE, LOWEST_LOG, NUM_BINS
 from prefix_kernels.launching import Launch, recording
 from prefix_kernels.low_bit import unpack_codes
 from prefix_kernels.pooled_scores import ScoreInputs
 from prefix_kernels.pooling import log_shares, sum_step
-from prefix_kernels.top_k_selection.kernels import LOWEST_LOG
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, run_together
 from tests.prefix_kernels.selecting import GQA, KV_HEADS, hopper_problem, keys_of, lists_of

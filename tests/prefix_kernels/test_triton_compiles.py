@@ -31,8 +31,7 @@ from prefix_kernels.prefill_attention import Span
 from prefix_kernels.prefill_attention.runner import PrefillAttention
 from prefix_kernels.residents import ResidentGroup, Residents, ResidentShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
-from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import CandidateForm, new_lists
+from prefix_kernels.types import CandidateForm, SelectionGroup, new_lists
 from prefix_kernels.union_selection import UnionSelection
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.selecting import lists_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
+from prefix_kernels.types import SelectionGroup, pack_lists
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.base import METHODS, Method
 from tests.serving.admitting import PROMPT, Model, ours

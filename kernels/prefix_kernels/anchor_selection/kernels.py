@@ -16,15 +16,20 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.kernels import (
+    ALIGNED,
     COARSE,
     FINE,
     NUM_BINS,
     add_counts,
     begin_counts,
     end_counts,
+    keys_of,
+    load_scores,
     meet,
+    placed,
     scatter,
     wait_for_the_kernel_before,
+    window_levels,
 )
 from prefix_kernels.pooled_scores.kernels import (
     LISTED,
@@ -36,7 +41,6 @@ from prefix_kernels.pooled_scores.kernels import (
     stretch_of,
     sum_step,
 )
-from prefix_kernels.top_k_selection.kernels import ALIGNED, keys_of, load_scores, placed, window_levels
 
 
 @triton.jit

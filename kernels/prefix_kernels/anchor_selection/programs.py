@@ -15,8 +15,7 @@ from prefix_kernels.anchor_selection.kernels import list_kernel
 from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.launching import arguments_of, launch, launch_behind, send
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import CandidateForm, SelectedLists, check_lists
+from prefix_kernels.types import ALIGNED, CandidateForm, SelectedLists, SelectionGroup, check_lists
 
 ITEM_FIELDS = 11
 """int64 fields of an item: group, chunk, the group's number of chunks, prefix_len, tokens that are selected, num_sink,

@@ -38,8 +38,7 @@ from prefix_kernels.pooled_scores.tables import (
     check_group,
 )
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
+from prefix_kernels.types import ALIGNED, CandidateForm, SelectedLists, SelectionGroup, check_scores, check_table
 
 _HOPPER = 9
 _SHARED_BYTES = {True: 224 << 10, False: 160 << 10}

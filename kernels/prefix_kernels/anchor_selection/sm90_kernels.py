@@ -36,9 +36,8 @@ from prefix_kernels.anchor_selection.sm90_product_kernels import (
     sum_item,
     sum_sample_item,
 )
-from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, let_the_next_kernel_come, meet
+from prefix_kernels.kernels import COARSE, FINE, NUM_BINS, let_the_next_kernel_come, meet, ordered_keys
 from prefix_kernels.pooled_scores.kernels import HEADROOM, LISTED, LN2, LOG2E, num_summed, stretch_of, sum_step
-from prefix_kernels.top_k_selection.kernels import ordered_keys
 
 NEVER = gl.constexpr(2.0**30)
 """Units of scores: a row whose logarithm it is has no share in anything."""

@@ -20,9 +20,8 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import count_keys, item_at
 from prefix_kernels.csa_scores import compact
-from prefix_kernels.kernels import ADD, COARSE, NUM_BINS, RESET, meet
+from prefix_kernels.kernels import ADD, ALIGNED, COARSE, NUM_BINS, RESET, meet
 from prefix_kernels.pooled_scores.kernels import LN2, LOG2E, pool_tiles, row_lse, stretch_of
-from prefix_kernels.top_k_selection.kernels import ALIGNED
 
 BLOCK = tl.constexpr(compact.BLOCK_POSITIONS)
 STEP_POSITIONS = 1024

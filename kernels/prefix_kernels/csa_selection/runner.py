@@ -36,8 +36,7 @@ from prefix_kernels.launching import (
     shared_registers,
 )
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup
-from prefix_kernels.types import CandidateForm, SelectedLists, check_scores, check_table
+from prefix_kernels.types import ALIGNED, CandidateForm, SelectedLists, SelectionGroup, check_scores, check_table
 
 _GROUP_FIELDS = 5
 """int64 fields of a group: first of the members, requests, prefix_len, chunks, entries of a list."""

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from prefix_kernels.top_k_selection.plan import SelectionGroup
+from prefix_kernels.types import SelectionGroup
 
 PAGE_TOKENS = 16
 """Tokens of a page of the host's pool: tables name pages. A cell holds one token."""

@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 
 from prefix_kernels.anchor_selection.kernels import count_keys, item_at
-from prefix_kernels.kernels import COARSE, NUM_BINS
+from prefix_kernels.kernels import ALIGNED, COARSE, NUM_BINS, load_scores, ordered_keys
 from prefix_kernels.pooled_scores.kernels import stretch_of
-from prefix_kernels.top_k_selection.kernels import ALIGNED, load_scores, ordered_keys
 
 
 @triton.jit

@@ -15,8 +15,7 @@ from torch import Tensor
 from prefix_kernels.anchor_selection.programs import LIST_WARPS, TOKENS_OF_A_THREAD, Programs, ScoredTokens
 from prefix_kernels.kernels import NUM_BINS
 from prefix_kernels.launching import arguments_of, launch, programs_at_once, send
-from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, place_scores
-from prefix_kernels.types import CandidateForm, SelectedLists
+from prefix_kernels.types import ALIGNED, CandidateForm, SelectedLists, SelectionGroup, place_scores
 from prefix_kernels.union_selection.kernels import depth_kernel, merge_kernel
 
 _STRETCH = 128

@@ -22,8 +22,7 @@ from prefix_kernels.csa_selection import (
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.top_k_selection.plan import SelectionGroup, place_scores
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import SelectedLists, SelectionGroup, place_scores
 from sglang_ext.decode.select_op import ListSizes, ScoringOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.csattention.spec import CSAttentionSpec

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.top_k_selection import rank_by_keys
-from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import Selection
+from prefix_kernels.types import Selection, SelectionGroup
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import (
     METHODS,

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.top_k_selection.plan import ALIGNED, SelectionGroup, list_stride, pack_lists
-from prefix_kernels.types import CandidateForm, SelectedLists, new_lists
+from prefix_kernels.types import (
+    ALIGNED,
+    CandidateForm,
+    SelectedLists,
+    SelectionGroup,
+    list_stride,
+    new_lists,
+    pack_lists,
+)
 from sglang_ext.decode.select_op import AheadOp, ListSizes, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp

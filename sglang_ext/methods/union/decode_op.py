@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.top_k_selection.plan import SelectionGroup
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import SelectedLists, SelectionGroup
 from prefix_kernels.union_selection import UnionSelection
 from sglang_ext.decode.select_op import ListSizes, ScoringOp, graph_op
 from sglang_ext.decode.types import Index

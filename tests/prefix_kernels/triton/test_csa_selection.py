@@ -21,8 +21,7 @@ from prefix_kernels.csa_selection import (
     default_config,
 )
 from prefix_kernels.pooling import Pooling, pool_scores
-from prefix_kernels.top_k_selection import SelectionGroup, pack_lists
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import SelectedLists, SelectionGroup, pack_lists
 from tests.prefix_kernels.selecting import KV_HEADS, Problem, Sizes, check, select
 from tests.prefix_kernels.triton.conftest import DTYPES, FORMS
 

@@ -10,7 +10,7 @@ import torch
 
 from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
-from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
+from prefix_kernels.types import SelectionGroup, pack_lists
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.select_op import ListSizes
 from sglang_ext.decode.types import GroupRead

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefix_kernels.top_k_selection.plan import SelectionGroup, pack_lists
 from prefix_kernels.types import Selection
 
 NUM_KEYS = 2048
