@@ -92,7 +92,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             `false` also keeps indexes out of decode graphs.
         min_shared_tokens: reads that such groups must save in a step, at least: shared tokens times members less one.
         decode_path: what decode steps inside CUDA graphs run on: `auto`, or one path (`stock`, `cascade`, `sparse`).
-        exactness: `selected`: steps by an index answer. `verify`: they draft, an exact step keeps what dense greedy
+        exactness: `selected`: steps by an index answer. `verify`: they draft, an exact step keeps what dense
             decoding would have said. See docs/lossless.md.
         draft_tokens: with `verify`: tokens that a request drafts for one exact step, at most.
         search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members

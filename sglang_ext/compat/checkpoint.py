@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,23 +56,6 @@ def fingerprint(
         head_dim=head_dim,
         v_head_dim=v_head_dim,
     )
-
-
-def read_model(flags: Sequence[str]) -> ModelFingerprint:
-    """The model that a server with these flags serves, by its configuration alone: weights are neither read nor loaded,
-    and of the fingerprint `weights_digest` and `kv_dtype` are no values.
-
-    Args:
-        flags: SGLang's, `--model-path` and a device that is there among them.
-
-    Raises:
-        EngineStartError: SGLang refuses them, or is not supported.
-        FileNotFoundError: the model is not on this machine.
-    """
-    from sglang_ext.compat.engine import checked_record
-
-    record = checked_record(flags)
-    return fingerprint(record, model_config_of(record))
 
 
 def _weights_of(args: Any, folder: str) -> str:
