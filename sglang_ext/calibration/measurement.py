@@ -134,7 +134,13 @@ def measure_prompt(
 
 
 def average(measurements: Sequence[PromptMeasurement]) -> PromptMeasurement:
-    """Means over at least one prompt of one model, every one weighs the same; of channels the maxima."""
+    """Means over at least one prompt, every one weighs the same; of channels the maxima.
+
+    Raises:
+        ValueError: prompts of different models.
+    """
+    if len({(one.q_max.shape, one.k_max.shape) for one in measurements}) != 1:
+        raise ValueError("expected prompts of one model, got different numbers of layers or heads; measure them again")
     means = {}
     for field in fields(PromptMeasurement):
         stacked = torch.stack([getattr(one, field.name) for one in measurements])
@@ -158,13 +164,14 @@ def load_measurement(path: str | Path) -> tuple[PromptMeasurement, PromptInfo]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no measurement, or it does not say of which prompt.
+        ValueError: it is no measurement, has a value that is NaN or infinite, or does not say of which prompt.
     """
     try:
         with safe_open(path, "pt") as file:
             tensors = {field.name: file.get_tensor(field.name) for field in fields(PromptMeasurement)}
             info = msgspec.json.decode((file.metadata() or {}).get("info", ""), type=PromptInfo)
-    except (SafetensorError, msgspec.DecodeError) as error:
+        check_finite(**tensors)
+    except (SafetensorError, ValueError) as error:  # msgspec's among them
         raise ValueError(
             f"expected a measurement of a prompt in {path}, got {error}; remove it, and the prompt is measured again"
         ) from error

@@ -149,6 +149,7 @@ class CalibrateJob:
                 f"{len(halves[0])} and {len(halves[1])}; no profile is written. Give more prompts, or correct those "
                 "that were left out"
             )
+        self.check_layers(self._model.num_layers)
         averages = average([measurement for measurement, _ in measured])
         infos = [info for _, info in measured]
         verdict = self._judged(average(halves[0]), infos) if self.judges else None

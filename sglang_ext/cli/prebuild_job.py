@@ -174,9 +174,9 @@ class PromptBuilder:
     def _build(self, prompt: Prompt) -> dict[str, Any]:
         try:
             ids, warnings = prefix_tokens(prompt, self._engine.tokens)
-            line = self._build_tokens(prompt, ids)
         except ValueError as error:
-            return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
+            return _refused_by_sglang(error)
+        line = self._build_tokens(prompt, ids)
         return {**line, "warnings": warnings} if warnings else line
 
     def _build_tokens(self, prompt: Prompt, ids: Sequence[int]) -> dict[str, Any]:
@@ -195,7 +195,10 @@ class PromptBuilder:
         begun = time.perf_counter()
         self._attempts += 1
         rid = f"prebuild-{self._attempts}-{prompt.id}"
-        self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
+        try:
+            self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
+        except ValueError as error:
+            return _refused_by_sglang(error)
         event = reported(self._events, rid)
         with suppress(IndexStoreError):  # a report of what was built is not lost with the service
             self._store.rescan()
@@ -234,3 +237,7 @@ def open_builder(args: argparse.Namespace, settings: Settings, store: IndexStore
         no_graphs = ["--disable-decode-cuda-graph"]
         with plugin_engine(args.model_path, flags, settings.store, config, no_graphs) as engine:
             yield PromptBuilder(engine, store, settings, events, args)
+
+
+def _refused_by_sglang(error: ValueError) -> dict[str, Any]:
+    return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}

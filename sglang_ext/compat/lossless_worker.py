@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -59,19 +59,19 @@ class _Rows(NamedTuple):
     seq_lens_cpu: Tensor
 
 
-def may_draft(req: Any, *, seeded: bool) -> bool:
+def may_draft(req: Any, *, chained: bool) -> bool:
     """Whether a request's next token is the most probable one by the model, or drawn as `Sampling` says, and nothing
     else is asked of its step.
 
     Args:
         req: SGLang's.
-        seeded: whether what is drawn is to follow from seeds.
+        chained: whether what min_p leaves of tokens is taken of what top_k and top_p have left, as flashinfer does.
     """
     params = req.sampling_params
     defaults = SamplingParams()
     fields = (name for name in params.__struct_fields__ if name not in _NO_CHOICE)
     asked = req.return_logprob or req.grammar is not None or req.custom_logit_processor
-    asked = asked or (params.top_k > 1 and (seeded or getattr(req, "return_sampling_mask", False)))
+    asked = asked or (chained and params.min_p > 0 and (1 < params.top_k < TOP_K_ALL or params.top_p < 1))
     return not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
 
 
@@ -197,9 +197,9 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             may: per request, what its index may draft.
         """
         single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
-        seeded = bool(self.model_runner.server_args.enable_deterministic_inference)
+        chained = self.model_runner.server_args.sampling_backend != "pytorch"
         pairs = zip(may, batch.reqs, strict=True)
-        free = [one if one is not None and may_draft(req, seeded=seeded) else None for one, req in pairs]
+        free = [one if one is not None and may_draft(req, chained=chained) else None for one, req in pairs]
         drafting = 0 if single else sum(one is not None and one.most > 0 for one in free)
         room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(may)
         found: list[Drafting | None] = []

@@ -68,11 +68,14 @@ class Draws:
         fields = placed(list(zip(*asked, strict=True)), logits.device, torch.float32)
         temperature, top_k, top_p, min_p = fields[..., None]
         probs = logits.float().div_(temperature).softmax(dim=-1)
-        if any(one[1:] != (size, 1.0, 0.0) for one in asked):
-            best, tokens = probs.topk(max(one.top_k for one in asked))
-            left = torch.arange(best.shape[1], device=probs.device) >= top_k
-            left |= (best.cumsum(dim=-1) - best > top_p) | (best < best[:, :1] * min_p)
-            probs = torch.zeros_like(probs).scatter_(1, tokens, best.masked_fill(left, 0.0))
+        some = [row for row, one in enumerate(asked) if one[1:] != (size, 1.0, 0.0)]
+        if some:
+            rows = placed(some, logits.device)
+            best, tokens = probs[rows].topk(max(asked[row].top_k for row in some))
+            left = torch.arange(best.shape[1], device=probs.device) >= top_k[rows]
+            left |= (best.cumsum(dim=-1) - best > top_p[rows]) | (best < best[:, :1] * min_p[rows])
+            probs[rows] = 0.0
+            probs[rows[:, None], tokens] = best.masked_fill_(left, 0.0)
         new = [place for place in places if place not in self._noise]
         made = probs.new_empty(len(new), size).exponential_().clamp_(min=torch.finfo(torch.float32).tiny)
         self._noise.update(zip(new, made, strict=True))

@@ -90,6 +90,8 @@ def test_the_average_weighs_prompts_alike_and_keeps_channel_maxima():
     q_max, k_max = zip(*(channel_maxima(layers_of(capture, None)) for capture in captures), strict=True)
     assert torch.equal(means.q_max, torch.stack(q_max).amax(dim=0))
     assert torch.equal(means.k_max, torch.stack(k_max).amax(dim=0))
+    with pytest.raises(ValueError, match="expected prompts of one model, got different numbers of layers or heads"):
+        average([ones[0], replace(ones[1], q_max=ones[1].q_max[:1])])
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path):
@@ -108,7 +110,11 @@ def test_a_file_that_is_damaged_or_does_not_tell_its_prompt_is_refused(tmp_path,
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"expected a measurement of a prompt in .* measured again"):
         load_measurement(path)
-    save_measurement(measure_prompt(make_capture(), SETTING), INFO, path)
+    one = measure_prompt(make_capture(), SETTING)
+    save_measurement(replace(one, recall=one.recall * torch.nan), INFO, path)
+    with pytest.raises(ValueError, match=r"expected a measurement of a prompt in .* finite recall, got NaN"):
+        load_measurement(path)
+    save_measurement(one, INFO, path)
     save_file(load_file(path), path, info and {"info": info})
     with pytest.raises(ValueError, match=r"expected a measurement of a prompt in .* measured again"):
         load_measurement(path)

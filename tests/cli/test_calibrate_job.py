@@ -239,6 +239,12 @@ def test_too_many_anchors_are_refused_before_the_first_prompt(calibrate: Any) ->
     status, said = calibrate("--anchors", "3")
     assert (status, Engine.captured) == (1, [])
     assert "expected --anchors in 1..2 (the layers from 1 on), got 3" in said
+    assert calibrate()[0] == 0
+    status, said = calibrate("--anchors", "3", model="not-here")
+    assert status == 1
+    assert "expected --anchors in 1..2 (the layers from 1 on), got 3" in said, (
+        "nothing is measured, nor is a model read"
+    )
 
 
 def test_no_measurement_is_removed_for_a_run_that_cannot_start(calibrate: Any, tmp_path: Path, state: Path) -> None:

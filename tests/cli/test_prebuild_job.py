@@ -85,6 +85,16 @@ class Vanishing(Refused):
         shutil.rmtree(self.store.folder)
 
 
+class HalfTold(Engine):
+    """What it says of the first prompt is damaged; the second one it refuses."""
+
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
+        if self.prefilled:
+            raise ValueError("the request is too long")
+        super().prefill(rid, ids, *more)
+        self.events.write_text(self.events.read_text()[:-9])
+
+
 class Beside(Engine):
     """A second after it has prefilled two prompts, another job does something: by then both were looked at."""
 
@@ -208,6 +218,13 @@ def test_a_prompt_that_sglang_refuses_fails_and_the_job_goes_on(job: Any) -> Non
     status, lines, _ = job(Prompt(id="chat", messages=[]), 2)
     assert (status, became(lines)) == (1, {"chat": "failed", "2": "built"})
     assert (lines[0]["reason"], lines[0]["detail"]) == ("refused_by_sglang", "expected text, got messages")
+
+
+def test_only_what_sglang_refuses_is_said_to_be_refused(job: Any) -> None:
+    job.engine = HalfTold
+    status, lines, _ = job(1, 2)
+    assert (status, [line["reason"] for line in lines]) == (1, ["JSONDecodeError", "refused_by_sglang"])
+    assert lines[1]["detail"] == "the request is too long"
 
 
 def test_a_name_takes_no_pin_away_that_somebody_else_gave_meanwhile(job: Any) -> None:

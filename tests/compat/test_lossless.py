@@ -30,18 +30,19 @@ OTHERS: list[dict[str, Any]] = [
 ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": "p"})
 
 
-def drafts(given: dict[str, Any], *, seeded: bool = False, **asked: Any) -> bool:
+def drafts(given: dict[str, Any], *, chained: bool = False, **asked: Any) -> bool:
     """Whether a request with these parameters does."""
     nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None}
     request = SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | asked)
-    return lossless_worker.may_draft(request, seeded=seeded)
+    return lossless_worker.may_draft(request, chained=chained)
 
 
 def test_requests_draft_whose_next_token_follows_from_what_the_model_says() -> None:
-    """The most probable one, or drawn; but not from seeds, which SGLang's own numbers follow, nor with a mask."""
-    assert [drafts(one, seeded=seeded) for one in GREEDY for seeded in (True, False)] == [True] * 2 * len(GREEDY)
+    """The most probable one, or drawn; but not where flashinfer's order of filters would draw otherwise."""
+    assert [drafts(one, chained=chained) for one in GREEDY for chained in (True, False)] == [True] * 2 * len(GREEDY)
     assert [drafts(one) for one in DRAWN] == [True] * len(DRAWN)
-    assert not any(drafts(one, seeded=True) or drafts(one, return_sampling_mask=True) for one in DRAWN)
+    assert [drafts(one, chained=True) for one in DRAWN] == [True, False]
+    assert all(drafts(one, chained=True) for one in ({"min_p": 0.1}, {"top_k": 20, "top_p": 0.8}))
     assert [drafts(one) for one in OTHERS] == [False] * len(OTHERS)
     assert not any(drafts(of, **one) for one in ASKED for of in (GREEDY[0], DRAWN[0]))
     assert set(SamplingParams.__struct_fields__) >= lossless_worker._NO_CHOICE, "names that this SGLang does not have"

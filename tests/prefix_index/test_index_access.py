@@ -126,6 +126,13 @@ def test_another_users_store_is_read(public: Path) -> None:
         place.chmod(0o700)
 
 
+def test_what_cannot_be_read_either_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
+    with pytest.raises(StoreFolderError, match="expected a readable folder, found no permission; change"):
+        FileStore(folder, write=False).open()
+
+
 def test_two_tiers_are_never_one_folder(folder: Path, tmp_path: Path) -> None:
     """Dropping a copy would remove the index."""
     folder.mkdir()

@@ -19,6 +19,10 @@ def main() -> None:
     with open_session(str(MODEL), sys.argv[4:], **sizes) as session:
         capture = session.capture("first", request["input_ids"], request["prefix_len"])
         save_capture(capture, sys.argv[2])
+        try:
+            session.capture("long", [5] * 70000)
+        except ValueError as error:
+            print(f"REFUSED {error}", flush=True)
     sys.stdout.flush()
     os._exit(0)  # SGLang has ended what the interpreter would wait for
 

@@ -59,7 +59,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: Any, serve: Any) -> tuple[PromptCapture, list[int], int]:
+def captured(tmp_path_factory: Any, serve: Any) -> tuple[PromptCapture, list[int], int, str]:
     from transformers import AutoTokenizer
 
     serve.close()
@@ -73,13 +73,13 @@ def captured(tmp_path_factory: Any, serve: Any) -> tuple[PromptCapture, list[int
     command = [sys.executable, "-m", "tests.server.capture_job", request, str(path), "--", *flags]
     status, output = run_job(command, path.with_suffix(".log"))
     assert status == 0, output[-4000:]
-    return load_capture(path), ids, len(prefix)
+    return load_capture(path), ids, len(prefix), output
 
 
 @pytest.fixture(scope="module")
 def reference(captured: Any) -> Reference:
     """Of the prompt and of what greedy decoding makes of it."""
-    _, ids, _ = captured
+    _, ids, *_ = captured
     tokens = list(ids)
     for _ in range(DECODE_STEPS):
         tokens.append(Reference(tokens).next_ids[-1])
@@ -87,7 +87,7 @@ def reference(captured: Any) -> Reference:
 
 
 def test_sample_tail_and_decode_steps_are_kept(captured: Any) -> None:
-    capture, ids, prefix_len = captured
+    capture, ids, prefix_len, _ = captured
     assert capture.prompt_len == len(ids)
     assert capture.prefix_len == prefix_len
     sampled, late = capture.positions[capture.sampled], capture.positions[~capture.sampled]
@@ -98,7 +98,7 @@ def test_sample_tail_and_decode_steps_are_kept(captured: Any) -> None:
 
 
 def test_queries_and_keys_are_those_of_the_model(captured: Any, reference: Reference) -> None:
-    capture, _, prefix_len = captured
+    capture, _, prefix_len, _ = captured
     for layer in range(capture.num_layers):
         torch.testing.assert_close(capture.queries[layer], reference.q[layer][capture.positions], atol=2e-3, rtol=2e-3)
         torch.testing.assert_close(capture.keys[layer], reference.k[layer][:prefix_len], atol=2e-3, rtol=2e-3)
@@ -109,3 +109,9 @@ def test_importance_is_that_of_the_residual_stream(captured: Any, reference: Ref
     for layer in range(capture.num_layers):
         expected = reference.importance[layer][capture.positions].float()
         torch.testing.assert_close(capture.importance[layer], expected, atol=2e-4, rtol=5e-3)
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_what_to_do(captured: Any) -> None:
+    output = captured[3]
+    assert "REFUSED long: expected 1.." in output
+    assert "--context-length" in output

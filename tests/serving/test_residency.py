@@ -176,6 +176,18 @@ def test_an_index_that_has_gone_or_is_of_another_method_fails_by_name(bench: Any
     assert (index.state, index.reason) == (State.FAILED, "no_index")
 
 
+def test_acquire_does_not_wait_for_the_disk(bench: Any, reside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, residency = bench.put(PROMPT), reside(bench)
+    gate, real = threading.Event(), bench.store.get
+    monkeypatch.setattr(bench.store, "get", lambda key: (gate.wait(30), real(key))[1])
+    index = residency.acquire(entry)
+    assert index.state is State.LOADING
+    residency.release(index)  # its request ended before the load did
+    gate.set()
+    index.loaded.result(30)
+    assert (index.state, index.users) == (State.READY, 0)
+
+
 def last_use(entry: Any) -> float:
     return Path(entry.path).stat().st_atime
 

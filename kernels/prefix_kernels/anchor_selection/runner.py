@@ -272,6 +272,15 @@ class AnchorSelection:
         rows = check_rows(
             scored, self.max_groups // count, self.max_batch // count, self.max_batch - (count - 1) * apart, most
         )
+        with_arrays = sum(bool(group.arrays) for group in scored)
+        if with_arrays not in (0, len(scored)) or any(
+            of.count != group.prefix_len for of, group in zip(scored, selected, strict=True)
+        ):
+            raise ValueError(
+                "expected arrays of all groups or of none, and the tokens of each prefix as its candidates, got arrays "
+                f"of {with_arrays} of {len(scored)} and candidates {[of.count for of in scored]} of prefixes of "
+                f"{[group.prefix_len for group in selected]}; plan the same for both"
+            )
         tables = torch.zeros(self._groups.shape, dtype=torch.int32)
         heads = torch.zeros(self._heads.shape, dtype=torch.int64)
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)

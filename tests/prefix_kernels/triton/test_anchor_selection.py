@@ -295,6 +295,12 @@ def test_arrays_come_with_the_plan_or_with_each_run(device: torch.device) -> Non
     made = problem(device, [((0,), 300, 30)])
     (scored,), (selected,) = made.scored, made.selected
     one = AnchorSelection(made.shape, 2, 2, 300, 124, CONFIG, device, form=FORMS[0])
+    for groups, found in (
+        ([scored, replace(scored, arrays=())], "arrays of 1 of 2"),
+        ([scored, scored], "arrays of 2 of 2"),
+    ):
+        with pytest.raises(ValueError, match=f"arrays of all groups or of none.* got {found}"):
+            one.plan(groups, [selected, replace(selected, prefix_len=299)])
     one.plan([replace(scored, arrays=())], [selected])
     inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
     with pytest.raises(ValueError, match="expected arrays, as the plan has none"):
