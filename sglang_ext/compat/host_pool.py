@@ -103,8 +103,8 @@ def host_pool(
     if dense_layers:
         device_pool._init_data_ptrs_and_strides()
     # SGLang has all keys first. Nothing but what is here reads this pool.
-    memory = made.kv_buffer.view(-1)[: math.prod(sizes)].view(sizes)
-    return HostPool(memory, device_pool, device_pool.dtype, dense_layers, dense_begin, owner=made)
+    pages = made.kv_buffer.view(-1)[: math.prod(sizes)].view(sizes)
+    return HostPool(pages, device_pool, device_pool.dtype, dense_layers, dense_begin, owner=made)
 
 
 def _made(device_pool: Any, nbytes: int, *, pinned: bool) -> Any:

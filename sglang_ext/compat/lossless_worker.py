@@ -65,13 +65,14 @@ def may_draft(req: Any, *, chained: bool) -> bool:
 
     Args:
         req: SGLang's.
-        chained: whether what min_p leaves of tokens is taken of what top_k and top_p have left, as flashinfer does.
+        chained: whether min_p is taken of what top_k and top_p have left, as by flashinfer.
     """
     params = req.sampling_params
     defaults = SamplingParams()
     fields = (name for name in params.__struct_fields__ if name not in _NO_CHOICE)
     asked = req.return_logprob or req.grammar is not None or req.custom_logit_processor
-    asked = asked or (chained and params.min_p > 0 and (1 < params.top_k < TOP_K_ALL or params.top_p < 1))
+    if chained and params.top_k > 1 and params.min_p > 0:
+        asked = asked or params.top_k < TOP_K_ALL or params.top_p < 1
     return not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
 
 

@@ -1,10 +1,11 @@
 """What requests of a round of lossless decode say next: the most probable token, or one that is drawn.
 
-With a number of its own e ~ Exp(1) for each token, argmax(p / e) is a sample of p. A draft is drawn from what a sparse
-step says, and the exact step's token of the same place from what that says, by the same numbers. So they are the same
-with a probability of at least (1 - TV) / (1 + TV), TV half the sum of the differences of both distributions (Daliri,
-Musco, Suresh, 2408.07978). A request keeps the exact step's tokens. The numbers of a place know nothing of the tokens
-before it, so whatever was drafted, these are samples of the exact step's distribution.
+With a number e ~ Exp(1) for each token of the vocabulary, argmax(p / e) is a sample of p. A draft is drawn from a
+sparse step's distribution. The exact step's token of the same place is drawn from the exact step's own, by the same
+numbers. Both tokens are the same with a probability of at least (1 - TV) / (1 + TV), TV half the sum of the differences
+of both distributions (Daliri, Musco, Suresh, 2408.07978). A request keeps the exact step's tokens. The numbers of a
+place do not depend on the tokens before it, so the tokens kept are samples of the exact step's distribution, whatever
+was drafted.
 """
 
 from __future__ import annotations

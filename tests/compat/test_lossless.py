@@ -19,6 +19,7 @@ from tests.compat.sglang_process import GROUP, in_sglang
 pytestmark = GROUP
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "stop": "a", "n": 2}]
+GREEDY += [{"top_k": 1, "top_p": 0.8, "min_p": 0.1}]
 DRAWN: list[dict[str, Any]] = [{}, {"temperature": 0.5, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "sampling_seed": 3}]
 OTHERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logit_bias": {"3": 1.0}},

@@ -262,8 +262,9 @@ class AnchorSelection:
 
         Raises:
             ValueError: another number of groups in one than in the other; groups, rows, prefixes or lists that there is
-                no room for; a group without rows; lists of KV heads that overlap; scores that begin elsewhere; or
-                arrays that the kernel cannot read. The plan before stays in force.
+                no room for; a group without rows; lists of KV heads that overlap; scores that begin elsewhere; other
+                candidates than the tokens of the prefix; arrays of some groups only, or such that the kernel cannot
+                read. The plan before stays in force.
         """
         count, apart, scores, lists = (1, 0, 0, 0) if layers is None else (len(layers.arrays), *layers[2:])
         limits = (self.max_prefix_len, self.list_entries - (count - 1) * lists)
@@ -272,15 +273,7 @@ class AnchorSelection:
         rows = check_rows(
             scored, self.max_groups // count, self.max_batch // count, self.max_batch - (count - 1) * apart, most
         )
-        with_arrays = sum(bool(group.arrays) for group in scored)
-        if with_arrays not in (0, len(scored)) or any(
-            of.count != group.prefix_len for of, group in zip(scored, selected, strict=True)
-        ):
-            raise ValueError(
-                "expected arrays of all groups or of none, and the tokens of each prefix as its candidates, got arrays "
-                f"of {with_arrays} of {len(scored)} and candidates {[of.count for of in scored]} of prefixes of "
-                f"{[group.prefix_len for group in selected]}; plan the same for both"
-            )
+        _check_alike(scored, selected)
         tables = torch.zeros(self._groups.shape, dtype=torch.int32)
         heads = torch.zeros(self._heads.shape, dtype=torch.int64)
         arrays = torch.zeros(self._arrays.shape, dtype=torch.int64)
@@ -433,6 +426,17 @@ def _in_rounds(programs: int) -> int:
     """Fewer programs where a last round of reading what all of them counted would be for an eighth of them or less."""
     rest = programs % CHUNKS_AT_ONCE
     return programs - rest if programs > CHUNKS_AT_ONCE and 8 * rest <= programs else programs
+
+
+def _check_alike(scored: Sequence[ScoredGroup], selected: Sequence[SelectionGroup]) -> None:
+    """Raise ValueError unless all groups have arrays or none has, and candidates are the tokens of the prefixes."""
+    with_arrays = sum(bool(group.arrays) for group in scored)
+    counts, lengths = [of.count for of in scored], [group.prefix_len for group in selected]
+    if with_arrays not in (0, len(scored)) or counts != lengths:
+        raise ValueError(
+            "expected arrays of all groups or of none, and the tokens of each prefix as its candidates, got arrays of "
+            f"{with_arrays} of {len(scored)} and candidates {counts} of prefixes of {lengths}; plan the same for both"
+        )
 
 
 def _check_fits(shape: ScoreShape, config: AnchorConfig, device: torch.device) -> None:
