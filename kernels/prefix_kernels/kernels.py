@@ -19,6 +19,8 @@ and so finds the threshold.
 
 from __future__ import annotations
 
+import struct
+
 import triton
 import triton.language as tl
 from triton import knobs
@@ -45,7 +47,59 @@ RESET = tl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
 ADD = tl.constexpr("red.shared.add.u32 [$1], $2; mov.b32 $0, 0;")
 """0 or 1: a predicate would be a branch."""
 READ = tl.constexpr("ld.shared.b32 $0, [$1];")
-SCATTER = tl.constexpr("{ .reg .pred there; setp.ge.s32 there, $3, 0; @there st.global.b32 [$1], $2; mov.b32 $0, 0; }")
+ROW = tl.constexpr(32)
+"""Tokens of a tile that a thread lists, each a bit of a word."""
+
+
+def _load_row() -> str:
+    """PTX: 32 numbers from an address on, four at a time, of which so many are there."""
+    loads = (
+        f"setp.gt.s32 there, $33, {first}; "
+        f"@there ld.global.cg.v4.f32 {{{', '.join(f'${first + i}' for i in range(4))}}}, [$32 + {4 * first}];"
+        for first in range(0, 32, 4)
+    )
+    return f"{{ .reg .pred there; {' '.join(loads)} }}"
+
+
+def _compare_row() -> str:
+    """PTX: which of 32 numbers less the lowest logarithm are at least the one bound, and which the other."""
+    lowest = struct.pack(">f", -top_k_selection.LOWEST_LOG).hex().upper()
+    steps = (
+        f"add.f32 place, ${first + 2}, 0f{lowest}; "
+        "setp.ge.f32 above, place, $34; setp.ge.f32 tie, place, $35; "
+        f"@above or.b32 $0, $0, {1 << first:#x}; @tie or.b32 $1, $1, {1 << first:#x};"
+        for first in range(32)
+    )
+    return f"{{ .reg .pred above, tie; .reg .f32 place; mov.b32 $0, 0; mov.b32 $1, 0; {' '.join(steps)} }}"
+
+
+LOAD_ROW = tl.constexpr(_load_row())
+LOADED_ROW = tl.constexpr(",".join(32 * ["=&f"] + ["l", "r"]))
+LOADED_TYPES = tl.constexpr((tl.float32,) * 32)
+COMPARE_ROW = tl.constexpr(_compare_row())
+COMPARED_ROW = tl.constexpr(",".join(["=&r", "=&r"] + 34 * ["f"]))
+
+
+@triton.constexpr_function
+def _staging(tile: int) -> str:
+    """PTX: the address of what a tile lists. A word behind each 32: threads that write 32 words each write to different
+    banks."""
+    words = -(-(tile + tile // 32) // 256) * 256
+    return f"{{ .shared .align 1024 .b32 staged[{words}]; mov.u32 $0, staged; }}"
+
+
+def _stage_row() -> str:
+    """PTX: of a word's bits that are set, the numbers from $2 on, one behind the other from the place $1 on."""
+    steps = (
+        f"and.b32 at, $3, {1 << bit:#x}; setp.ne.u32 some, at, 0; shr.u32 at, place, 5; add.u32 at, at, place; "
+        f"shl.b32 at, at, 2; add.u32 at, at, $4; add.u32 token, $2, {bit}; @some st.shared.b32 [at], token; "
+        "@some add.u32 place, place, 1;"
+        for bit in range(32)
+    )
+    return "{ .reg .pred some; .reg .b32 at, place, token; mov.b32 place, $1; " + " ".join(steps) + " mov.b32 $0, 0; }"
+
+
+STAGE_ROW = tl.constexpr(_stage_row())
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 ARRIVALS = tl.constexpr(2**20)
 """What a counter grows by when all have arrived, however many they are."""
@@ -63,18 +117,6 @@ def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr):
 def let_the_next_kernel_come():
     """Its programs may be put on the GPU from now on, where there is room. They wait for this kernel's end."""
     gdc_launch_dependents()
-
-
-@triton.jit
-def scatter(ptr, values, there):
-    """Store int32 values at addresses in no order, where `there` is 0 or more. By `tl.store` threads would first
-    exchange all of them."""
-    if _INTERPRETED:
-        tl.store(ptr, values, mask=there >= 0)
-    else:
-        tl.inline_asm_elementwise(
-            SCATTER, "=r,l,r,r", [ptr.to(tl.int64), values, there], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -200,14 +242,114 @@ def window_levels(scores, begin, num_sink, recent_begin, TILE: tl.constexpr):
 
 
 @triton.jit
-def placed(levels, there, threshold, above_before, ties_before):
-    """Where each token of a tile is listed, whether it is (0 or more) or not (-1), and its counts: 1 where its key is
-    above the threshold, 65536 at it."""
-    # One scan for both counts: a tile has fewer than 2^15 tokens.
-    both = tl.where(levels >= threshold, 1, tl.where(levels >= threshold - 1.0, 65536, 0))
-    both = tl.where(there, both, 0)
-    before = tl.cumsum(both, axis=0) - both
-    ties = ties_before + (before >> 16)
-    # The first ties are skipped. A number says what is listed, as a thread has few predicates.
-    chosen = tl.where(both == 65536, ties, both - 1)
-    return above_before + (before & 65535) + tl.maximum(ties, 0), chosen, both
+def load_row(scores, first, end, shift, BLOCKS: tl.constexpr):
+    """Scores of ROW tokens from `first` on, for each thread; those from `end` on are not looked at (`load_scores`).
+
+    A tuple for `bits_of`: a tensor for each token or, with BLOCKS, for each 16; in the interpreter one of all.
+    """
+    if BLOCKS:
+        other = first + ROW // 2
+        row = (
+            tl.load(scores + (first >> shift), mask=first < end, other=0.0, cache_modifier=".cg"),
+            tl.load(scores + (other >> shift), mask=other < end, other=0.0, cache_modifier=".cg"),
+        )
+    elif _INTERPRETED:
+        token = first[:, None] + tl.arange(0, ROW)[None, :]
+        row = (tl.load(scores + token, mask=token < end, other=0.0),)
+    else:
+        row = tl.inline_asm_elementwise(
+            LOAD_ROW,
+            LOADED_ROW,
+            [(scores + first).to(tl.int64), end - first],
+            dtype=LOADED_TYPES,
+            is_pure=False,
+            pack=1,
+        )
+    return row
+
+
+@triton.jit
+def least_place(level):
+    """The least fp32 place, a log-probability less the lowest, that is of this level or a higher one; no number where
+    none is. A level is rounded, so that it is looked for among neighbours."""
+    near = (level.to(tl.float32) / BINS_PER_LOG).to(tl.int32, bitcast=True) - 8
+    place = (near + tl.arange(0, 16)).to(tl.float32, bitcast=True)
+    few = tl.sum((tl.minimum(place, -LOWEST_LOG) * BINS_PER_LOG < level.to(tl.float32)).to(tl.int32), axis=0)
+    found = tl.where(few == 16, 0x7FC00000, near + few).to(tl.float32, bitcast=True)
+    return tl.where(level > 0, found, -3.4e38)
+
+
+@triton.jit
+def bits_of(row, threshold, above_from, ties_from, BLOCKS: tl.constexpr):
+    """uint32 of a `load_row`: which tokens have a key above the threshold, and which have it or one above.
+
+    `above_from`, `ties_from`: `least_place` of the levels from which on keys are so.
+    """
+    if BLOCKS:
+        lower = row[0] - LOWEST_LOG
+        upper = row[1] - LOWEST_LOG
+        above = tl.where(lower >= above_from, 0xFFFF, 0) | tl.where(upper >= above_from, 0xFFFF0000, 0)
+        ties = tl.where(lower >= ties_from, 0xFFFF, 0) | tl.where(upper >= ties_from, 0xFFFF0000, 0)
+    elif _INTERPRETED:
+        place = row[0] - LOWEST_LOG
+        bit = (1 << tl.arange(0, ROW).to(tl.uint32))[None, :]
+        above = tl.sum(tl.where(place >= above_from, bit, 0), axis=1)
+        ties = tl.sum(tl.where(place >= ties_from, bit, 0), axis=1)
+    else:
+        inputs = row + (above_from, ties_from)  # noqa: RUF005 - Triton unpacks no tuple in another
+        above, ties = tl.inline_asm_elementwise(
+            COMPARE_ROW, COMPARED_ROW, inputs, dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
+        )
+    # What has no score has key 0.
+    return above.to(tl.uint32), tl.where(threshold == 0, 0xFFFFFFFF, ties).to(tl.uint32)
+
+
+@triton.jit
+def staging(TILE: tl.constexpr):
+    """Address in shared memory for `stage_row` and `staged` of a tile; a place of its own wherever it stands."""
+    if _INTERPRETED:
+        return 0
+    return tl.inline_asm_elementwise(_staging(TILE), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def stage_row(at, ptr, first, bits, place):
+    """Keep the int32 numbers of the bits that are set, from `first` on, one behind the other from `place` on: in shared
+    memory or, in the interpreter, from `ptr` on. `staged` wants a barrier before and behind it."""
+    if _INTERPRETED:
+        bit = (1 << tl.arange(0, ROW).to(tl.uint32))[None, :]
+        before = num_bits(bits[:, None] & (bit - 1))
+        token = first[:, None] + tl.arange(0, ROW)[None, :]
+        tl.store(ptr + place[:, None] + before, token, mask=(bits[:, None] & bit) != 0)
+    else:
+        tl.inline_asm_elementwise(
+            STAGE_ROW, "=r,r,r,r,r", [place, first, bits, at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def staged(at, ptr, place, there):
+    """What was kept at places, where `there`."""
+    if _INTERPRETED:
+        token = tl.load(ptr + place, mask=there, other=0)
+    else:
+        place = tl.where(there, place, 0)
+        token = tl.inline_asm_elementwise(
+            READ, "=r,r", [(place + (place >> 5)) * 4 + at], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return token
+
+
+@triton.jit
+def num_bits(word):
+    """How many are set, of uint32."""
+    word -= word >> 1 & 0x55555555
+    word = (word & 0x33333333) + (word >> 2 & 0x33333333)
+    return ((word + (word >> 4) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
+
+
+@triton.jit
+def lowest_bits(count):
+    """uint32 with the lowest `count` bits set: none of 0 or less, all of 32 or more."""
+    some = (1 << tl.minimum(tl.maximum(count, 0), 31).to(tl.uint32)) - 1
+    return tl.where(count >= ROW, 0xFFFFFFFF, some).to(tl.uint32)

@@ -20,14 +20,22 @@ from prefix_kernels.kernels import (
     COARSE,
     FINE,
     NUM_BINS,
+    ROW,
+    WINDOW_KEY,
     add_counts,
     begin_counts,
+    bits_of,
     end_counts,
     keys_of,
+    least_place,
+    load_row,
     load_scores,
+    lowest_bits,
     meet,
-    placed,
-    scatter,
+    num_bits,
+    stage_row,
+    staged,
+    staging,
     wait_for_the_kernel_before,
     window_levels,
 )
@@ -180,12 +188,23 @@ def score_kernel(
 
 
 @triton.jit
+def _without_first(bits, count, some):
+    """The bits that are set but for the first `count` of each word. Not `some`: none is left."""
+    left = bits
+    if some:
+        for number in range(ROW):
+            left = tl.where(number < count, left & (left - 1), left)
+    else:
+        left = tl.zeros_like(bits)
+    return left
+
+
+@triton.jit
 def _list_stretch(
     scores, begin, end, shift, among, wanted, into, BLOCK_CHUNKS: tl.constexpr, TILE: tl.constexpr,
     HAS_SLOTS: tl.constexpr, FORM: tl.constexpr, ENTRY: tl.constexpr,
 ):  # fmt: skip
-    """List what was selected of a stretch: numbers of candidates, tile by tile; then their tokens, if others, and
-    slots."""
+    """List what was selected of a stretch, tile by tile."""
     counts, stride, chunk, num_chunks = among
     prefix_len, selected, num_sink, recent_begin = wanted
     positions, slots, slot_table, candidates_ptr = into
@@ -196,7 +215,8 @@ def _list_stretch(
     above_before = begin
     ties_before = 0
     # On their way while it is found out which of them count.
-    tile = load_scores(scores, begin, end, shift, TILE, BLOCKS)
+    row = tl.arange(0, TILE // ROW) * ROW
+    scored = load_row(scores, begin + row, end, shift, BLOCKS)
     if selected < prefix_len:
         coarse, above, above_before, _, _ = _counted(
             counts, stride, chunk, num_chunks, selected, 0, 0, COARSE, BLOCK_CHUNKS
@@ -208,29 +228,44 @@ def _list_stretch(
         # The last ties are taken. Those that are skipped count below zero.
         ties_before = upto_before - above_before - (upto - selected)
         threshold = (coarse * FINE + fine) ^ (NUM_BINS - 1)
-    first_listed = above_before + tl.maximum(ties_before, 0)
+    room = staging(TILE)
+    AT_ONCE: tl.constexpr = TILE // 4
+    above_from = least_place(threshold)
+    ties_from = least_place(threshold - 1)
     for start in range(begin, end, TILE):
-        token = start + tl.arange(0, TILE)
-        levels = window_levels(tile, start, num_sink, recent_begin, TILE)
-        tile = load_scores(scores, start + TILE, end, shift, TILE, BLOCKS)
-        listed, chosen, both = placed(levels, token < end, threshold.to(tl.float32), above_before, ties_before)
-        scatter(positions + listed, token, chosen)
-        tile_total = tl.sum(both, axis=0)
-        above_before += tile_total & 65535
-        ties_before += tile_total >> 16
-    if HAS_SLOTS or FORM == LISTED:
-        # What all threads have listed.
+        first = start + row
+        higher, ties = bits_of(scored, threshold, above_from, ties_from, BLOCKS)
+        scored = load_row(scores, first + TILE, end, shift, BLOCKS)
+        there = lowest_bits(end - first)
+        windows = (lowest_bits(num_sink - first) | ~lowest_bits(recent_begin - first)) & there
+        ties = tl.where(threshold < WINDOW_KEY, ties & there, windows)
+        higher = tl.where(threshold < WINDOW_KEY, higher & there | windows, 0)
+        ties &= ~higher
+        # One scan for both counts: a tile has fewer than 2^15 tokens.
+        both = num_bits(higher) + (num_bits(ties) << 16)
+        before = tl.cumsum(both, axis=0) - both
+        total = tl.sum(both, axis=0)
+        own = ties_before + (before >> 16)
+        if ties_before < 0:
+            ties = _without_first(ties, -own, ties_before + (total >> 16) > 0)
+        taken = tl.maximum(ties_before, 0)
+        listed = above_before + taken
+        place = (before & 65535) + tl.maximum(own, 0) - taken
+        stage_row(room, positions + listed, first, higher | ties, place)
+        above_before += total & 65535
+        ties_before += total >> 16
+        # What all threads have listed; the scan of the next tile stands before they list again.
         tl.debug_barrier()
-        last = above_before + tl.maximum(ties_before, 0)
-        for first in range(first_listed, last, TILE):
-            place = first + tl.arange(0, TILE)
-            token = tl.load(positions + place, mask=place < last, other=0, cache_modifier=".cg")
+        count = above_before + tl.maximum(ties_before, 0) - listed
+        for begun in range(0, count, AT_ONCE):
+            at = begun + tl.arange(0, AT_ONCE)
+            token = staged(room, positions + listed, at, at < count)
             if FORM == LISTED:
-                token = listed_token(candidates_ptr + shift, token, place < last, ENTRY)
-                tl.store(positions + place, token, mask=place < last)
+                token = listed_token(candidates_ptr + shift, token, at < count, ENTRY)
+            tl.store(positions + listed + at, token, mask=at < count)
             if HAS_SLOTS:
-                slot = tl.load(slot_table + token, mask=place < last, other=0)
-                tl.store(slots + place, slot.to(tl.int32), mask=place < last)
+                slot = tl.load(slot_table + token, mask=at < count, other=0)
+                tl.store(slots + listed + at, slot.to(tl.int32), mask=at < count)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import list_kernel
-from prefix_kernels.kernels import COARSE, NUM_BINS
+from prefix_kernels.kernels import COARSE, NUM_BINS, ROW
 from prefix_kernels.launching import arguments_of, launch, launch_behind, send
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import ALIGNED, CandidateForm, SelectedLists, SelectionGroup, check_lists
@@ -254,7 +254,7 @@ class Programs:
             "scores_ptr": found.scores,
             "candidates_ptr": lists.positions if candidates is None else candidates,
             "BLOCK_CHUNKS": self._list_chunks,
-            "TILE": 32 * self._list_warps * TOKENS_OF_A_THREAD,
+            "TILE": 32 * self._list_warps * ROW.value,
             "FORM": found.form.value,
             "ENTRY": entry_tokens,
             "OVERLAPPED": False,
