@@ -93,7 +93,7 @@ def test_the_table_of_the_readme_is_the_rows(bench: Any) -> None:
 
 
 def test_the_table_of_many_prefixes_is_the_rows(bench: Any) -> None:
-    files = ("h200-prefixes-8x32k", "h100-prefixes-8x32k", "h100-distinct-prefixes")
+    files = ("h200-prefixes-8x32k", "h100-distinct-prefixes")
     shown = documented_table("benchmarks", "| GPU | prefixes x tokens | requests |")
     wanted = []
     for name in files:
