@@ -12,14 +12,14 @@ Engines: `flashinfer` and `triton` are stock SGLang; the others are SGLang with 
 `plugin` no prompt has an index, and every cell is measured on two paths, in turns: `shared`, where the plugin may group
 requests, and `stock`, where the requests opt out, so that SGLang's own graph is replayed. In `sparse` every prefix has
 an index, built from its prefill, and every step selects; in `auto` the plugin chooses by the costs that it measured; in
-`lossless` (`"exactness": "verify"`) such steps draft, and exact steps say which drafts are kept: of dummy weights, as
+`lossless` (`"exactness": "verify"`) such steps draft, and exact steps say which drafts are kept: of random weights, as
 `--acceptance` says. They take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select,
 the others reuse, with heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select). With
 `--prefixes N` a batch's requests are behind N prefixes in turns.
 
 A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
 left out. Tokens that come at once share the time since those before. In `lossless` all requests count, while all run;
-the table has the mean. Weights are dummies: they serve to time, never to judge an answer.
+the table has the mean. Weights are random: they serve to time, never to judge an answer.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def replayed(args: argparse.Namespace, engine: str, folder: Path) -> dict[str, s
 
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
-    origin = {"engine": engine, "start": start, "tokens": args.tokens, **engines.provenance(args)}
+    origin = {"engine": engine, "start": start, "tokens": args.tokens, "weights": "random", **engines.provenance(args)}
     if engine == LOSSLESS:
         origin["acceptance"] = args.acceptance
     wanted = missing(args, origin)

@@ -1,6 +1,6 @@
 """SGLang as benchmarks start it: models of a known shape, flags, servers, engines and requests; rows of result files.
 
-Of a model only the configuration is written: SGLang makes the weights (`--load-format dummy`).
+Of a model only the configuration is written: weights are random (`random_weights.py`).
 """
 
 from __future__ import annotations
@@ -313,8 +313,10 @@ async def streamed(
 
 
 def write_model(folder: Path, shape: str) -> Path:
-    """A model folder for `--load-format dummy`: the configuration alone."""
+    """A model folder for `--load-format dummy`: the configuration alone. Engines that this process starts behind that
+    have random weights (`random_weights.py`) while the folder is there."""
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ |= plugin_environment(folder / "plugins", "random_weights", {})
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return folder
 

@@ -22,7 +22,7 @@ each run come a short rehearsal behind another prefix, and a pass that is not ti
 a time, it prefills every shared prompt, and in `sparse` and `auto` builds its index. So the stock engines' requests
 find their prompt in the prefix cache, too, and a time to the first token is that of a question behind a cached prompt.
 
-Weights are dummies: they serve to time, never to judge an answer. `bench_serving` sends text that it decodes from
+Weights are random: they serve to time, never to judge an answer. `bench_serving` sends text that it decodes from
 random ids, and counts a token when text comes back. So the tokenizer of dummy models has a word for every id: every
 text has as many tokens after encoding as it was made of.
 """

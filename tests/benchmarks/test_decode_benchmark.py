@@ -232,6 +232,24 @@ def test_which_drafts_are_kept_is_replayed(bench: Any) -> None:
     assert 850 < kept < 1150
 
 
+def test_with_random_weights_attention_differs_from_token_to_token(bench: Any) -> None:
+    """And is the same in every process."""
+
+    def made() -> torch.nn.ModuleDict:
+        parts = {"q": torch.nn.Linear(512, 128), "k": torch.nn.Linear(512, 128), "norm": torch.nn.LayerNorm(512)}
+        model = torch.nn.ModuleDict(parts)
+        bench.random_weights.initialize(model)
+        return model
+
+    model, again = made(), made()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+    with torch.no_grad():
+        hidden = model["norm"](torch.randn(300, 512, generator=torch.Generator().manual_seed(0)))
+        logits = model["q"](hidden[:50]) @ model["k"](hidden).T * 128**-0.5
+    assert 0.8 < float(logits.std(dim=1).mean()) < 1.2
+    assert not bool(model["q"].bias.any())
+
+
 def test_rows_of_other_settings_are_measured_beside_those_that_are_there(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     args = bench.decode.parse(["--out", str(out), "--contexts", "1024", "--batches", "1", "8", "--tokens", "40"])
