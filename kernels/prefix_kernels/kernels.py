@@ -52,13 +52,24 @@ ROW = tl.constexpr(32)
 
 
 def _load_row() -> str:
-    """PTX: 32 numbers from an address on, four at a time, of which so many are there."""
+    """PTX: 32 numbers from the address $32 on, four at a time, of which $33 are there."""
     loads = (
         f"setp.gt.s32 there, $33, {first}; "
         f"@there ld.global.cg.v4.f32 {{{', '.join(f'${first + i}' for i in range(4))}}}, [$32 + {4 * first}];"
         for first in range(0, 32, 4)
     )
     return f"{{ .reg .pred there; {' '.join(loads)} }}"
+
+
+def _load_row_of_blocks() -> str:
+    """PTX: of the tokens from $34 on, of which $33 are there, the numbers of their blocks of 2^$35, which begin at the
+    address $32."""
+    loads = (
+        f"setp.gt.s32 there, $33, {number}; add.u32 at, $34, {number}; shr.u32 at, at, $35; mul.wide.u32 to, at, 4; "
+        f"add.u64 to, to, $32; @there ld.global.cg.f32 ${number}, [to];"
+        for number in range(32)
+    )
+    return f"{{ .reg .pred there; .reg .b32 at; .reg .b64 to; {' '.join(loads)} }}"
 
 
 def _compare_row() -> str:
@@ -75,6 +86,8 @@ def _compare_row() -> str:
 
 LOAD_ROW = tl.constexpr(_load_row())
 LOADED_ROW = tl.constexpr(",".join(32 * ["=&f"] + ["l", "r"]))
+LOAD_ROW_OF_BLOCKS = tl.constexpr(_load_row_of_blocks())
+LOADED_ROW_OF_BLOCKS = tl.constexpr(",".join(32 * ["=&f"] + ["l", "r", "r", "r"]))
 LOADED_TYPES = tl.constexpr((tl.float32,) * 32)
 COMPARE_ROW = tl.constexpr(_compare_row())
 COMPARED_ROW = tl.constexpr(",".join(["=&r", "=&r"] + 34 * ["f"]))
@@ -201,7 +214,7 @@ def meet(arrived_ptr, place, num_programs):
 def load_scores(scores, begin, end, shift, TILE: tl.constexpr, BLOCKS: tl.constexpr):
     """Scores [TILE] of the tokens from `begin` on, a multiple of 16; those from `end` on are not looked at.
 
-    BLOCKS: 2^shift tokens, 16 or more, have one score.
+    BLOCKS: 2^shift tokens have one score.
     Past the first level of caches, as all that another launch has written that may still have been running.
     """
     token = begin // BEGINS * BEGINS + tl.arange(0, TILE)
@@ -245,26 +258,19 @@ def window_levels(scores, begin, num_sink, recent_begin, TILE: tl.constexpr):
 def load_row(scores, first, end, shift, BLOCKS: tl.constexpr):
     """Scores of ROW tokens from `first` on, for each thread; those from `end` on are not looked at (`load_scores`).
 
-    A tuple for `bits_of`: a tensor for each token or, with BLOCKS, for each 16; in the interpreter one of all.
+    A tuple for `bits_of`: a tensor for each token, or in the interpreter one of all.
     """
-    if BLOCKS:
-        other = first + ROW // 2
-        row = (
-            tl.load(scores + (first >> shift), mask=first < end, other=0.0, cache_modifier=".cg"),
-            tl.load(scores + (other >> shift), mask=other < end, other=0.0, cache_modifier=".cg"),
-        )
-    elif _INTERPRETED:
+    if _INTERPRETED:
         token = first[:, None] + tl.arange(0, ROW)[None, :]
-        row = (tl.load(scores + token, mask=token < end, other=0.0),)
-    else:
+        row = (tl.load(scores + (token >> shift if BLOCKS else token), mask=token < end, other=0.0),)
+    elif BLOCKS:
+        inputs = [scores.to(tl.int64), end - first, first, shift]
         row = tl.inline_asm_elementwise(
-            LOAD_ROW,
-            LOADED_ROW,
-            [(scores + first).to(tl.int64), end - first],
-            dtype=LOADED_TYPES,
-            is_pure=False,
-            pack=1,
+            LOAD_ROW_OF_BLOCKS, LOADED_ROW_OF_BLOCKS, inputs, dtype=LOADED_TYPES, is_pure=False, pack=1
         )
+    else:
+        inputs = [(scores + first).to(tl.int64), end - first]
+        row = tl.inline_asm_elementwise(LOAD_ROW, LOADED_ROW, inputs, dtype=LOADED_TYPES, is_pure=False, pack=1)
     return row
 
 
@@ -276,21 +282,17 @@ def least_place(level):
     place = (near + tl.arange(0, 16)).to(tl.float32, bitcast=True)
     few = tl.sum((tl.minimum(place, -LOWEST_LOG) * BINS_PER_LOG < level.to(tl.float32)).to(tl.int32), axis=0)
     found = tl.where(few == 16, 0x7FC00000, near + few).to(tl.float32, bitcast=True)
-    return tl.where(level > 0, found, -3.4e38)
+    # Whatever has a score.
+    return tl.where(level > 0, found, -3.4028234663852886e38)
 
 
 @triton.jit
-def bits_of(row, threshold, above_from, ties_from, BLOCKS: tl.constexpr):
+def bits_of(row, threshold, above_from, ties_from):
     """uint32 of a `load_row`: which tokens have a key above the threshold, and which have it or one above.
 
     `above_from`, `ties_from`: `least_place` of the levels from which on keys are so.
     """
-    if BLOCKS:
-        lower = row[0] - LOWEST_LOG
-        upper = row[1] - LOWEST_LOG
-        above = tl.where(lower >= above_from, 0xFFFF, 0) | tl.where(upper >= above_from, 0xFFFF0000, 0)
-        ties = tl.where(lower >= ties_from, 0xFFFF, 0) | tl.where(upper >= ties_from, 0xFFFF0000, 0)
-    elif _INTERPRETED:
+    if _INTERPRETED:
         place = row[0] - LOWEST_LOG
         bit = (1 << tl.arange(0, ROW).to(tl.uint32))[None, :]
         above = tl.sum(tl.where(place >= above_from, bit, 0), axis=1)

@@ -15,17 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from prefix_kernels.anchor_selection import AnchorSelection, Form, default_config
+from prefix_kernels.anchor_selection import AnchorSelection, Form, ScoredTokens, default_config
+from prefix_kernels.anchor_selection.programs import Programs
 from prefix_kernels.anchor_selection.sm90_kernels import score_items_sm90_kernel
 from prefix_kernels.kernels import ARRIVALS, COARSE, FINE, LOWEST_LOG, NUM_BINS
 from prefix_kernels.launching import Launch, recording
 from prefix_kernels.low_bit import unpack_codes
 from prefix_kernels.pooled_scores import ScoreInputs
 from prefix_kernels.pooling import log_shares, sum_step
+from prefix_kernels.types import ALIGNED, CandidateForm, SelectionGroup, new_lists, pack_lists
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.ptx_machine import Machine, run_together
 from tests.prefix_kernels.selecting import GQA, KV_HEADS, hopper_problem, keys_of, lists_of
 
+CPU = torch.device("cpu")
 HEAD = 1
 """The KV head whose programs run: neither its rows of codes nor its channels or scores are the first ones."""
 UNTOUCHED = -12345.0
@@ -292,6 +295,47 @@ def test_lists_are_those_of_the_keys(count: int, budget: int, programs: int, req
     positions, slots = made.list(scores)
     assert torch.equal(positions, wanted)
     assert torch.equal(slots, made.slots[wanted])
+
+
+@pytest.mark.parametrize("shift", [None, 0, 1, 4, 6], ids=lambda shift: "tokens" if shift is None else f"2^{shift}")
+@pytest.mark.parametrize(
+    ("budget", "windows", "programs"), [(40, (0, 0), 2), (700, (70, 5), 3), (4990, (0, 0), 1), (64, (30, 34), 2)]
+)
+def test_lists_are_those_of_any_scores(budget: int, windows: tuple[int, int], programs: int, shift: int | None) -> None:
+    """Of tokens, and of blocks of 2^shift, with many that tie, and what is no logarithm or no number."""
+    count, every, scored_by = 5000, 1 << (shift or 0), Programs(KV_HEADS, programs, 1, 64, CPU)
+    (group,) = pack_lists([SelectionGroup(count, budget, *windows, slot_start=7)], KV_HEADS)
+    scored_by.plan([group])
+    generator, blocks = torch.Generator().manual_seed(budget), -(-count // every)
+    few = torch.tensor([math.nan, -math.inf, math.inf, 0.5, 0.0, -44.0, -44.01, -3.4025e38, -20.0, -20.02])
+    scores = torch.rand(blocks, generator=generator) * 50 - 49
+    rare = torch.rand(blocks, generator=generator) < 0.4
+    scores[rare] = few[torch.randint(len(few), (int(rare.sum()),), generator=generator)]
+    room = -(-blocks // ALIGNED) * ALIGNED
+    arena, heads = torch.full((2, room), UNTOUCHED), torch.zeros(1, KV_HEADS, 4, dtype=torch.int64)
+    arena[HEAD, :blocks], heads[0, HEAD] = scores, torch.tensor([blocks, 0, shift or 0, HEAD * room])
+    keys = keys_of(scores)[torch.arange(count) // every]
+    keys[: windows[0]] = keys[count - windows[1] :] = NUM_BINS.value - 1
+    ((_, share),) = scored_by.stretches.values()
+    each = (blocks + share - 1) // share
+    for chunk, stretch in enumerate(keys.split((each + 63) // 64 * 64 * every)):
+        counted = (NUM_BINS.value - 1 - stretch).bincount(minlength=NUM_BINS.value).cumsum(0)
+        scored_by.at_least[chunk, HEAD] = torch.cat([counted[FINE.value - 1 :: FINE.value], counted])
+    lists, slots = (
+        new_lists(KV_HEADS * group.head_stride, (1, KV_HEADS), CPU, with_slots=True),
+        torch.randperm(6000).int(),
+    )
+    form = CandidateForm.TOKEN if shift is None else CandidateForm.MINMAX
+    with recording() as kept:
+        scored_by.make_lists(ScoredTokens(arena, heads, scored_by.at_least, form), lists, slots)
+    (listing,) = kept.launches
+    kernel = compiled(listing, 90)
+    run_together([Machine(listing, kernel, (place, HEAD)) for place in range(programs)])
+    wanted = (keys * count + torch.arange(count)).topk(budget).indices.sort().values
+    positions, found = (group.lists_in(of, KV_HEADS)[HEAD] for of in (lists.positions, lists.slots))
+    assert torch.equal(positions.long(), wanted)
+    assert torch.equal(found, slots[7 + wanted])
+    assert bool((group.lists_in(lists.positions, KV_HEADS)[1 - HEAD] == -1).all())
 
 
 @pytest.mark.parametrize("requests", [1, 8, 33])

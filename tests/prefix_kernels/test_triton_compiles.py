@@ -62,11 +62,9 @@ def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | Non
     attention.run(queries, cache, slots, 0.1, out, lse, counts=counts)
 
 
-def grouped(
-    config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2, **how: bool
-) -> None:
+def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2) -> None:
     """A group of a tile's rows and a suffix of each, in one launch where the kernel can."""
-    attend(q(config.block_m // (HEADS // KV_HEADS), dtype, dim), pool(dtype, dim), config, passes, **how)
+    attend(q(config.block_m // (HEADS // KV_HEADS), dtype, dim), pool(dtype, dim), config, passes)
 
 
 def latent(heads: int, rows: int) -> None:
@@ -77,12 +75,12 @@ def latent(heads: int, rows: int) -> None:
     attend(queries, kv, default_attention(AttentionShape.of(queries, kv), rows, specialized=True), 2)
 
 
-def attend(queries: torch.Tensor, kv: PagedKV, config: AttentionConfig, passes: int, **how: bool) -> None:
+def attend(queries: torch.Tensor, kv: PagedKV, config: AttentionConfig, passes: int) -> None:
     rows, heads, _ = queries.shape
     attention = GroupedAttention(AttentionShape.of(queries, kv), rows, [config] * passes, CPU)
     attention.plan([Segment(tuple(range(rows)), 40)], [Segment((r,), 5, list_begin=40) for r in range(rows)])
     out, lse = queries.new_empty(rows, heads, kv.v_cache.shape[2]), torch.zeros(rows, heads)
-    attention.run(queries, kv, torch.arange(64).int(), 0.1, out, lse, **how)
+    attention.run(queries, kv, torch.arange(64).int(), 0.1, out, lse)
 
 
 def select_tokens(
@@ -191,7 +189,6 @@ CASES: dict[str, Callable[[], None]] = {
     "attention on latent keys with 64 heads": lambda: latent(64, 1),
     "specialized attention of 64 rows": lambda: grouped(SPECIALIZED),
     "specialized attention of 64 rows, one program": lambda: grouped(AttentionConfig(64, 32, 4, 10, 1, None, True)),
-    "specialized attention of 64 rows while lists are made": lambda: grouped(SPECIALIZED, after_lists=True),
     "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
     "specialized attention in three passes": lambda: grouped(SPECIALIZED, passes=3),
     "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
@@ -310,7 +307,6 @@ BY_DAY = (
     "selection of tokens in one launch",
     "selection by lists of centroids",
     "specialized attention of 64 rows",
-    "specialized attention of 64 rows while lists are made",
     "specialized selection of tokens for 32 requests",
 )
 
@@ -529,13 +525,3 @@ def test_before_the_lists_are_made_attention_reads_tables_only() -> None:
     before, _, _ = compiled(attend, 90).asm["ptx"].partition("griddepcontrol.wait")
     assert len(re.findall(r"ld\.global\S*", before)) == 11
     assert not re.search(r"(ld\.global\S*\.v|cp\.async\S*\.global)", before)
-
-
-def test_while_lists_are_made_programs_begin_where_there_is_room_and_wait_for_what_is_listed() -> None:
-    """Those that fetch and those that multiply wait at a list of the layer; these, too, before they merge."""
-    (attend,) = launches("specialized attention of 64 rows while lists are made")
-    assert attend.options["launch_pdl"] is True
-    assert not attend.options["launch_cooperative_grid"]
-    ptx = compiled(attend, 90).asm["ptx"]
-    assert ptx.count("griddepcontrol.wait") == 3
-    assert ptx.count("atom.global.gpu.acq_rel") == 1

@@ -234,7 +234,7 @@ def _list_stretch(
     ties_from = least_place(threshold - 1)
     for start in range(begin, end, TILE):
         first = start + row
-        higher, ties = bits_of(scored, threshold, above_from, ties_from, BLOCKS)
+        higher, ties = bits_of(scored, threshold, above_from, ties_from)
         scored = load_row(scores, first + TILE, end, shift, BLOCKS)
         there = lowest_bits(end - first)
         windows = (lowest_bits(num_sink - first) | ~lowest_bits(recent_begin - first)) & there

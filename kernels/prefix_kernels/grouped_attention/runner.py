@@ -160,8 +160,6 @@ class GroupedAttention:
                 rows += items.rows
                 listed += items.items
                 first_partial += one.partial_rows(self.shape.num_kv_heads)
-            # Those first that need no list of a layer: they can be attended while these are made.
-            listed.sort(key=_needs_lists)
             table = torch.zeros(one.items.shape, dtype=torch.int32)
             if listed:
                 table[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
@@ -187,7 +185,6 @@ class GroupedAttention:
         counts: Tensor | None = None,
         head_map: Tensor | None = None,
         head_slots: Tensor | None = None,
-        after_lists: bool = False,
     ) -> None:
         """Attend as planned. One launch per pass and one for the merge.
 
@@ -208,10 +205,6 @@ class GroupedAttention:
                 None: its own.
             head_slots: the arena, like `slots`, of the segments with a `head_stride`: together with `counts` the lists
                 of a layer. None: `slots`.
-            after_lists: the launch before on this stream is a selection's last one: it writes `head_slots`, `counts`
-                and nothing else that is read here, and lets others begin once all launches before it have ended. So
-                programs begin while it runs, and attend the other lists first. That all of them fit the GPU at a time
-                has been seen by the selection's cooperative launch.
 
         Raises:
             ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.
@@ -255,7 +248,6 @@ class GroupedAttention:
             "LATENT": kv.latent,
             "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
             "NUM_SPANS": self._spans.shape[1],
-            "AFTER_LISTS": after_lists and self._merges_itself,
         }
         for one in self._launches:
             self._attend(one, arguments)
@@ -297,9 +289,8 @@ class GroupedAttention:
             arguments_of(attend_items_sm90_kernel, arguments),
             num_warps=config.num_warps,
             maxnreg=config.max_registers,
-            # Its programs wait for each other: started together, or refused with an error where they do not fit. While
-            # lists are made each starts where there is room: they end, and then there is.
-            launch_cooperative_grid=self._merges_itself and not arguments["AFTER_LISTS"],
+            # Its programs wait for each other: started together, or refused with an error where they do not fit.
+            launch_cooperative_grid=self._merges_itself,
         )
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, head_slots: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -336,12 +327,6 @@ class GroupedAttention:
             check_table("counts", counts, (lists, heads))
         if head_map is not None:
             check_table("head_map", head_map, (heads,))
-
-
-def _needs_lists(item: Sequence[int]) -> bool:
-    """Whether an item's list is a layer's."""
-    _, _, _, head_stride, list_id, *_ = item
-    return list_id >= 0 or head_stride > 0
 
 
 def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, wanted: int) -> None:

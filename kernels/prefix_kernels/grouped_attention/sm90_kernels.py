@@ -46,14 +46,6 @@ def _counted(end, list_id, counts_ptr, source, num_heads):
 
 
 @gluon.jit
-def _wait_for_lists(list_id, head_stride, AFTER_LISTS: gl.constexpr):
-    """Until lists are there that the launch before writes: those of a layer."""
-    if AFTER_LISTS:
-        if (list_id >= 0) | (head_stride > 0):
-            _wait_for_the_kernel_before(True)
-
-
-@gluon.jit
 def _fetch(queue, ring, pool, sizes: gl.constexpr):
     """The fetching warps: block after block of listed keys and values, as places of the ring become free."""
     HEAD_DIM: gl.constexpr = sizes[1]
@@ -78,7 +70,6 @@ def _fetch(queue, ring, pool, sizes: gl.constexpr):
         if head_stride > 0:
             arena_ptr = head_slots_ptr
         list_ptr = arena_ptr + list_begin.to(gl.int64) + source * head_stride.to(gl.int64)
-        _wait_for_lists(list_id, head_stride, sizes[7])
         # The first slots are asked for before the count on the device is known, and again where there are fewer: what
         # stands behind the count is read, never used. Past the end the last key is copied once more, so no copy is
         # predicated and no key is read that is not listed.
@@ -159,16 +150,15 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.c
     e = gl.arange(0, V_DIM, gl.SliceLayout(0, layout))
     place = 0
     phase = 0
-    row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial = first
+    row_begin, num_rows, _, _, list_id, begin, listed, first_partial = first
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
+        end = _counted(listed, list_id, counts_ptr, source, num_heads)
         q_live = q_m < num_rows * GQA
         q_row = gl.load(rows_ptr + row_begin + q_m // GQA, mask=q_live, other=0).to(gl.int64)
         q_ptrs = q_ptr + q_row[:, None] * q_stride_row + (head * GQA + q_m % GQA)[:, None] * q_stride_head + d[None, :]
         q = gl.load(q_ptrs, mask=(q_live & (q_row < batch))[:, None], other=0.0)
         q_own.store(q)
         hopper.fence_async_shared()
-        _wait_for_lists(list_id, head_stride, sizes[7])
-        end = _counted(listed, list_id, counts_ptr, source, num_heads)
 
         acc = gl.zeros([ROWS, V_DIM], gl.float32, layout)
         total = gl.zeros([ROWS], gl.float32, of_rows)
@@ -228,9 +218,7 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.c
             gl.store(out_ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
             gl.store(lse_ptr + row * (num_heads * GQA) + qo_head, lse * LN2, mask=live)
         following = gl.minimum(item + gl.num_programs(1), num_items - 1)
-        row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial = _fields(items_ptr, following)
-    # Whoever had no list of the layer, too: this kernel's end says that the one before has ended.
-    _wait_for_the_kernel_before(sizes[7])
+        row_begin, num_rows, _, _, list_id, begin, listed, first_partial = _fields(items_ptr, following)
     if NUM_SPANS > 0:
         merge_parts(HALF, queue, query, result, merging, GQA, V_DIM, BLOCK_M // ROWS, NUM_SPANS)
 
@@ -259,14 +247,12 @@ def attend_items_sm90_kernel(
     q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
     out_stride_head, GQA: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, RING: gl.constexpr, NUM_SPANS: gl.constexpr, OVERLAPPED: gl.constexpr,
-    AFTER_LISTS: gl.constexpr,
 ):  # fmt: skip
     """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other.
 
     Then the programs of a KV head wait for each other and share the rows to be merged. NUM_SPANS of 0: they do not,
     `kernels.merge_items_kernel` follows. Tables of the plan are read before the kernel before has ended, which writes
-    none of them; all else after it. AFTER_LISTS: that one writes a layer's lists and nothing else, so only these are
-    read after it.
+    none of them; all else after it.
     """
     head = gl.program_id(0).to(gl.int64)
     num_heads = gl.num_programs(0)
@@ -295,8 +281,7 @@ def attend_items_sm90_kernel(
         hopper.mbarrier.init(k_free.index(place), count=HALVES)
         hopper.mbarrier.init(v_free.index(place), count=HALVES)
     # The fetching warps begin after it.
-    if not AFTER_LISTS:
-        _wait_for_the_kernel_before(OVERLAPPED)
+    _wait_for_the_kernel_before(OVERLAPPED)
     queue = (items_ptr, first, num_items, counts_ptr, source, head, num_heads)
     ring = (k_ring, v_ring, k_full, k_free, v_full, v_free)
     pool = (k_ptr, v_ptr, slots_ptr, head_slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head)
@@ -304,7 +289,7 @@ def attend_items_sm90_kernel(
     result = (partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale)
     merging = (spans_ptr, arrived_ptr, some_parts)
     # Registers: 65,536 of a multiprocessor, or as many as `maxnreg` says; what the others leave is the first group's.
-    sizes: gl.constexpr = (GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING, NUM_SPANS, AFTER_LISTS)
+    sizes: gl.constexpr = (GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING, NUM_SPANS)
     if HALVES == 2:
         gl.warp_specialize(
             [

@@ -66,6 +66,7 @@ SPECS: dict[str, IndexSpec] = {
     "ball of sizes": ABSparseSpec(sizes="profile", representation="ball", quantization="int8"),
     "ball of sizes on some channels": ABSparseSpec(num_channels=32, sizes="profile", representation="ball"),
     "two levels of blocks": _two_levels(ABSparseSpec(sizes="profile")),
+    "two levels of minima and maxima": _two_levels(ABSparseSpec(representation="minmax")),
     "union of lists": _union(CENTROIDS),
     "lists": CENTROIDS,
     "long lists": CSAttentionSpec(num_subspaces=8, num_centroids=4, list_ratio=0.4, score_bits=8),
@@ -79,6 +80,7 @@ RARER: dict[str, IndexSpec] = {
     "ball of halves": ABSparseSpec(representation="ball", quantization="none"),
     "mean of halves": ABSparseSpec(block_size=32, quantization="none"),
     "two levels of tokens": _two_levels(SPEC),
+    "two levels of balls of sizes": _two_levels(ABSparseSpec(sizes="profile", representation="ball")),
     "union of tokens": _union(SPEC),
 }
 
