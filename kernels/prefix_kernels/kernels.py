@@ -15,6 +15,10 @@ alone: so what needs little less than that counts by `tl.histogram`, as Triton's
 
 *Bins.* Scores become keys of 11 bits in the same order, each of which is a bin. `anchor_selection.kernels` counts bins,
 and so finds the threshold.
+
+*Lists.* A thread has ROW neighbouring tokens, each a bit of a word, and compares their scores themselves with the least
+ones of a bin: a level for each token would cost more. What a tile lists goes through shared memory, so that neighbours
+are written together.
 """
 
 from __future__ import annotations
