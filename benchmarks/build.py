@@ -1,6 +1,6 @@
 """What an index costs where it is made: building it, and recording queries, against the prefill of the same prompt.
 
-The Llama-3.1-8B shape with SGLang's dummy weights, in bf16, on one GPU. Two parts, each row one JSON line:
+The Llama-3.1-8B shape with random weights, in bf16, on one GPU. Two parts, each row one JSON line:
 
 `prefill`    stock SGLang without our flag: seconds to the first token
 `recording`  one engine with `--sparse-attn` and `build: prefill`: pairs of prompts, one recorded and one not
@@ -268,7 +268,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def provenance(args: argparse.Namespace) -> Row:
     """What a row needs to be repeated, beside its key."""
-    return {"shape": args.shape, "seed": args.seed, "flags": args.sglang_flags, **origin(args)}
+    settings = {"shape": args.shape, "weights": "random", "seed": args.seed, "flags": args.sglang_flags}
+    return {**settings, **origin(args)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,7 +52,7 @@ SKIPPED = 20
 SPARE = 24
 """Tokens that the other requests of a batch generate beyond the measured one's."""
 KEY = ("engine", "path", "plan", "context", "prefixes", "batch", "start", "shape", "page", "tokens", "config", "flags")
-KEY += ("acceptance",)
+KEY += ("acceptance", "weights")
 """What tells one cell from another: a row that has all of it is not measured again."""
 
 
@@ -170,7 +170,7 @@ def replayed(args: argparse.Namespace, engine: str, folder: Path) -> dict[str, s
 
 def measure(args: argparse.Namespace, engine: str, start: int) -> None:
     """One start of one engine: all of its cells that the result file does not hold yet."""
-    origin = {"engine": engine, "start": start, "tokens": args.tokens, "weights": "random", **engines.provenance(args)}
+    origin = {"engine": engine, "start": start, "tokens": args.tokens, **engines.provenance(args)}
     if engine == LOSSLESS:
         origin["acceptance"] = args.acceptance
     wanted = missing(args, origin)
@@ -204,7 +204,14 @@ def _times(steps: Sequence[float]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Medians over the starts, in ms; ours with their share of the best stock engine's of the same device and shape."""
+    """Medians over the starts, in ms; ours with their share of the best stock engine's of the same device and shape.
+
+    Raises:
+        ValueError: rows of other weights than others.
+    """
+    weights = {row.get("weights", "dummy") for row in rows}
+    if len(weights) > 1:
+        raise ValueError(f"expected rows of one kind of weights, got {sorted(weights)}; print their files apart")
     cells: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for row in rows:
         group = (row["device"], row["shape"], row["page"], row.get("prefixes", 1), row["context"], row["batch"])

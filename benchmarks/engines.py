@@ -160,7 +160,8 @@ def layer_plan(name: str, shape: str) -> list[Any]:
 def provenance(args: argparse.Namespace) -> Row:
     """What a row needs to be repeated, beside its key."""
     settings = {name: getattr(args, name) for name in ("shape", "page", "plan", "seed")}
-    return {**settings, "config": json.loads(args.config), "flags": args.sglang_flags, **origin(args)}
+    settings |= {"weights": "random", "config": json.loads(args.config), "flags": args.sglang_flags}
+    return {**settings, **origin(args)}
 
 
 def read(paths: Sequence[str]) -> list[Row]:

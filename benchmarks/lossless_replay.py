@@ -1,4 +1,4 @@
-"""Acceptance of a real model's drafts in a server with dummy weights, which say nothing of how likely drafts are kept.
+"""Acceptance of a real model's drafts in a server with random weights, which say nothing of how likely drafts are kept.
 
 `decode.py` makes this module a plugin of SGLang. Rounds of lossless decode cost what they cost; which drafts are kept
 is replayed: of a request's n-th draft, whether the n-th one of a real model's was kept, one request of these after the

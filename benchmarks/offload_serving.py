@@ -20,7 +20,7 @@ Engines are started one after another, each in a process of its own; a start is 
 `throughput`: so many requests at a time, prefixes drawn by zipf, tokens that came within `--seconds` behind
 `--settle`. Steps of ours select what a trace says (`offload_serving_replay.py`); behind device memory what the weights
 say, which costs the same. `bytes` of ours are told by its scheduler process: KV pool, rows for staging and residents,
-copies for layers that attend all, indexes, tables and lists. Weights are dummies: they time, and judge nothing.
+copies for layers that attend all, indexes, tables and lists. Weights are random: they time, and judge nothing.
 """
 
 from __future__ import annotations

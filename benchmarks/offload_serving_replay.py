@@ -1,4 +1,4 @@
-"""Selections of a real model's decode in a server with dummy weights, whose own have no locality.
+"""Selections of a real model's decode in a server with random weights, whose own have no locality.
 
 `offload_serving.py` makes this module a plugin of SGLang. In each step, behind a layer's own selection, whose cost is
 paid, the lists of prefixes in host memory get the positions of a trace. A step's number lies on the device and counts

@@ -1,9 +1,8 @@
 """Weights of a model that says nothing, but whose attention differs from token to token, in place of dummy weights.
 
 SGLang's are all within 0.001, so that queries are nearly 0 and all tokens score alike: what is selected then are the
-last tokens of a prompt, in one piece, in all layers and heads. With these, logits of attention have a variance of about
-1.
-The benchmarks make this module a plugin of SGLang.
+last tokens of a prompt, in one piece, in all layers and heads. Here the logits of attention have a variance of about 1.
+`engines.write_model` makes this module a plugin of SGLang.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def write_tokenizer(folder: Path, vocab: int) -> Path:
 
 
 ENGINES = (*STOCK, "shared", *INDEXED, BUILDING)
-KEY = ("engine", "run", "start", "sizes", "shape", "page", "plan", "config", "flags")
+KEY = ("engine", "run", "start", "sizes", "shape", "page", "plan", "config", "flags", "weights")
 """What tells one cell from another: a row that has all of it is not measured again."""
 _FIGURES = ("output_throughput", "ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99", "itl_ms_p99")
 _STEPS = ("cascade_steps", "sparse_steps")

@@ -250,6 +250,13 @@ def test_with_random_weights_attention_differs_from_token_to_token(bench: Any) -
     assert not bool(model["q"].bias.any())
 
 
+def test_rows_of_other_weights_are_no_starts_of_the_same_cell(bench: Any) -> None:
+    dummy = row("plugin", "shared", 3.0)
+    assert "3.00" in bench.decode.table([dummy])
+    with pytest.raises(ValueError, match=r"expected rows of one kind of weights, got \['dummy', 'random'\]"):
+        bench.decode.table([dummy, dummy | {"weights": "random"}])
+
+
 def test_rows_of_other_settings_are_measured_beside_those_that_are_there(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     args = bench.decode.parse(["--out", str(out), "--contexts", "1024", "--batches", "1", "8", "--tokens", "40"])
