@@ -289,7 +289,7 @@ class Operator(Ours):
         shape = problem.shape
         suffix_begin = len(self._slots)
         self._slots = torch.cat([self._slots, problem.suffix_slots.flatten()])
-        specialized = has_specialized(problem.q.device, shape.num_kv_heads)
+        specialized = has_specialized(problem.q.device)
         passes = passes_for(shape, problem.sizes.batch, specialized=specialized, short=True)
         self._attention, self._out, self._lse = grouped_attention(problem, passes)
         listed = [
@@ -326,7 +326,7 @@ class Operator(Ours):
 
     def run(self) -> None:
         problem, lists = self._problem, self._lists
-        of_lists: dict[str, Any] = {"counts": lists.counts, "head_slots": lists.slots}
+        of_lists: dict[str, Any] = {"counts": lists.counts, "head_slots": lists.slots, "after_lists": True}
         for layer, kv in enumerate(problem.layers):
             self._select(self._run_one, layer)
             self._attention.run(problem.q, kv, self._slots, problem.sm_scale, self._out, self._lse, **of_lists)

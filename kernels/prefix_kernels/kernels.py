@@ -123,11 +123,12 @@ ARRIVALS = tl.constexpr(2**20)
 
 
 @triton.jit
-def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr):
+def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr, LET_THE_NEXT_COME: tl.constexpr = True):
     """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come."""
     if OVERLAPPED:
         gdc_wait()
-        gdc_launch_dependents()
+        if LET_THE_NEXT_COME:
+            gdc_launch_dependents()
 
 
 @triton.jit

@@ -78,7 +78,7 @@ class Attentions:
         if block_m not in self._found:
             sizes = self._sizes or range(size, self._max_batch + 1)
             most = max(n for n in (*sizes, size) if block_m_for(n, self._shape.gqa) == block_m)
-            specialized = has_specialized(self._device, self._shape.num_kv_heads)
+            specialized = has_specialized(self._device)
             groups, alone = passes_for(self._shape, size, specialized=specialized, short=self._short)
             passes = [groups, *[alone] * (self._num_passes - 1)]
             logger.debug("sparse attention: groups of up to %d requests: %s", most, passes)

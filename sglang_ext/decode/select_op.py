@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,12 @@ class SelectOp(ABC):
     """Selects for all groups of a step at one layer. `plan` is called once a step, `run` once for each anchor layer.
 
     What a captured `run` reads lies in buffers of fixed place, which `plan` writes.
+
+    Attributes:
+        ends_in_lists: the last launch of every run is what `after_lists` of `GroupedAttention.run` wants before it.
     """
+
+    ends_in_lists: ClassVar[bool] = False
 
     @abstractmethod
     def number_of(self, index: Index) -> int:

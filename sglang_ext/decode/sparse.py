@@ -410,15 +410,18 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
             return out
         selects = self._turns.searches or self._ahead is not None
-        if mode is LayerMode.ANCHOR and selects:
+        anchors = mode is LayerMode.ANCHOR and selects
+        if anchors:
             select = self.op.run if self._turns.searches or self._ahead is None else self._ahead.run_behind
             select(kernels.size, q, sm_scale, arena, layer, lists)
             if self.copies is not None:
                 self.copies.copy(layer, q)
         if self.swap is not None and selects:
             self.swap.before(layer, lists, kv)
-        slots = lists.slots
-        kernels.selected.run(q, kv, arena, sm_scale, out, lse, counts=counts, head_map=head_map, head_slots=slots)
+        kernels.selected.run(
+            q, kv, arena, sm_scale, out, lse, counts=counts, head_map=head_map, head_slots=lists.slots,
+            after_lists=anchors and self.op.ends_in_lists and self.copies is None and self.swap is None,
+        )  # fmt: skip
         if self._ahead is not None and mode is LayerMode.ANCHOR:
             self._look_ahead(kernels.size, q, layer, sm_scale)
         return out

@@ -95,6 +95,7 @@ class ScoredOp(ScoringOp):
         known: of the indexes that `number_of` was asked for.
     """
 
+    ends_in_lists = True
     candidates: Tensor | None = None
 
     def __init__(

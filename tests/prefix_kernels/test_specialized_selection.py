@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, default_config
+from prefix_kernels.grouped_attention import AttentionShape, Segment, passes_for
+from prefix_kernels.grouped_attention.runner import GroupedAttention
 from prefix_kernels.pooled_scores import ScoreInputs
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.types import SelectedLists
+from prefix_kernels.types import PagedKV, SelectedLists
 from tests.prefix_kernels import selecting
 from tests.prefix_kernels.selecting import KV_HEADS, TokenProblem, lists_of, select
 
@@ -159,6 +161,58 @@ def test_a_captured_run_follows_its_plan() -> None:
             mine, theirs = (group.lists_in(of.positions, KV_HEADS) for of in (lists, wanted))
             assert torch.equal(mine, theirs)
         assert torch.equal(lists.counts[:groups], wanted.counts[:groups])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_attention_that_begins_while_lists_are_made_is_that_behind_them(form: Form) -> None:
+    """With suffixes, which it may attend before, and programs that have none. Lists and counts of before are others."""
+    made = problem([((0,), 40_000, 3000), ((1, 2), 2500, 250), ((3,), 900, 90)])
+    rows, prefixes = len(made.q), len(made.slot_table)
+    one = AnchorSelection(made.shape, rows, 3, 40_000, 200_000, CONFIGS["8x128"], DEVICE, form=form)
+    lists, scores = lists_of(one), torch.zeros(made.room, device="cuda")
+    one.plan(made.scored, made.selected)
+    slots = torch.arange(prefixes + 300 * rows, dtype=torch.int32, device="cuda")
+    slots[:prefixes] = made.slot_table
+    keys = torch.randn(int(slots.max()) + 1, KV_HEADS, made.q.shape[2], dtype=made.q.dtype, device="cuda")
+    kv = PagedKV(keys, keys.flip(0))
+    shape = AttentionShape.of(made.q, kv)
+    attention = GroupedAttention(shape, rows, passes_for(shape, rows, specialized=True), DEVICE)
+    attention.plan(
+        [
+            Segment(of.rows, group.count, group.list_begin, group.head_stride, number)
+            for number, (of, group) in enumerate(zip(made.scored, made.selected, strict=True))
+        ],
+        [Segment((row,), 300, prefixes + 300 * row, list_id=3 + row) for row in range(rows)],
+    )
+    counts = torch.zeros(3 + rows, KV_HEADS, dtype=torch.int32, device="cuda")
+    counts[3:] = torch.arange(1, 1 + 90 * rows, 90, device="cuda")[:, None]
+    lists = replace(lists, counts=counts[:3])
+    assert lists.slots is not None
+    found = []
+    for after_lists in (False, True):
+        out, lse = torch.empty_like(made.q), torch.empty(made.q.shape[:2], device="cuda")
+
+        def step(out: torch.Tensor = out, lse: torch.Tensor = lse, after_lists: bool = after_lists) -> None:
+            assert lists.slots is not None
+            lists.slots.zero_()
+            lists.counts.zero_()
+            one.run(ScoreInputs(made.q, made.sm_scale), scores, lists, slot_table=slots)
+            of_lists: dict[str, Any] = {"counts": counts, "head_slots": lists.slots, "after_lists": after_lists}
+            attention.run(made.q, kv, slots, made.sm_scale, out, lse, **of_lists)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(8):
+                step()
+        for _ in range(10):
+            out.fill_(torch.nan)
+            graph.replay()
+            found.append((out.clone(), lse.clone()))
+    for out, lse in found:
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])
+    assert not found[0][0].isnan().any()
 
 
 def test_what_it_has_not_is_refused() -> None:

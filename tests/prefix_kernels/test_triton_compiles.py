@@ -33,6 +33,8 @@ from prefix_kernels.residents import ResidentGroup, Residents, ResidentShape
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 from prefix_kernels.types import CandidateForm, SelectionGroup, new_lists
 from prefix_kernels.union_selection import UnionSelection
+from sglang_ext.decode.buffers import StepBuffers
+from sglang_ext.decode.types import PrefixGroup
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.selecting import lists_of
 
@@ -62,9 +64,11 @@ def prefix(rows: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | Non
     attention.run(queries, cache, slots, 0.1, out, lse, counts=counts)
 
 
-def grouped(config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2) -> None:
+def grouped(
+    config: AttentionConfig, dtype: torch.dtype = torch.bfloat16, dim: int = DIM, passes: int = 2, **how: bool
+) -> None:
     """A group of a tile's rows and a suffix of each, in one launch where the kernel can."""
-    attend(q(config.block_m // (HEADS // KV_HEADS), dtype, dim), pool(dtype, dim), config, passes)
+    attend(q(config.block_m // (HEADS // KV_HEADS), dtype, dim), pool(dtype, dim), config, passes, **how)
 
 
 def latent(heads: int, rows: int) -> None:
@@ -75,12 +79,12 @@ def latent(heads: int, rows: int) -> None:
     attend(queries, kv, default_attention(AttentionShape.of(queries, kv), rows, specialized=True), 2)
 
 
-def attend(queries: torch.Tensor, kv: PagedKV, config: AttentionConfig, passes: int) -> None:
+def attend(queries: torch.Tensor, kv: PagedKV, config: AttentionConfig, passes: int, **how: bool) -> None:
     rows, heads, _ = queries.shape
     attention = GroupedAttention(AttentionShape.of(queries, kv), rows, [config] * passes, CPU)
     attention.plan([Segment(tuple(range(rows)), 40)], [Segment((r,), 5, list_begin=40) for r in range(rows)])
     out, lse = queries.new_empty(rows, heads, kv.v_cache.shape[2]), torch.zeros(rows, heads)
-    attention.run(queries, kv, torch.arange(64).int(), 0.1, out, lse)
+    attention.run(queries, kv, torch.arange(64).int(), 0.1, out, lse, **how)
 
 
 def select_tokens(
@@ -189,6 +193,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention on latent keys with 64 heads": lambda: latent(64, 1),
     "specialized attention of 64 rows": lambda: grouped(SPECIALIZED),
     "specialized attention of 64 rows, one program": lambda: grouped(AttentionConfig(64, 32, 4, 10, 1, None, True)),
+    "specialized attention of 64 rows while lists are made": lambda: grouped(SPECIALIZED, after_lists=True),
     "specialized attention of 128 rows": lambda: grouped(AttentionConfig(128, 64, 4, 5, 1, None, True)),
     "specialized attention in three passes": lambda: grouped(SPECIALIZED, passes=3),
     "specialized attention with heads of 64": lambda: grouped(SPECIALIZED, torch.float16, 64),
@@ -307,6 +312,7 @@ BY_DAY = (
     "selection of tokens in one launch",
     "selection by lists of centroids",
     "specialized attention of 64 rows",
+    "specialized attention of 64 rows while lists are made",
     "specialized selection of tokens for 32 requests",
 )
 
@@ -391,24 +397,24 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
     (attend, _) = launches("prefix_attention of 32 requests")
     assert "wgmma.mma_async" in compiled(attend, 90).asm["ptx"]
     assert "wgmma.mma_async" not in compiled(attend, 80).asm["ptx"]
-    (attend,) = launches("specialized attention of 64 rows")  # groups, suffixes and their merge
+    attend, _ = launches("specialized attention of 64 rows")
     ptx = compiled(attend, 90).asm["ptx"]
     assert all(word in ptx for word in ("wgmma.mma_async", "setmaxnreg", "cp.async.mbarrier.arrive.noinc"))
 
 
 def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
-    """The listing of a selection comes while its scores are made, attention while these are listed."""
-    for case, follows, meetings in (
-        ("specialized attention of 64 rows", (True,), 1),
-        ("selection of tokens in one launch", (False, False), 1),
-        ("specialized selection of tokens", (False, True), 1),
+    """The listing of a selection comes while its scores are made, attention while these are listed, the merge last."""
+    for case, follows in (
+        ("specialized attention of 64 rows", (True, True)),
+        ("selection of tokens in one launch", (False, False)),
+        ("specialized selection of tokens", (False, True)),
     ):
         found = [(one, compiled(one, 90).asm["ptx"]) for one in launches(case)]
         for (one, ptx), later in zip(found, follows, strict=True):
             before, wait, _ = ptx.partition("griddepcontrol.wait")
             assert bool(wait) == one.options.get("launch_pdl", False) == later
             assert not (wait and re.search(r"(st|red|atom)\.global", before))
-            assert ptx.count("atom.global.gpu.acq_rel") == meetings * one.options.get("launch_cooperative_grid", 0)
+            assert ptx.count("atom.global.gpu.acq_rel") == one.options.get("launch_cooperative_grid", 0)
         assert ("griddepcontrol.launch_dependents" in found[0][1]) == case.startswith("specialized")
 
 
@@ -520,8 +526,32 @@ def test_before_the_scores_are_made_only_tables_are_read(case: str) -> None:
 
 
 def test_before_the_lists_are_made_attention_reads_tables_only() -> None:
-    """How many items, whether any is a part, whose list a KV head reads, and the eight numbers of the first item."""
-    (attend,) = launches("specialized attention of 64 rows")
+    """How many items, whose list a KV head reads, and the eight numbers of the first item."""
+    attend, _ = launches("specialized attention of 64 rows")
     before, _, _ = compiled(attend, 90).asm["ptx"].partition("griddepcontrol.wait")
-    assert len(re.findall(r"ld\.global\S*", before)) == 11
+    assert len(re.findall(r"ld\.global\S*", before)) == 10
     assert not re.search(r"(ld\.global\S*\.v|cp\.async\S*\.global)", before)
+
+
+def test_while_lists_are_made_programs_wait_for_what_is_listed_only() -> None:
+    """Those that fetch and those that multiply wait at a list of the layer; these, too, before they end."""
+    attend, merge = launches("specialized attention of 64 rows while lists are made")
+    for one, waits in ((attend, 3), (merge, 1)):
+        assert one.options["launch_pdl"] is True
+        ptx = compiled(one, 90).asm["ptx"]
+        assert ptx.count("griddepcontrol.wait") == waits
+        assert "atom" not in ptx
+
+
+def test_own_tokens_of_requests_are_attended_before_lists_are_there() -> None:
+    """As the plugin plans them: how many there are is on the device, too, but known before."""
+    buffers = StepBuffers(2, KV_HEADS, 4096, CPU)
+    layout = buffers.lay_out([1050, 1090], [PrefixGroup("a prompt", (0, 1), 1000)])
+    assert layout is not None
+    attention = GroupedAttention(AttentionShape.of(q(2), pool()), 2, [SPECIALIZED] * 2, CPU, num_programs=64)
+    attention.plan([Segment((0, 1), 600, head_stride=600, list_id=2)], layout.suffix)
+    (launched,) = attention._launches
+    strides = launched.items[: int(launched.num_items[0]), 3].tolist()
+    assert strides == sorted(strides)
+    assert strides[:2] == [0, 0]
+    assert strides[-1] == 600

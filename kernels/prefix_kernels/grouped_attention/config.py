@@ -116,11 +116,9 @@ def passes_for(
     return [group, group if group.specialized else default_config(shape, 1)]
 
 
-def has_specialized(device: torch.device, num_kv_heads: int = 1) -> bool:
-    """Whether a device can run sm_90's own kernel, whose programs, one for each KV head at least, run at one time."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
-        return False
-    return num_kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
+def has_specialized(device: torch.device) -> bool:
+    """Whether a device can run sm_90's own kernel."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from prefix_kernels.kernels import wait_for_the_kernel_before
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -154,6 +156,26 @@ def attend_items_kernel(
 
 
 @triton.jit
+def _places(spans_ptr, qo_head, part, GQA: tl.constexpr, NUM_SPANS: tl.constexpr):
+    """Of a row's parts, those of all its spans as one list: how many there are, and where some of them are among the
+    partial rows, [query heads, parts]. Less than 0: the row was written by its only part."""
+    count = 0
+    fewest = 0
+    place = tl.zeros([qo_head.shape[0], part.shape[0]], tl.int64)
+    for span in tl.static_range(NUM_SPANS):
+        first = tl.load(spans_ptr + span * 4).to(tl.int64)
+        part_stride = tl.load(spans_ptr + span * 4 + 1).to(tl.int64)
+        head_stride = tl.load(spans_ptr + span * 4 + 2)
+        parts = tl.load(spans_ptr + span * 4 + 3)
+        own = (part - count)[None, :]
+        of_head = first + qo_head // GQA * head_stride + qo_head % GQA
+        place = tl.where((own >= 0) & (own < parts), of_head[:, None] + own * part_stride, place)
+        fewest = tl.minimum(fewest, parts)
+        count += parts
+    return tl.where(fewest < 0, fewest, count), place
+
+
+@triton.jit
 def merge_items_kernel(
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
     partial_lse_ptr,  # fp32 [num_partials], base 2
@@ -161,55 +183,51 @@ def merge_items_kernel(
     out_ptr,  # [batch, num_qo_heads, V_DIM]
     lse_ptr,  # fp32 [batch, num_qo_heads]
     v_scale,  # fp32, scale of V
+    num_qo_heads,
     out_stride_row, out_stride_head, GQA: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    NUM_SPANS: tl.constexpr, BLOCK_S: tl.constexpr,
+    NUM_SPANS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Program (query head, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf.
+    """Program (BLOCK_H query heads, batch row): merges the parts of that row's spans; an empty row gets 0 and -inf.
 
-    A row of one part leaves with the bits that a direct tile would have written: its weight is 2^0. So no factor may
-    stand at the logarithms of parts, which the compiler would fuse into the difference.
+    Spans are read before the kernel before has ended, which writes none of them; all else after it. A row of one part
+    leaves with the bits that a direct tile would have written: its weight is 2^0. So no factor may stand at the
+    logarithms of parts, which the compiler would fuse into the difference.
     """
-    qo_head = tl.program_id(0)
+    qo_head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     row = tl.program_id(1).to(tl.int64)
-    parts_ptr = spans_ptr + row * NUM_SPANS * 4 + 3
-    fewest = tl.load(parts_ptr)
-    for span in tl.static_range(1, NUM_SPANS):
-        fewest = tl.minimum(fewest, tl.load(parts_ptr + span * 4))
-    if fewest >= 0:  # else the row was written by its only part
-        head = qo_head // GQA
-        e = tl.arange(0, BLOCK_V)
-        part = tl.arange(0, BLOCK_S)
-        acc = tl.zeros([BLOCK_V], tl.float32)
-        total = 0.0
-        peak = float("-inf")
-        for span in tl.static_range(NUM_SPANS):
-            fields = spans_ptr + (row * NUM_SPANS + span) * 4
-            first = tl.load(fields).to(tl.int64) + qo_head % GQA
-            part_stride = tl.load(fields + 1).to(tl.int64)
-            head_stride = tl.load(fields + 2)
-            count = tl.load(fields + 3)
-            for begin in tl.range(0, count, BLOCK_S):
-                there = begin + part < count
-                place = first + head * head_stride + (begin + part) * part_stride
-                lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
-                # Asked for together with its logarithm. An empty part may hold anything: a weight of 0 would not
-                # silence a NaN.
-                out = tl.load(
-                    partial_out_ptr + place[:, None] * V_DIM + e[None, :],
-                    mask=there[:, None] & (e < V_DIM)[None, :],
-                    other=0.0,
-                )
-                out = tl.where((lse > float("-inf"))[:, None], out, 0.0)
-                higher = tl.maximum(peak, tl.max(lse, axis=0))
-                safe = tl.where(higher == float("-inf"), 0.0, higher)
-                weight = tl.exp2(lse - safe)
-                shrink = tl.exp2(peak - safe)
-                acc = acc * shrink + tl.sum(weight[:, None] * out, axis=0)
-                total = total * shrink + tl.sum(weight, axis=0)
-                peak = higher
+    live = qo_head < num_qo_heads
+    e = tl.arange(0, BLOCK_V)
+    part = tl.arange(0, BLOCK_S)
+    spans_ptr += row * NUM_SPANS * 4
+    count, place = _places(spans_ptr, qo_head, part, GQA, NUM_SPANS)
+    wait_for_the_kernel_before(OVERLAPPED)
+    if count >= 0:
+        acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        for begin in tl.range(0, count, BLOCK_S):
+            there = live[:, None] & (begin + part < count)[None, :]
+            lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
+            # Asked for together with its logarithm. An empty part may hold anything: a weight of 0 would not silence
+            # a NaN.
+            out = tl.load(
+                partial_out_ptr + place[:, :, None] * V_DIM + e[None, None, :],
+                mask=there[:, :, None] & (e < V_DIM)[None, None, :],
+                other=0.0,
+            )
+            out = tl.where((lse > float("-inf"))[:, :, None], out, 0.0)
+            higher = tl.maximum(peak, tl.max(lse, axis=1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(lse - safe[:, None])
+            shrink = tl.exp2(peak - safe)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * out, axis=1)
+            total = total * shrink + tl.sum(weight, axis=1)
+            peak = higher
+            if begin + BLOCK_S < count:
+                _, place = _places(spans_ptr, qo_head, begin + BLOCK_S + part, GQA, NUM_SPANS)
         empty = total == 0.0
-        out = acc * (v_scale / tl.where(empty, 1.0, total))
-        out_ptrs = out_ptr + row * out_stride_row + qo_head * out_stride_head + e
-        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=e < V_DIM)
+        out = acc * (v_scale / tl.where(empty, 1.0, total))[:, None]
+        out_ptrs = out_ptr + row * out_stride_row + qo_head[:, None] * out_stride_head + e[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (e < V_DIM)[None, :])
         lse = tl.where(empty, float("-inf"), (peak + tl.log2(tl.where(empty, 1.0, total))) * LN2)
-        tl.store(lse_ptr + row * tl.num_programs(0) + qo_head, lse)
+        tl.store(lse_ptr + row * num_qo_heads + qo_head, lse, mask=live)

@@ -41,6 +41,7 @@ class ReferenceAttention:
         counts: Tensor | None = None,
         head_map: Tensor | None = None,
         head_slots: Tensor | None = None,
+        after_lists: bool = False,  # nothing runs at the same time here
     ) -> None:
         """As `GroupedAttention.run`: out = softmax(sm_scale * q k^T) v over all entries of the row's segments."""
         gqa = q.shape[1] // kv.num_kv_heads

@@ -11,24 +11,23 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import (
-    SPECIALIZED_ROWS,
     AttentionConfig,
     AttentionShape,
     has_specialized,
 )
-from prefix_kernels.grouped_attention.items import DIRECT, ITEM_FIELDS, SPAN_FIELDS, Segment, check_rows, cut
+from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, check_rows, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.launching import REGISTERS, arguments_of, block_of, launch, launch_behind, programs_at_once, send
+from prefix_kernels.launching import arguments_of, block_of, launch, launch_behind, programs_at_once, send
 from prefix_kernels.types import PagedKV, check_arena, check_table
 
-_MERGED_AT_ONCE = 64
+_MERGED_AT_ONCE = 32
 """Parts of a row, at most."""
-_MERGED_NUMBERS = 64 * 128
-"""Values of these parts, at most: what the registers hold."""
+_MERGED_NUMBERS = 512
+"""Values of one of these parts, of all heads of a program, at most: what the registers hold."""
+_MERGE_PROGRAMS = 256
+"""Heads are merged together where there would be more: on an H200 1,024 programs take 3 us more than 256."""
 _LEAST_BLOCK = 16
 """Of a tensor core's operand."""
-_RESERVED = 1536
-"""Bytes of a specialized program's shared memory: 1,024 for the system, and its barriers."""
 
 
 class _Launch:
@@ -49,7 +48,7 @@ class _Launch:
         self.items_of_a_pass = target + max_batch
         self.items = torch.zeros(len(passes) * self.items_of_a_pass, ITEM_FIELDS, dtype=torch.int32, device=device)
         self.rows = torch.zeros(len(passes) * max_batch, dtype=torch.int32, device=device)
-        self.num_items = torch.zeros(2, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         # Per KV head: one an item, or, where each takes item after item, what fills the GPU.
         self.programs = target if self.config.specialized else len(self.items)
 
@@ -98,10 +97,8 @@ class GroupedAttention:
             (_, config), *_ = of_launch = list(same)
             target = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
             if config.specialized:
-                _check_fits(config, shape, device, heads * target)
+                _check_fits(config, shape, device)
             self._launches.append(_Launch(of_launch, target, max_batch, device))
-        self._merges_itself = len(self._launches) == 1 and passes[0].specialized
-        self._arrived = torch.zeros(heads, dtype=torch.int64, device=device)
         num_rows = sum(len(one.passes) * one.partial_rows(heads) for one in self._launches)
         if scratch_of is not None and scratch_of.shape == shape and len(scratch_of._partial_lse) >= num_rows:
             self._partial_out: Tensor = scratch_of._partial_out
@@ -160,13 +157,15 @@ class GroupedAttention:
                 rows += items.rows
                 listed += items.items
                 first_partial += one.partial_rows(self.shape.num_kv_heads)
+            # Those first that have no list of each KV head: they can be attended while these are made.
+            listed.sort(key=_has_head_lists)
             table = torch.zeros(one.items.shape, dtype=torch.int32)
             if listed:
                 table[: len(listed)] = torch.tensor(listed, dtype=torch.int32)
             tables += [
                 (table, one.items),
                 (torch.tensor(rows, dtype=torch.int32), one.rows),
-                (torch.tensor([len(listed), any(x[-1] != DIRECT for x in listed)], dtype=torch.int32), one.num_items),
+                (torch.tensor([len(listed)], dtype=torch.int32), one.num_items),
             ]
         for table, buffer in tables:
             send(table, buffer)
@@ -185,12 +184,13 @@ class GroupedAttention:
         counts: Tensor | None = None,
         head_map: Tensor | None = None,
         head_slots: Tensor | None = None,
+        after_lists: bool = False,
     ) -> None:
         """Attend as planned. One launch per pass and one for the merge.
 
-        Neighbouring passes of one specialized configuration share a launch; where that is all, it merges, too. Runs of
-        one object follow each other on one stream: they share the parts' states. Run once before a capture, so that the
-        kernels are compiled; the pool's scales are constants of the captured graph.
+        Neighbouring passes of one specialized configuration share a launch. Runs of one object follow each other on one
+        stream: they share the parts' states. Run once before a capture, so that the kernels are compiled; the pool's
+        scales are constants of the captured graph.
 
         Args:
             q: [batch, num_qo_heads, head_dim] post-RoPE queries.
@@ -205,6 +205,9 @@ class GroupedAttention:
                 None: its own.
             head_slots: the arena, like `slots`, of the segments with a `head_stride`: together with `counts` the lists
                 of a layer. None: `slots`.
+            after_lists: the launch before on this stream writes `head_slots`, the counts of lists that lie there, and
+                nothing else that is read here; and it lets others begin once all launches before it have ended, as the
+                last one of a selection does. So programs begin while it runs, with the other lists.
 
         Raises:
             ValueError: tensors of another shape than planned for, or what the specialized kernel cannot read.
@@ -226,7 +229,6 @@ class GroupedAttention:
             "partial_out_ptr": self._partial_out,
             "partial_lse_ptr": self._partial_lse,
             "spans_ptr": self._spans,
-            "arrived_ptr": self._arrived,
             "out_ptr": out,
             "lse_ptr": lse,
             "sm_scale": float(sm_scale * kv.k_scale),
@@ -248,14 +250,24 @@ class GroupedAttention:
             "LATENT": kv.latent,
             "PRECISION": "ieee" if q.dtype is torch.float32 else "tf32",
             "NUM_SPANS": self._spans.shape[1],
+            "num_qo_heads": shape.num_qo_heads,
+            "AFTER_LISTS": after_lists,
         }
         for one in self._launches:
             self._attend(one, arguments)
-        if not self._merges_itself:
-            most = block_of(max(one.target for one in self._launches), _LEAST_BLOCK)
-            arguments["BLOCK_S"] = min(_MERGED_AT_ONCE, _MERGED_NUMBERS // arguments["BLOCK_V"], most)
-            merged = arguments_of(merge_items_kernel, arguments)
-            launch(merge_items_kernel, (shape.num_qo_heads, q.shape[0]), merged, num_warps=4)
+            # Between two launches of attention there is no list to wait for.
+            arguments["AFTER_LISTS"] = False
+        self._merge(arguments)
+
+    def _merge(self, arguments: dict[str, Any]) -> None:
+        heads, (batch, *_), block_v = self.shape.num_qo_heads, arguments["q_ptr"].shape, arguments["BLOCK_V"]
+        wanted = min(block_of(-(-heads * batch // _MERGE_PROGRAMS)), block_of(heads))
+        block_h = max(1, min(wanted, _MERGED_NUMBERS // block_v))
+        most = max(one.target for one in self._launches) + self._spans.shape[1] - 1
+        sizes = {"BLOCK_H": block_h, "BLOCK_S": min(_MERGED_AT_ONCE, block_of(most, _LEAST_BLOCK))}
+        merged = arguments_of(merge_items_kernel, arguments | sizes)
+        warps = 4 if 2 * block_h * block_v <= _MERGED_NUMBERS else 8
+        launch_behind(merge_items_kernel, (-(-heads // block_h), batch), merged, num_warps=warps)
 
     def _attend(self, one: _Launch, arguments: dict[str, Any]) -> None:
         config = one.config
@@ -281,16 +293,12 @@ class GroupedAttention:
             return
         from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
 
-        if not self._merges_itself:
-            arguments["NUM_SPANS"] = 0
         launch_behind(
             attend_items_sm90_kernel,
             grid,
             arguments_of(attend_items_sm90_kernel, arguments),
             num_warps=config.num_warps,
             maxnreg=config.max_registers,
-            # Its programs wait for each other: started together, or refused with an error where they do not fit.
-            launch_cooperative_grid=self._merges_itself,
         )
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, head_slots: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -329,32 +337,22 @@ class GroupedAttention:
             check_table("head_map", head_map, (heads,))
 
 
-def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device, wanted: int) -> None:
-    """A specialized configuration, of `wanted` programs; on a CPU, where it can be compiled only, the device is not
-    asked."""
+def _has_head_lists(item: Sequence[int]) -> bool:
+    """Whether an item's list is in the arena of such lists."""
+    _, _, _, head_stride, *_ = item
+    return head_stride > 0
+
+
+def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.device) -> None:
+    """A specialized configuration; on a CPU, where it can be compiled only, the device is not asked."""
     if not shape.fits_specialized(config.block_m):
         raise ValueError(
             "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
             f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
         )
-    if device.type != "cuda":
-        return
-    properties = torch.cuda.get_device_properties(device)
-    if not has_specialized(device):
-        raise ValueError(f"expected sm_90 for the specialized kernel, got {properties.name}; use a portable one")
-    groups = config.block_m // SPECIALIZED_ROWS + 1
-    registers = config.max_registers or (255 if groups == 2 else 168)
-    block = config.block_n * (shape.head_dim + shape.v_head_dim)
-    shared = (config.block_m * shape.head_dim + config.num_stages * block) * shape.dtype.itemsize + _RESERVED
-    by_registers = REGISTERS // (groups * 128 * (-(-registers // 8) * 8))
-    at_once = min(by_registers, properties.shared_memory_per_multiprocessor // shared)
-    most = at_once * properties.multi_processor_count
-    if wanted > most:
-        # They wait for each other.
-        raise ValueError(
-            f"expected at most {most} programs of {config} at a time on this GPU, got {wanted}; lower programs_per_sm, "
-            "num_programs or the ring, or use a portable configuration"
-        )
+    if device.type == "cuda" and not has_specialized(device):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"expected sm_90 for the specialized kernel, got {name}; use a portable one")
 
 
 def _check_inputs(q: Tensor, kv: PagedKV, scale: float) -> None:

@@ -11,10 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from prefix_kernels.grouped_attention.sm90_merge_kernels import LN2, merge_parts
 from prefix_kernels.kernels import wait_for_the_kernel_before
 
 LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 _copy_to_shared = getattr(hopper.async_copy, "async_load", None) or hopper.async_copy.async_copy_global_to_shared
 """Renamed after Triton 3.6."""
@@ -39,10 +39,19 @@ def _fields(items_ptr, item):
 
 @gluon.jit
 def _counted(end, list_id, counts_ptr, source, num_heads):
-    """Where a list ends whose count is on the device."""
+    """Where a list ends whose count is on the device: past the first level of caches, as the launch before may be
+    writing others of them."""
     if list_id >= 0:
-        end = gl.minimum(end, gl.load(counts_ptr + list_id * num_heads + source))
+        end = gl.minimum(end, gl.load(counts_ptr + list_id * num_heads + source, cache_modifier=".cg"))
     return end
+
+
+@gluon.jit
+def _wait_for_lists(head_stride, AFTER_LISTS: gl.constexpr):
+    """Until lists are there that the launch before writes: those of each KV head, and their counts."""
+    if AFTER_LISTS:
+        if head_stride > 0:
+            _wait_for_the_kernel_before(True, False)
 
 
 @gluon.jit
@@ -70,6 +79,7 @@ def _fetch(queue, ring, pool, sizes: gl.constexpr):
         if head_stride > 0:
             arena_ptr = head_slots_ptr
         list_ptr = arena_ptr + list_begin.to(gl.int64) + source * head_stride.to(gl.int64)
+        _wait_for_lists(head_stride, sizes[6])
         # The first slots are asked for before the count on the device is known, and again where there are fewer: what
         # stands behind the count is read, never used. Past the end the last key is copied once more, so no copy is
         # predicated and no key is read that is not listed.
@@ -123,7 +133,7 @@ def _weights(scores, peak, total, qk_scale, start, end, BLOCK_N: gl.constexpr, l
 
 
 @gluon.jit
-def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.constexpr):
+def _attend(HALF: gl.constexpr, queue, ring, query, result, sizes: gl.constexpr):
     """One warp group: 64 rows of each item's tile over all its blocks; writes that part's state, or the result."""
     GQA: gl.constexpr = sizes[0]
     HEAD_DIM: gl.constexpr = sizes[1]
@@ -131,7 +141,6 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.c
     BLOCK_M: gl.constexpr = sizes[3]
     BLOCK_N: gl.constexpr = sizes[4]
     RING: gl.constexpr = sizes[5]
-    NUM_SPANS: gl.constexpr = sizes[6]
     items_ptr, first, num_items, counts_ptr, source, head, num_heads = queue
     k_ring, v_ring, k_full, k_free, v_full, v_free = ring
     q_ptr, rows_ptr, batch, q_stride_row, q_stride_head, q_tile, qk_scale = query
@@ -150,13 +159,14 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.c
     e = gl.arange(0, V_DIM, gl.SliceLayout(0, layout))
     place = 0
     phase = 0
-    row_begin, num_rows, _, _, list_id, begin, listed, first_partial = first
+    row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial = first
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        end = _counted(listed, list_id, counts_ptr, source, num_heads)
         q_live = q_m < num_rows * GQA
         q_row = gl.load(rows_ptr + row_begin + q_m // GQA, mask=q_live, other=0).to(gl.int64)
         q_ptrs = q_ptr + q_row[:, None] * q_stride_row + (head * GQA + q_m % GQA)[:, None] * q_stride_head + d[None, :]
         q = gl.load(q_ptrs, mask=(q_live & (q_row < batch))[:, None], other=0.0)
+        _wait_for_lists(head_stride, sizes[6])
+        end = _counted(listed, list_id, counts_ptr, source, num_heads)
         q_own.store(q)
         hopper.fence_async_shared()
 
@@ -218,9 +228,10 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, merging, sizes: gl.c
             gl.store(out_ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
             gl.store(lse_ptr + row * (num_heads * GQA) + qo_head, lse * LN2, mask=live)
         following = gl.minimum(item + gl.num_programs(1), num_items - 1)
-        row_begin, num_rows, _, _, list_id, begin, listed, first_partial = _fields(items_ptr, following)
-    if NUM_SPANS > 0:
-        merge_parts(HALF, queue, query, result, merging, GQA, V_DIM, BLOCK_M // ROWS, NUM_SPANS)
+        row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial = _fields(items_ptr, following)
+    # Whoever had no list of the layer, too: this kernel's end says that the one before has ended. Only now the merge's
+    # programs come: those that come earlier crowd the multiprocessors that have no program of this kernel.
+    _wait_for_the_kernel_before(sizes[7])
 
 
 @gluon.jit(do_not_specialize=["batch"])
@@ -234,9 +245,7 @@ def attend_items_sm90_kernel(
     counts_ptr,  # int32 [num_lists, num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
     items_ptr,  # int32 [max_items, 8], see `items.py`
-    num_items_ptr,  # int32 [2]: items, and whether any of them writes a part
-    spans_ptr,  # int32 [batch, NUM_SPANS, 4], see `items.py`
-    arrived_ptr,  # int64 [num_kv_heads], 0 before the first launch
+    num_items_ptr,  # int32 [1]
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
     partial_lse_ptr,  # fp32 [num_partials], base 2
     out_ptr,  # [batch, num_qo_heads, V_DIM], of direct tiles
@@ -246,19 +255,17 @@ def attend_items_sm90_kernel(
     batch,  # rows of q, out and lse
     q_stride_row, q_stride_head, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head, out_stride_row,
     out_stride_head, GQA: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, RING: gl.constexpr, NUM_SPANS: gl.constexpr, OVERLAPPED: gl.constexpr,
+    BLOCK_N: gl.constexpr, RING: gl.constexpr, OVERLAPPED: gl.constexpr, AFTER_LISTS: gl.constexpr,
 ):  # fmt: skip
     """Program (KV head, p): the items p, p + programs, ... of that KV head, one after the other.
 
-    Then the programs of a KV head wait for each other and share the rows to be merged. NUM_SPANS of 0: they do not,
-    `kernels.merge_items_kernel` follows. Tables of the plan are read before the kernel before has ended, which writes
-    none of them; all else after it.
+    Tables of the plan are read before the kernel before has ended, which writes none of them; all else after it.
+    AFTER_LISTS: that one writes a layer's lists and nothing else, so only these are read after it.
     """
     head = gl.program_id(0).to(gl.int64)
     num_heads = gl.num_programs(0)
     # On their way while the barriers are made. There is a first item for every program, be it an empty one.
     num_items = gl.load(num_items_ptr)
-    some_parts = gl.load(num_items_ptr + 1)
     source = gl.load(head_map_ptr + head)
     first = _fields(items_ptr, gl.program_id(1))
     qk_scale = sm_scale * LOG2E
@@ -281,20 +288,20 @@ def attend_items_sm90_kernel(
         hopper.mbarrier.init(k_free.index(place), count=HALVES)
         hopper.mbarrier.init(v_free.index(place), count=HALVES)
     # The fetching warps begin after it.
-    _wait_for_the_kernel_before(OVERLAPPED)
+    if not AFTER_LISTS:
+        _wait_for_the_kernel_before(OVERLAPPED, False)
     queue = (items_ptr, first, num_items, counts_ptr, source, head, num_heads)
     ring = (k_ring, v_ring, k_full, k_free, v_full, v_free)
     pool = (k_ptr, v_ptr, slots_ptr, head_slots_ptr, k_stride_slot, k_stride_head, v_stride_slot, v_stride_head)
     query = (q_ptr, rows_ptr, batch, q_stride_row, q_stride_head, q_tile, qk_scale)
     result = (partial_out_ptr, partial_lse_ptr, out_ptr, lse_ptr, out_stride_row, out_stride_head, v_scale)
-    merging = (spans_ptr, arrived_ptr, some_parts)
     # Registers: 65,536 of a multiprocessor, or as many as `maxnreg` says; what the others leave is the first group's.
-    sizes: gl.constexpr = (GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING, NUM_SPANS)
+    sizes: gl.constexpr = (GQA, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_N, RING, AFTER_LISTS, OVERLAPPED)
     if HALVES == 2:
         gl.warp_specialize(
             [
-                (_attend, (gl.constexpr(0), queue, ring, query, result, merging, sizes)),
-                (_attend, (gl.constexpr(1), queue, ring, query, result, merging, sizes)),
+                (_attend, (gl.constexpr(0), queue, ring, query, result, sizes)),
+                (_attend, (gl.constexpr(1), queue, ring, query, result, sizes)),
                 (_fetch, (queue, ring, pool, sizes)),
             ],
             [4, 4],
@@ -303,7 +310,7 @@ def attend_items_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (gl.constexpr(0), queue, ring, query, result, merging, sizes)),
+                (_attend, (gl.constexpr(0), queue, ring, query, result, sizes)),
                 (_fetch, (queue, ring, pool, sizes)),
             ],
             [4],

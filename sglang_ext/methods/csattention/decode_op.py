@@ -42,6 +42,8 @@ class CSAttentionOp(ScoringOp):
         ValueError: heads do not divide into subspaces.
     """
 
+    ends_in_lists = True
+
     def __init__(
         self,
         shape: AttentionShape,

@@ -19,6 +19,7 @@ from prefix_kernels.grouped_attention import (
     Segment,
     default_config,
     passes_for,
+    runner,
 )
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.grouped_attention.runner import GroupedAttention
@@ -395,9 +396,27 @@ def test_lists_by_head_lie_in_an_arena_of_their_own(kernel: Kernel, device: torc
                 close(out[row : row + 1, part], lse[row : row + 1, part], wanted, kernel.dtype)
 
 
+def test_heads_are_merged_together_or_apart(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 heads, of which 1, 4 or 8 are a program's; rows of many parts, of one, of none and of all that are merged at
+    once."""
+    q, keys, values, kv, slots = paged(700, 5, 2, 3, 64, 64, torch.float32, device)
+    attention = GroupedAttention(AttentionShape.of(q, kv), 5, [FLAT, FLAT], device, num_programs=80)
+    attention.plan([Segment((0, 1), 640)], [Segment((1,), 50, list_begin=640), Segment((3,), 5, list_begin=690)])
+    found = []
+    for most in (1000, 8, 1):
+        monkeypatch.setattr(runner, "_MERGE_PROGRAMS", most)
+        found.append(run(attention, q, kv, slots, 0.1))
+    for out, lse in found:
+        for row, chosen in ((0, range(640)), (1, range(690)), (3, range(690, 695))):
+            part, listed = slice(row, row + 1), list(chosen)
+            close(out[part], lse[part], dense_attention(q[part], keys[listed], values[listed], 0.1), torch.float32)
+        assert not out[[2, 4]].any()
+        assert (lse[[2, 4]] == -torch.inf).all()
+
+
 @needs_hopper
 def test_many_launches_merge_what_each_of_them_wrote(device: torch.device) -> None:
-    """Programs wait for the parts of their own launch, never for an earlier one's: a stale part would be seen."""
+    """The merge waits for the parts of its own launch: a stale part would be seen."""
     q, _, _, kv, slots = paged(4000, 8, 8, 4, 128, 128, torch.bfloat16, device)
     shape = AttentionShape.of(q, kv)
     attention = GroupedAttention(shape, 8, [OWN, OWN], device)
