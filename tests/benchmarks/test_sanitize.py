@@ -200,12 +200,12 @@ def phases_of(sanitize: Any, launch: Launch, ptx: str) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_phase_has_both_a_read_and_a_write(case: str, sanitize: Any) -> None:
-    (attend,) = launches(case)
+    attend, _ = launches(case)
     assert phases_of(sanitize, attend, compiled(attend, 90).asm["ptx"]) == APART
 
 
 def test_a_barrier_that_is_missing_is_found(sanitize: Any) -> None:
-    (attend,) = launches(CASES[0])
+    attend, _ = launches(CASES[0])
     pieces = re.split(r"(\n\s*barrier\.sync\s+1;)", compiled(attend, 90).asm["ptx"])
     found = []
     for left_out in range(1, len(pieces), 2):
