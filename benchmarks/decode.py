@@ -354,7 +354,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.table is not None:
         rows = engines.read(args.table)
-        print(table(rows))
+        try:
+            print(table(rows))
+        except ValueError as error:
+            sys.exit(f"decode.py: {error}")
         if args.plot:
             plot(rows, args.plot)
         return 0

@@ -52,7 +52,8 @@ def reported(events: Path, rid: str) -> dict[str, Any]:
     deadline = time.monotonic() + REPORT_TIMEOUT_S
     while time.monotonic() < deadline:
         if events.exists():
-            for text in events.read_text().splitlines():
+            # Behind the last end of a line somebody may be writing.
+            for text in events.read_text().rpartition("\n")[0].splitlines():
                 event: dict[str, Any] = json.loads(text)
                 if event.pop("rid") == rid:
                     return event

@@ -265,11 +265,12 @@ def test_with_random_weights_attention_differs_from_token_to_token(bench: Any) -
     assert not bool(model["q"].bias.any())
 
 
-def test_rows_of_other_weights_are_no_starts_of_the_same_cell(bench: Any) -> None:
-    dummy = row("plugin", "shared", 3.0)
+def test_rows_of_other_weights_are_no_starts_of_the_same_cell(bench: Any, tmp_path: Path) -> None:
+    dummy, path = row("plugin", "shared", 3.0), tmp_path / "rows.jsonl"
     assert "3.00" in bench.decode.table([dummy])
-    with pytest.raises(ValueError, match=r"expected rows of one kind of weights, got \['dummy', 'random'\]"):
-        bench.decode.table([dummy, dummy | {"weights": "random"}])
+    path.write_text("".join(json.dumps(one) + "\n" for one in (dummy, dummy | {"weights": "random"})))
+    with pytest.raises(SystemExit, match=r"^decode.py: expected rows of one kind of weights, got"):
+        bench.decode.main(["--table", str(path)])
 
 
 def test_rows_of_other_settings_are_measured_beside_those_that_are_there(bench: Any, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from sglang_ext.cli import main
 from sglang_ext.cli.arguments import checkpoint_options, names_cpu
+from sglang_ext.cli.engines import reported
 from tests.server.harness import MODEL
 
 ON_CPU = ("--device", "cpu")
@@ -90,3 +92,13 @@ def test_the_device_is_read_off_sglangs_flags() -> None:
 def test_revision_and_download_folder_are_read_off_sglangs_flags() -> None:
     assert checkpoint_options(["--revision=v2", "--download-dir", "/x"]) == ("v2", "/x")
     assert checkpoint_options(["--page-size", "16"]) == (None, None)
+
+
+def test_a_report_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"rid": "a", "status": "built"}\n{"rid": "b", "sta')
+    rest = threading.Timer(0.1, lambda: path.write_text(path.read_text() + 'tus": "failed"}\n'))
+    rest.start()
+    assert reported(path, "a") == {"status": "built"}
+    assert reported(path, "b") == {"status": "failed"}
+    rest.join()
