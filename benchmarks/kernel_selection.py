@@ -326,7 +326,8 @@ class Operator(Ours):
 
     def run(self) -> None:
         problem, lists = self._problem, self._lists
-        of_lists: dict[str, Any] = {"counts": lists.counts, "head_slots": lists.slots, "after_lists": True}
+        of_lists: dict[str, Any] = {"counts": lists.counts, "head_slots": lists.slots}
+        of_lists["after_lists"] = self._op.ends_in_lists
         for layer, kv in enumerate(problem.layers):
             self._select(self._run_one, layer)
             self._attention.run(problem.q, kv, self._slots, problem.sm_scale, self._out, self._lse, **of_lists)

@@ -124,7 +124,7 @@ ARRIVALS = tl.constexpr(2**20)
 
 @triton.jit
 def wait_for_the_kernel_before(OVERLAPPED: tl.constexpr, LET_THE_NEXT_COME: tl.constexpr = True):
-    """Wait until it has ended and all that it wrote can be read, then let the next kernel's programs come."""
+    """Wait until it has ended and all that it wrote can be read; then let the next one's programs come, if wanted."""
     if OVERLAPPED:
         gdc_wait()
         if LET_THE_NEXT_COME:

@@ -71,8 +71,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
 def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int | None) -> None:
     """As `launch`, but overlapped with the launch before it on the stream, on sm_90; `OVERLAPPED` tells the kernel so.
 
-    That one lets this one's programs come when all of its own are on the GPU (`kernels.let_the_next_kernel_come`), so
-    its programs may wait for each other. A graph that was captured so stays so.
+    That one lets this one's programs come when all of its own are on the GPU and have said so
+    (`kernels.let_the_next_kernel_come`): its programs may wait for each other. A graph that was captured so stays so.
     """
     overlapped = _can_overlap()
     if overlapped:

@@ -22,8 +22,6 @@ class _PartIndex:
 class CombinedOp(SelectOp):
     """An operation made of two methods' own."""
 
-    ends_in_lists = True
-
     def __init__(self, first: SelectOp, second: SelectOp) -> None:
         self._both = first, second
         self._known: WeakKeyDictionary[Index, list[Index]] = WeakKeyDictionary()

@@ -188,31 +188,41 @@ def test_attention_that_begins_while_lists_are_made_is_that_behind_them(form: Fo
     counts[3:] = torch.arange(1, 1 + 90 * rows, 90, device="cuda")[:, None]
     lists = replace(lists, counts=counts[:3])
     assert lists.slots is not None
+    # Queries and keys are others in every step: what is read too early is that of the step before.
+    steps = [(made.q, keys), (-made.q, keys.flip(1))] * 4
+    outs = torch.empty(len(steps), *made.q.shape, dtype=made.q.dtype, device="cuda")
+    lses = torch.empty(len(steps), *made.q.shape[:2], device="cuda")
+    kv = PagedKV(torch.empty_like(keys), keys.flip(0))
+    q = torch.empty_like(made.q)
     found = []
     for after_lists in (False, True):
-        out, lse = torch.empty_like(made.q), torch.empty(made.q.shape[:2], device="cuda")
 
-        def step(out: torch.Tensor = out, lse: torch.Tensor = lse, after_lists: bool = after_lists) -> None:
-            assert lists.slots is not None
-            lists.slots.zero_()
-            lists.counts.zero_()
-            one.run(ScoreInputs(made.q, made.sm_scale), scores, lists, slot_table=slots)
-            of_lists: dict[str, Any] = {"counts": counts, "head_slots": lists.slots, "after_lists": after_lists}
-            attention.run(made.q, kv, slots, made.sm_scale, out, lse, **of_lists)
+        def run(after_lists: bool = after_lists) -> None:
+            for (queries, own_keys), out, lse in zip(steps, outs, lses, strict=True):
+                assert lists.slots is not None
+                lists.slots.zero_()
+                lists.counts.zero_()
+                q.copy_(queries)
+                kv.k_cache.copy_(own_keys)
+                one.run(ScoreInputs(q, made.sm_scale), scores, lists, slot_table=slots)
+                of_lists: dict[str, Any] = {"counts": counts, "head_slots": lists.slots, "after_lists": after_lists}
+                attention.run(q, kv, slots, made.sm_scale, out, lse, **of_lists)
 
-        step()
+        run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(8):
-                step()
+            run()
         for _ in range(10):
-            out.fill_(torch.nan)
+            outs.fill_(torch.nan)
             graph.replay()
-            found.append((out.clone(), lse.clone()))
+            found.append((outs.clone(), lses.clone()))
+    wanted, _ = found[0]
+    assert all(torch.equal(out, wanted[n % 2]) for n, out in enumerate(wanted))
+    assert not torch.equal(wanted[0], wanted[1])
     for out, lse in found:
-        assert torch.equal(out, found[0][0])
+        assert torch.equal(out, wanted)
         assert torch.equal(lse, found[0][1])
-    assert not found[0][0].isnan().any()
+    assert not wanted.isnan().any()
 
 
 def test_what_it_has_not_is_refused() -> None:

@@ -402,7 +402,7 @@ def test_hopper_multiplies_large_tiles_with_its_own_instructions() -> None:
     assert all(word in ptx for word in ("wgmma.mma_async", "setmaxnreg", "cp.async.mbarrier.arrive.noinc"))
 
 
-def test_programs_that_wait_for_each_other_are_launched_together_and_after_the_kernel_before() -> None:
+def test_launches_that_follow_wait_before_they_write_and_programs_that_meet_are_launched_together() -> None:
     """The listing of a selection comes while its scores are made, attention while these are listed, the merge last."""
     for case, follows in (
         ("specialized attention of 64 rows", (True, True)),
@@ -521,6 +521,7 @@ def test_before_the_scores_are_made_only_tables_are_read(case: str) -> None:
     # Eleven numbers of an item and one of a KV head, one by one; scores come four at a time.
     assert len(loads) == 12
     assert not any(".v" in load or ".cg" in load for load in loads)
+    assert "griddepcontrol.launch_dependents" not in first, "attention would begin before the queries are there"
     assert len(others) == 2, "once where there is work, and once for all at the end"
     assert not re.search(r"(ld|st|red|atom)\.global", others[-1]), "nothing is left to do"
 
@@ -534,13 +535,26 @@ def test_before_the_lists_are_made_attention_reads_tables_only() -> None:
 
 
 def test_while_lists_are_made_programs_wait_for_what_is_listed_only() -> None:
-    """Those that fetch and those that multiply wait at a list of the layer; these, too, before they end."""
-    attend, merge = launches("specialized attention of 64 rows while lists are made")
-    for one, waits in ((attend, 3), (merge, 1)):
+    """Those that multiply and those that fetch wait at a list of the layer; the first ones, too, before they end."""
+    found = []
+    for one in launches("specialized attention of 64 rows while lists are made"):
         assert one.options["launch_pdl"] is True
         ptx = compiled(one, 90).asm["ptx"]
-        assert ptx.count("griddepcontrol.wait") == waits
         assert "atom" not in ptx
+        found.append(ptx.split("griddepcontrol.wait"))
+    (_, multiplied, fetched, ended), (tables, merged) = found
+    loads = re.findall(r"ld\.global\S*", multiplied)
+    # Of one item the count, and what the next one is; no slot, before those that fetch have waited.
+    assert [load for load in loads if ".cg" in load] == loads[:1]
+    assert len(loads) == 8
+    assert ["cp.async" in part for part in (multiplied, fetched, ended)] == [False, True, False]
+    # Four numbers of each span. Parts, past the first level of caches.
+    assert re.findall(r"ld\.global\S*", tables) == ["ld.global.b32"] * 8
+    assert sum(".cg" in load for load in re.findall(r"ld\.global\S*", merged)) >= 2
+    for part in (multiplied, fetched, tables):
+        assert "griddepcontrol.launch_dependents" not in part
+    for part in (ended, merged):
+        assert "griddepcontrol.launch_dependents" in part
 
 
 def test_own_tokens_of_requests_are_attended_before_lists_are_there() -> None:

@@ -207,13 +207,15 @@ def merge_items_kernel(
         peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
         for begin in tl.range(0, count, BLOCK_S):
             there = live[:, None] & (begin + part < count)[None, :]
-            lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"))
+            # Past the first level of caches: those that wrote them ran while these programs had begun.
+            lse = tl.load(partial_lse_ptr + place, mask=there, other=float("-inf"), cache_modifier=".cg")
             # Asked for together with its logarithm. An empty part may hold anything: a weight of 0 would not silence
             # a NaN.
             out = tl.load(
                 partial_out_ptr + place[:, :, None] * V_DIM + e[None, None, :],
                 mask=there[:, :, None] & (e < V_DIM)[None, None, :],
                 other=0.0,
+                cache_modifier=".cg",
             )
             out = tl.where((lse > float("-inf"))[:, :, None], out, 0.0)
             higher = tl.maximum(peak, tl.max(lse, axis=1))

@@ -46,6 +46,8 @@ class TwoLevelOp(CombinedOp, AheadOp):
             candidates ahead; or there is no room for these.
     """
 
+    ends_in_lists = True
+
     def __init__(
         self,
         shape: AttentionShape,

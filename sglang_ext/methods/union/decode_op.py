@@ -27,6 +27,8 @@ class UnionOp(CombinedOp):
         ValueError: a method has no such operation for decode graphs.
     """
 
+    ends_in_lists = True
+
     def __init__(
         self,
         shape: AttentionShape,
