@@ -92,7 +92,7 @@ class HalfTold(Engine):
         if self.prefilled:
             raise ValueError("the request is too long")
         super().prefill(rid, ids, *more)
-        self.events.write_text(self.events.read_text()[:-9])
+        self.events.write_text(self.events.read_text()[:-9] + "\n")
 
 
 class Beside(Engine):
