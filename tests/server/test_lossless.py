@@ -56,7 +56,7 @@ def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Ser
     # Together, of different lengths, one prompt without an index among them.
     jobs = [(prompt, 5 + 9 * n) for n, prompt in enumerate([*whole, *hostile, texts.ask(texts.unindexed, 0)])]
     _, delta = server.compared_together(jobs, TOKENS, lambda found: found.cascade_steps > 5, times=2)
-    assert delta.drafted > delta.accepted > 0
+    assert delta.drafted >= delta.accepted > 0  # by now those behind the shuffled index may draft nothing
     assert delta.cascade_steps > 5, "expected rows of requests and their drafts to share reads"
     for count in range(1, 6):
         server.compared(whole[:1], count)
