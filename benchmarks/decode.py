@@ -302,12 +302,14 @@ def plot(rows: Sequence[Row], path: str | Path) -> Path:
     drawn = plotted(rows)
     batches = sorted({batch for batch, _ in drawn})
     names = list(dict.fromkeys(name for _, name in drawn))
+    ours = [name for name in names if name not in STOCK]
     figure = Figure(figsize=(7.6, 4.4))
     panel = figure.subplots()
     for (batch, name), points in drawn.items():
         line, marker = LOOKS.get(name, ("-", f"${names.index(name)}$"))
         looks = {"color": f"C{batches.index(batch)}", "marker": marker, "markersize": 5, "lw": 1.3}
-        panel.plot(*zip(*points, strict=True), line, label=f"batch {batch}: {name}", **looks)
+        said = "plugin" if ours == [name] else name
+        panel.plot(*zip(*points, strict=True), line, label=f"{said}, {batch} at a time", **looks)
     panel.set_xscale("log", base=2)
     panel.set(yscale="log", xlabel="tokens of shared prefix", ylabel="ms a decode step", title=titles[0])
     panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
