@@ -45,17 +45,6 @@ def test_the_table_takes_shares_of_the_fastest_prefill(bench: Any, tmp_path: Pat
         assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1
 
 
-def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(bench: Any, tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    args = bench.build.parse(["--out", str(out), "--lengths", "64", "128"])
-    first, second = bench.build.missing(args, "prefill", ORIGIN)
-    assert (first["num_tokens"], second["num_tokens"]) == (64, 128)
-    out.write_text(json.dumps(first) + "\n")
-    assert bench.build.missing(args, "prefill", {**ORIGIN, "date": "later", "commit": "b"})[0]["num_tokens"] == 128
-    assert len(bench.build.missing(args, "prefill", {**ORIGIN, "shape": "other"})) == 2
-    assert len(bench.build.missing(args, "recording", ORIGIN)) == 2
-
-
 def test_builds_and_recording_met_their_limits(bench: Any) -> None:
     """Of the rows in the repository: a tenth of the prefill, and 3% more."""
     rows = bench.build.engines.read([str(BENCHMARKS / "results" / "build-h200.jsonl")])

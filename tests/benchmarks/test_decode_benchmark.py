@@ -123,15 +123,6 @@ def _first(cell: str) -> float:
     return float(re.split("[ ,]", cell)[0])
 
 
-def shares(bench: Any, *paths: Path) -> dict[str, dict[tuple[int, int], float]]:
-    """By engine and (tokens, batch): the share of the best dense engine's time, as the table shows it."""
-    return {
-        name: {(int(tokens), int(batch)): float(ms.split(", ")[1]) for (tokens, batch), ms in of.items() if "," in ms}
-        for name, of in by_size(bench, *paths).items()
-        if name != "flashinfer"
-    }
-
-
 def test_behind_the_longest_prefix_the_limits_are_met_over_three_starts(bench: Any) -> None:
     rows = bench.decode.engines.read([str(AFTER)])
     assert ({row["start"] for row in rows}, {row["steps"] for row in rows}) == ({0, 1, 2}, {99})
@@ -162,27 +153,6 @@ def test_the_documented_lengths_from_which_it_selects_are_the_rows() -> None:
     said = "behind one prefix from {} tokens on ({} with 32 requests), behind 8 from {} on ({}), behind 32 from {} on"
     wanted = said.format(*(least[key] for key in ((1, 8), (1, 32), (8, 8), (8, 32), (32, 32))))
     assert wanted in prose("benchmarks")
-
-
-def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench: Any) -> None:
-    rows = [row("plugin", "shared", ms, start=n) for n, ms in enumerate((4.0, 2.0, 3.0))]
-    rows += [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0), row("plugin", "stock", 1.0)]
-    rows += [row("sparse", "sparse", 2.5, plan="anchors")]
-    rows += [row("sparse", "sparse", 2.0, plan="anchors", config={"search_period": 4})]
-    rows += [row("plugin", "shared", 3.0, context=2048)]
-    header, _, found, alone = cells(bench.decode.table(rows))
-    assert dict(zip(header, found, strict=True)) == {
-        "device, shape, page": "GPU, tiny, 16",
-        "tokens": "1024",
-        "batch": "8",
-        "flashinfer": "6.00",
-        "triton": "5.00",
-        "plugin, stock": "1.00, 0.200",  # of an engine without the plugin
-        "plugin, shared": "3.00 (2.00-4.00), 0.600",
-        "sparse, anchors": "2.50, 0.500",
-        'sparse, anchors, {"search_period": 4}': "2.00, 0.400",
-    }
-    assert dict(zip(header, alone, strict=True))["plugin, shared"] == "3.00", "no share where no rival was timed"
 
 
 def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: Any, tmp_path: Path) -> None:
