@@ -155,6 +155,12 @@ def test_the_documented_lengths_from_which_it_selects_are_the_rows() -> None:
     assert wanted in prose("benchmarks")
 
 
+def test_starts_become_a_median_and_a_range_and_a_share_of_the_best_rival(bench: Any) -> None:
+    rows = [row("plugin", "shared", ms, start=n) for n, ms in enumerate((4.0, 2.0, 3.0))]
+    rows += [row("flashinfer", "stock", 6.0), row("triton", "stock", 5.0)]
+    assert bench.decode.table(rows).endswith("| 6.00 | 5.00 | 3.00 (2.00-4.00), 0.600 |")
+
+
 def test_the_plot_has_a_line_for_each_batch_and_path_of_one_device(bench: Any, tmp_path: Path) -> None:
     rows, out = bench.decode.engines.read([str(GRID)]), tmp_path / "decode.png"
     drawn = bench.decode.plotted(rows)

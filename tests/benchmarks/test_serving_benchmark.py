@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import BENCHMARKS, RESULTS, document, rows_of
+from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, rows_of
 from tests.server.jobs import run_job
 
 
@@ -65,6 +65,20 @@ def test_a_row_that_would_not_be_what_it_says_is_none(bench: Any) -> None:
         bench.serving.figures([result(), result()], {"prefix": 80}, 16)
     with pytest.raises(RuntimeError, match=r"expected every request to be answered, got 3 and \['gone'\]"):
         bench.serving.figures([result(), result(completed=3, errors=["", "gone", "", ""])], {"prefix": 64}, 16)
+
+
+def test_the_table_has_medians_and_shares_of_the_best_stock_engine_of_the_same_flags(bench: Any) -> None:
+    def row(engine: str, figure: float, *flags: str) -> dict[str, Any]:
+        figures = dict.fromkeys(bench.serving._FIGURES + bench.serving._STEPS, figure)
+        origin = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "run": "groups", "sizes": {}}
+        return {**origin, **figures, "engine": engine, "flags": flags}
+
+    rows = [row("shared", figure) for figure in (9.0, 3.0, 6.0)] + [row("flashinfer", 3.0), row("triton", 2.0)]
+    _, _, *found = cells(bench.serving.table([*rows, row("shared", 4.0, "--y")]))
+    assert [one[1:6] for one in found if one[2] == "shared"] == [
+        ["groups", "shared", "6, 2.000", "6, 6", "6.00, 3.000"],
+        ["groups --y", "shared", "4", "4, 4", "4.00"],
+    ]
 
 
 @pytest.mark.full
