@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.results import BENCHMARKS, RESULTS, cells, document, rows_of
-from tests.server.jobs import run_job
+from tests.benchmarks.results import RESULTS, cells, document
 
 
 def test_sizes_can_be_changed_one_by_one(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,38 +77,6 @@ def test_the_table_has_medians_and_shares_of_the_best_stock_engine_of_the_same_f
         ["groups", "shared", "6, 2.000", "6, 6", "6.00, 3.000"],
         ["groups --y", "shared", "4", "4, 4", "4.00"],
     ]
-
-
-@pytest.mark.full
-@pytest.mark.server
-@pytest.mark.timeout(1800)
-def test_with_a_real_server(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs of the plugin through HTTP, by SGLang's own `bench_serving`. No time in them means anything."""
-    out = tmp_path / "rows.jsonl"
-    of_groups = {"groups": 2, "prefix": 512, "question": 16, "output": 64, "requests": 8, "concurrency": 4}
-    of_agent = {"groups": 2, "prefix": 512, "question": 16, "output": 64, "conversations": 4, "concurrency": 4}
-    sizes = {f"groups.{name}": size for name, size in of_groups.items()}
-    sizes |= {f"agent.{name}": size for name, size in {**of_agent, "turns": 2}.items()}
-    command = [sys.executable, str(BENCHMARKS / "serving.py"), "--out", str(out), "--shape", "tiny", "--page", "16"]
-    command += ["--engines", "shared", "--runs", "groups", "agent", "--config", '{"min_shared_tokens": 256}']
-    command += ["--logs", str(tmp_path / "logs"), "--set", *(f"{name}={size}" for name, size in sizes.items())]
-    status, output = run_job(command, tmp_path / "job.log")
-    assert status == 0, output[-6000:]
-    groups, agent = rows_of(out)
-    assert (groups["run"], groups["requests"], groups["output_tokens"]) == ("groups", 8, 8 * 64)
-    assert (groups["prompt_tokens"], groups["cached_tokens"]) == ([512 + 16] * 2, [512] * 2)
-    assert (agent["run"], agent["requests"]) == ("agent", 4 * 2)
-    first, last = 512 + 16, 512 + 16 + 64 + 16
-    assert agent["prompt_tokens"] in ([first, first], [first, last])  # 0.5.16 counts each conversation's first turn
-    assert agent["cached_tokens"] == [512, 576], "behind the first turn also its question and answer, by pages"
-    for one in (groups, agent):
-        assert one["cascade_steps"] > 0
-        assert (one["sparse_steps"], one["hits"]) == (0, 0)
-        assert 0 < one["tpot_ms"] <= one["tpot_ms_p99"]
-        assert 0 < one["ttft_ms"] <= one["ttft_ms_p99"]
-        assert one.keys() >= {"device", "sglang", "torch", "commit", "date", "config", "flags", "seed", "sizes"}
-    assert bench.serving.main(command[2:]) == 0
-    assert capsys.readouterr().out == "", "rows that are there are not measured again"
 
 
 def test_the_table_in_the_documents_is_that_of_the_rows_and_limits_are_met(bench: Any) -> None:

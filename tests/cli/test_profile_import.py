@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.cli.profile import refused_sizes
 from sglang_ext.config import ConfigError, SparseAttnConfig, make_settings
-from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.profile import ProfileError, load_profile
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.profiles import PROFILE_FILE, check_profile
@@ -96,12 +94,6 @@ def test_it_says_that_nothing_was_measured(run: Import, tmp_path: Path) -> None:
         for words in ("not measured here", "benchmarks/answers.py", "calibrate --judge"):
             assert words in text
     assert f"{NAME} (SHA-256 " in calibration.description
-
-
-def test_sizes_that_head_maps_cross() -> None:
-    layers = ["anchor", {"reuse": 0, "head_map": [1, 0, 3, 2]}]
-    assert refused_sizes(LayerPlan.from_dict({"layers": layers}, num_layers=2, num_kv_heads=4)) == [4]
-    assert refused_sizes(LayerPlan.default(2, 4)) == []
 
 
 def test_what_was_never_measured_is_not_served(run: Import) -> None:
