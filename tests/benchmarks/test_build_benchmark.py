@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.benchmarks.results import BENCHMARKS, rows_of
+from tests.benchmarks.results import BENCHMARKS
 
 ORIGIN = {"shape": "tiny", "device": "CPU", "sglang": "0", "commit": "a", "date": "2026-11-21"}
 
@@ -45,17 +40,6 @@ def test_the_table_takes_shares_of_the_fastest_prefill(bench: Any, tmp_path: Pat
         assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) <= 1
 
 
-def test_rows_of_the_file_are_skipped_and_those_of_another_origin_are_not(bench: Any, tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    args = bench.build.parse(["--out", str(out), "--lengths", "64", "128"])
-    first, second = bench.build.missing(args, "prefill", ORIGIN)
-    assert (first["num_tokens"], second["num_tokens"]) == (64, 128)
-    out.write_text(json.dumps(first) + "\n")
-    assert bench.build.missing(args, "prefill", {**ORIGIN, "date": "later", "commit": "b"})[0]["num_tokens"] == 128
-    assert len(bench.build.missing(args, "prefill", {**ORIGIN, "shape": "other"})) == 2
-    assert len(bench.build.missing(args, "recording", ORIGIN)) == 2
-
-
 def test_builds_and_recording_met_their_limits(bench: Any) -> None:
     """Of the rows in the repository: a tenth of the prefill, and 3% more."""
     rows = bench.build.engines.read([str(BENCHMARKS / "results" / "build-h200.jsonl")])
@@ -68,27 +52,3 @@ def test_builds_and_recording_met_their_limits(bench: Any) -> None:
     assert {row["num_tokens"] for row in recorded} == {32768, 131072}
     assert all(row["build"]["median"] <= 0.1 * prefill[row["num_tokens"]] for row in recorded)
     assert all(row["ratio"]["median"] <= 1.03 for row in recorded)
-
-
-@pytest.mark.full
-@pytest.mark.server
-@pytest.mark.timeout(1800)
-def test_recording_with_sglang(tmp_path: Path) -> None:
-    """Dummy weights build too: finite, though tiny, keys and queries."""
-    out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(BENCHMARKS / "build.py"), "--out", str(out), "--shape", "tiny", "--dir"]
-    command += [str(tmp_path), "--lengths", "1024", "--page", "16", "--pairs", "2", "--only"]
-    command += ["recording"]  # a stock engine is started like the building one, only without our flags
-    command += ["--config", '{"method": "two_level", "store_min_free_bytes": 16777216}']
-    command += ["--", "--chunked-prefill-size", "512"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    (recording,) = rows_of(out)
-    assert recording["chunked_prefill_size"] == 512
-    assert recording["kv_bytes"] == 2 * 1024 * 2 * 64 * 2 * 4
-    assert 0 < recording["build"]["min"] <= recording["held"]["max"]
-    assert list(recording["method_bytes"]) == ["two_level"]
-    assert 0 < recording["recall"]["two_level"] <= 1 + 1e-6
-    again = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert (again.returncode, again.stdout) == (0, ""), "rows that are there are not measured again"

@@ -35,6 +35,7 @@ def captured(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return chat, document, capture.Capturing(str(model), chat).capture(document, 6)
 
 
+@pytest.mark.full
 def test_what_is_captured_is_what_the_models_own_network_computes(
     captured: Any, bench: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_kernels.block_scores import block_scores_minmax
-from prefix_kernels.pooling import Pooling, pool_scores
-from prefix_kernels.top_k_selection import top_k_selection
 from sglang_ext.calibration import prompt_capture
 from sglang_ext.calibration.channels import channel_contribution, channel_maxima, top_channels
 from sglang_ext.calibration.layer_statistics import (
@@ -18,10 +15,9 @@ from sglang_ext.calibration.layer_statistics import (
     recall_by_block_size,
     reuse_recovery,
 )
-from sglang_ext.methods.ab_sparse import BLOCK_SIZES, block_representation
+from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from tests.calibration.captures import attention, make_layers, softmax
 from tests.examples import examples
-from tests.planted import attention_recall
 
 SM_SCALE = 0.5
 
@@ -83,18 +79,6 @@ def test_recall_against_plain_loops(num_tokens, prefix_len, gqa, keep_ratio, num
         np.testing.assert_allclose(recall[i].numpy(), recall_by_loops(layer, setting, size), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(best.numpy(), recall_by_loops(layer, setting, 0), rtol=1e-5, atol=1e-6)
     assert bool((recall <= best + 1e-6).all())
-
-
-def test_is_the_recall_of_whole_blocks_and_a_cut_one():
-    (layer,) = make_layers(1, prefix_len=277, positions=torch.tensor([280]))
-    recall, _ = recalls(layer, budget_of(0.3, 3, 5))
-    for i, size in enumerate(BLOCK_SIZES):
-        low, high = block_representation(layer.keys, size, "minmax")
-        scores = pool_scores(block_scores_minmax(layer.queries, low, high), SM_SCALE, Pooling.MAX)
-        tokens = scores.double().repeat_interleave(size, dim=1)[:, :277] - torch.arange(277) * 1e-9
-        selection = top_k_selection(tokens, int(0.3 * 277), 3, 5)
-        expected = attention_recall(layer.queries, layer.keys, selection, SM_SCALE).view(2, 2).mean(dim=1)
-        torch.testing.assert_close(recall[i, :, 0], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("prefix_len", "keep_ratio"), [(1000, 0.1), (100, 0.29)])

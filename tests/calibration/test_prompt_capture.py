@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_ext.calibration.prompt_capture import (
     attention_importance,
@@ -43,18 +40,6 @@ def test_the_file_keeps_everything(tmp_path: Path, dtype: torch.dtype) -> None:
         assert getattr(back, name).dtype == getattr(capture, name).dtype
     assert (back.prompt_len, back.sm_scale) == (26, 16**-0.5)
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"], "nothing half-written stays"
-
-
-@given(st.lists(st.tuples(*[st.floats(-5, 5, width=32)] * 6), min_size=1, max_size=4))
-def test_importance_against_the_cosine_of_the_standard_library(rows: list[tuple[float, ...]]) -> None:
-    x, y = torch.tensor([row[:3] for row in rows]), torch.tensor([row[3:] for row in rows])
-    for row, ours in zip(rows, attention_importance(x, y).tolist(), strict=True):
-        one, two = row[:3], row[3:]
-        lengths = math.hypot(*one) * math.hypot(*two)
-        if lengths < 1e-12:
-            continue
-        cosine = sum(a * b for a, b in zip(one, two, strict=True)) / lengths
-        assert ours == pytest.approx(1 - cosine, abs=1e-9)
 
 
 def test_importance_by_hand() -> None:

@@ -37,6 +37,18 @@ class Ran:
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.splitlines()]
 
+    @property
+    def message(self) -> str:
+        """Standard error as one line; nothing that people read is wider than 80 columns."""
+        assert all(len(line) <= 80 for line in self.err.splitlines())
+        return " ".join(self.err.split())
+
+    @property
+    def text(self) -> str:
+        """Standard output, for people."""
+        assert all(len(line) <= 80 for line in self.out.splitlines())
+        return self.out
+
 
 @dataclass
 class Shelf:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefix_index import FileStore, Retention
+from prefix_index.connect import open_store
 from sglang_ext.cli.index.text import size
 
 ENTRY_KEYS = {"digest", "name", "num_tokens", "nbytes", "created", "build_seconds"}
 ENTRY_KEYS |= {"namespace", "model", "profile", "pinned", "expires", "path"}
-
-
-def narrow(text: str) -> bool:
-    return all(len(line) <= 80 for line in text.splitlines())
 
 
 # -- what is there -----------------------------------------------------------------------------------------------------
@@ -27,40 +25,27 @@ def narrow(text: str) -> bool:
 def test_ls_shows_each_index_on_a_line_of_80_columns(shelf: Any, index: Any) -> None:
     index("pin", shelf.entries[0].digest)
     index("expire", "--after", "30d", shelf.entries[0].digest)
+    shelf.flip(4, at=70)
+    good = shelf.entries[:4]
     said = index("ls")
-    header, *rows, total = said.out.splitlines()
-    assert (said.status, said.err) == (0, "")
+    header, *rows, total = said.text.splitlines()
+    assert (said.status, said.err) == (0, "1 more cannot be used: see sglang-ext index verify\n")
     assert header.split() == ["INDEX", "TOKENS", "SIZE", "AGE", "BUILD", "MODEL", "PROFILE", "KEPT"]
-    assert [row.split()[0] for row in rows] == sorted(entry.digest[:12] for entry in shelf.entries)
-    first = next(row for row in rows if row.startswith(shelf.entries[0].digest[:12]))
-    assert "pin 30d" in first
-    assert " 5d " in first
-    assert f"{size(shelf.entries[0].nbytes)}" in first
-    assert total == f"5 indexes, {size(sum(entry.nbytes for entry in shelf.entries))}"
-    assert narrow(said.out)
+    assert [row.split()[0] for row in rows] == sorted(entry.digest[:12] for entry in good)
+    first = next(row for row in rows if row.startswith(good[0].digest[:12]))
+    for words in ("pin 30d", " 5d ", size(good[0].nbytes)):
+        assert words in first
+    assert total == f"4 indexes, {size(sum(entry.nbytes for entry in good))}"
 
 
 def test_ls_in_json_is_one_object_per_index_with_the_documented_keys(shelf: Any, index: Any) -> None:
-    said = index("ls", "--json")
-    assert [line["digest"] for line in said.lines] == sorted(entry.digest for entry in shelf.entries)
-    entry = max(shelf.entries, key=lambda e: e.digest)
-    last = said.lines[-1]
+    lines = index("ls", "--json").lines
+    assert [line["digest"] for line in lines] == sorted(entry.digest for entry in shelf.entries)
+    entry, last = max(shelf.entries, key=lambda e: e.digest), lines[-1]
     assert set(last) == ENTRY_KEYS
     assert (last["num_tokens"], last["nbytes"]) == (entry.identity.num_tokens, entry.nbytes)
     assert (last["namespace"], last["profile"]) == (entry.identity.namespace, "profile-1")
     assert (last["pinned"], last["expires"], last["path"]) == (False, None, entry.path)
-
-
-def test_ls_of_an_empty_store_says_so(tmp_path: Path, index: Any) -> None:
-    assert index("ls", "--store", tmp_path).out.startswith("no indexes in")
-    assert index("ls", "--json", "--store", tmp_path).out == ""
-
-
-def test_ls_counts_what_cannot_be_used_on_standard_error(shelf: Any, index: Any) -> None:
-    shelf.flip(1, at=70)
-    said = index("ls")
-    assert said.out.splitlines()[-1].startswith("4 indexes")
-    assert said.err == "1 more cannot be used: see sglang-ext index verify\n"
 
 
 @pytest.mark.parametrize("form", ["path", "file URL", "environment", "default"])
@@ -82,31 +67,28 @@ def test_the_store_is_named_in_several_ways(
     ("address", "words"),
     [
         ("s4://bucket", ["index store's address", "ipc://SOCKET", "s3://", "mooncake://HOST:PORT", "s4://bucket"]),
-        (
-            "s3://bucket/x",
-            ["expected a folder, file:///FOLDER or a service's", "found a remote store, 's3://bucket/x'"],
-        ),
+        ("s3://bucket/x", ["expected a folder, file:///FOLDER or a service's", "a remote store, 's3://bucket/x'"]),
         ("/nowhere/at/all", ["/nowhere/at/all", "expected an existing folder", "found nothing"]),
         ("ipc:///nowhere/none", ["sglang-ext store serve"]),
         ("file://host/folder", ["index store's address", "file:///FOLDER"]),
     ],
 )
-def test_a_store_that_is_none_ends_with_1_and_a_message(address: str, words: list[str], index: Any) -> None:
+def test_a_store_that_is_none_ends_with_1_and_a_message(
+    address: str, words: list[str], index: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.cli.index.targets.open_store", partial(open_store, timeout_s=0.2))
     said = index("ls", "--store", address)
     assert (said.status, said.out) == (1, "")
-    message = " ".join(said.err.split())
-    assert message.startswith("sglang-ext index ls:")
+    assert said.message.startswith("sglang-ext index ls:")
     for word in words:
-        assert word in message
-    assert narrow(said.err)
+        assert word in said.message
 
 
 def test_show_prints_everything_of_an_index(shelf: Any, index: Any) -> None:
     entry = shelf.entries[2]
     said = index("show", entry.digest[:8])
     for word in (entry.digest, "48 tokens", "profile-1", "csa.ids", "bfloat16", "2x1024", "csattention", "float32"):
-        assert word in said.out
-    assert narrow(said.out)
+        assert word in said.text
     (details,) = index("show", "--json", entry.digest[:8]).lines
     assert set(details) >= ENTRY_KEYS | {"spec", "stats", "arrays", "model_fields", "prefix_hash", "format_version"}
     assert details["stats"] == {"fill": 2}
@@ -135,11 +117,9 @@ def test_du_sums_by_model_profile_and_namespace(shelf: Any, index: Any) -> None:
         assert sum(group["nbytes"] for group in usage[f"by_{by}"]) == usage["nbytes"]
         assert all(set(group) == {by, "indexes", "nbytes"} for group in usage[f"by_{by}"])
     assert 0 < usage["free_bytes"] <= usage["disk_bytes"]
-    text = index("du")
-    assert narrow(text.out)
-    assert "total      4 indexes" in text.out
-    assert "unusable   1," in text.out
-    assert "free disk" in text.out
+    text = index("du").text
+    for words in ("total      4 indexes", "unusable   1,", "free disk"):
+        assert words in text
 
 
 # -- which index is meant ----------------------------------------------------------------------------------------------
@@ -165,8 +145,7 @@ def named(shelf: Any) -> Any:
 def test_ls_shows_names_and_takes_them(named: Any, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = [entry.digest[:12] for entry in named.entries]
     said = index("ls")
-    header, *rows, _ = said.out.splitlines()
-    assert narrow(said.out)
+    header, *rows, _ = said.text.splitlines()
     assert header.split()[-1] == "NAME"
     names = {row.split()[0]: row.split()[-1] for row in rows}
     assert (names[digests[0]], names[digests[4]]) == ("tools", "-")
@@ -184,8 +163,7 @@ def test_ls_shows_names_and_takes_them(named: Any, index: Any, monkeypatch: pyte
 def test_a_name_that_several_have_removes_none(named: Any, index: Any) -> None:
     for word in ("tools", named.entries[4].digest[:5]):
         said = index("rm", "--yes", word)
-        assert said.status == 1
-        assert "found 2 of them" in " ".join(said.err.split())
+        assert (said.status, "found 2 of them" in said.message) == (1, True)
         assert len(named.digests()) == 5
     assert named.entries[0].digest[:12] in index("show", "tools").err
 
@@ -203,8 +181,7 @@ def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -
     (shelf.folder / "notes.txt").write_text("not an index")
     said = index("verify")
     assert said.status == 1
-    assert narrow(said.out)
-    assert said.out.endswith(": 3 corrupt, 2 foreign, 1 good\n")
+    assert said.text.endswith(": 3 corrupt, 2 foreign, 1 good\n")
     found = {line["digest"]: line for line in index("verify", "--json").lines}
     assert all(set(line) == {"digest", "path", "nbytes", "status", "detail"} for line in found.values())
     statuses = {digest: line["status"] for digest, line in found.items()}
@@ -218,14 +195,10 @@ def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -
 
 def test_verify_takes_named_indexes_and_samples(shelf: Any, index: Any) -> None:
     shelf.flip(0)
-    assert index("verify", shelf.entries[1].digest[:8]).status == 0
-    assert index("verify", shelf.entries[0].digest[:8]).status == 1
-    seen: set[str] = set()
-    for _ in range(60):
-        lines = index("verify", "--json", "--sample", "2").lines
-        assert len(lines) == 2
-        seen |= {line["digest"] for line in lines}
-    assert len(seen) == 5, "another part every time"
+    assert [index("verify", entry.digest[:8]).status for entry in shelf.entries[:2]] == [1, 0]
+    samples = [{line["digest"] for line in index("verify", "--json", "--sample", "2").lines} for _ in range(20)]
+    assert {len(one) for one in samples} == {2}
+    assert len(set.union(*samples)) == 5, "another part every time"
     assert len(index("verify", "--json", "--sample", "60", "--jobs", "1").lines) == 5
 
 
@@ -233,14 +206,8 @@ def test_verify_shows_its_progress_on_a_terminal(shelf: Any, program: Any) -> No
     master, slave = pty.openpty()
     ran = program("index", "verify", stdout=subprocess.PIPE, stderr=slave)
     os.close(slave)
-    seen = b""
-    while True:
-        try:
-            seen += os.read(master, 4096)
-        except OSError:
-            break
+    out, seen = ran.communicate(timeout=120)[0], os.read(master, 1 << 16)
     os.close(master)
-    out = ran.communicate(timeout=120)[0]
     assert ran.returncode == 0
     assert b"verify" in seen
     assert b"%|" in seen

@@ -8,6 +8,7 @@ import os
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import xxhash
 
 from prefix_index import FileStore, Retention, canonical_digest
-from sglang_ext.cli.index import targets
 from tests.cli.conftest import flip, kept
 from tests.prefix_index.samples import sample_payload
 from tests.prefix_index.small_stores import refuse
@@ -28,28 +28,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_rm_removes_good_and_damaged_ones(shelf: Any, index: Any) -> None:
-    shelf.flip(1, at=70)
-    said = index("rm", "--yes", shelf.entries[0].digest[:8], shelf.entries[1].digest[:8])
-    assert said.status == 0
-    assert said.out.count("removed") == 2
-    assert not shelf.path(0).exists()
-    assert not shelf.path(1).exists()
-    assert len(shelf.digests()) == 3
-    lines = index("rm", "--yes", "--json", shelf.entries[2].digest).lines
-    assert lines == [{"digest": shelf.entries[2].digest, "removed": True, "detail": None}]
-
-
 def test_rm_without_a_terminal_needs_yes_and_lists_what_would_go(shelf: Any, index: Any) -> None:
     shelf.flip(1, at=70)
-    words = [entry.digest for entry in shelf.entries[:2]]
-    said = index("rm", *words)
+    digests = [entry.digest for entry in shelf.entries[:2]]
+    said = index("rm", *digests)
     assert (said.status, said.out) == (2, "")
-    assert "expected --yes" in said.err
-    for digest in words:
-        assert digest[:12] in said.err
-    assert all(len(line) <= 80 for line in said.err.splitlines())
+    for words in ("expected --yes", *(digest[:12] for digest in digests)):
+        assert words in said.message
     assert shelf.path(0).exists()
+    lines = index("rm", "--yes", "--json", *(digest[:8] for digest in digests)).lines
+    assert lines == [{"digest": digest, "removed": True, "detail": None} for digest in digests]
+    assert not any(shelf.path(number).exists() for number in (0, 1)), "damaged ones go, too"
 
 
 @pytest.mark.parametrize(("answer", "left", "status"), [("y\n", 4, 0), ("yes\n", 4, 0), ("\n", 5, 1), ("n\n", 5, 1)])
@@ -89,38 +78,37 @@ def test_a_damaged_index_cannot_be_pinned(shelf: Any, index: Any) -> None:
     assert kept(shelf.folder)[shelf.entries[1].digest].pinned, "the good one is"
 
 
-def test_gc_removes_what_has_expired(shelf: Any, index: Any) -> None:
-    index("expire", "--after", "0", *(entry.digest for entry in shelf.entries[:2]))
-    assert len(shelf.digests()) == 3, "an expired index is a miss already"
-    (plan,) = index("gc", "--dry-run", "--json").lines
-    assert (plan["dry_run"], {entry["why"] for entry in plan["removed"]}) == (True, {"expired"})
-    assert shelf.path(0).exists()
-    (done,) = index("gc", "--json").lines
-    gone = {entry.digest for entry in shelf.entries[:2]}
-    assert {entry["digest"] for entry in plan["removed"]} == {entry["digest"] for entry in done["removed"]} == gone
-    assert done["nbytes"] == sum(entry.nbytes for entry in shelf.entries[:2])
-    assert not shelf.path(0).exists()
-
-
 def test_gc_over_a_limit_does_what_its_dry_run_says(shelf: Any, index: Any) -> None:
     now = time.time()
     for number in range(5):  # the first one was used last
         shelf.use(number, now - 1000 * (number + 1))
     index("pin", shelf.entries[4].digest)
-    limit = sum(entry.nbytes for entry in shelf.entries[:3])
-    flags = ["--max-bytes", str(limit)]
+    index("expire", "--after", "0", shelf.entries[0].digest)
+    assert len(shelf.digests()) == 4, "an expired index is a miss already"
+    flags = ["--max-bytes", str(sum(entry.nbytes for entry in shelf.entries[1:3]))]
     (plan,) = index("gc", "--dry-run", "--json", *flags).lines
-    text = index("gc", "--dry-run", *flags)
-    assert "over limit" in text.out
-    assert "would remove 2 indexes" in text.out
-    assert all(len(line) <= 80 for line in text.out.splitlines())
+    text = index("gc", "--dry-run", *flags).text
+    assert "over limit" in text
+    assert "would remove 3 indexes" in text
+    assert shelf.path(0).exists()
     (done,) = index("gc", "--json", *flags).lines
     assert [e["digest"] for e in plan["removed"]] == [e["digest"] for e in done["removed"]]
-    assert [e["digest"] for e in done["removed"]] == [shelf.entries[number].digest for number in (3, 2)]
-    assert len(shelf.digests()) == 3
+    wanted = {0: "expired", 3: "over limit", 2: "over limit"}
+    assert [(e["digest"], e["why"]) for e in done["removed"]] == [(shelf.entries[n].digest, wanted[n]) for n in wanted]
+    assert done["nbytes"] == sum(shelf.entries[number].nbytes for number in wanted)
+    assert not any(shelf.path(number).exists() for number in wanted)
 
 
-def test_gc_clears_what_dead_writers_left_and_leaves_young_partials(shelf: Any, index: Any) -> None:
+@pytest.fixture
+def held(shelf: Any) -> Iterator[Path]:
+    """The lease of a build that is under way, for an hour."""
+    with FileStore(shelf.folder) as store, store.lease("f" * 64):
+        path = shelf.folder / "ff" / f".lease-{'f' * 64}"
+        os.utime(path, (time.time() - 3600,) * 2)
+        yield path
+
+
+def test_gc_clears_what_dead_writers_left_and_leaves_young_partials(shelf: Any, index: Any, held: Path) -> None:
     shard, old = shelf.path(0).parent, time.time() - 3600
     dead = [shard / ".partial-1-0000000000000000", shard / f".lease-{shelf.entries[0].digest}"]
     dead.append(shelf.folder / "00" / f"{'0' * 64}.pfxkeep")
@@ -131,21 +119,12 @@ def test_gc_clears_what_dead_writers_left_and_leaves_young_partials(shelf: Any, 
         if path != young:
             os.utime(path, (old, old))
     names = sorted(str(path.relative_to(shelf.folder)) for path in dead)
-    limit = str(sum(entry.nbytes for entry in shelf.entries) + len(b"{}"))  # the young one counts, the dead do not
+    limit = held.stat().st_size + sum(entry.nbytes for entry in shelf.entries) + len(b"{}")  # the young one counts
     for flags in (["--dry-run"], []):
         (done,) = index("gc", "--json", "--max-bytes", limit, *flags).lines
         assert (done["leftovers"], done["removed"]) == (names, [])
-    assert [path for path in shelf.folder.rglob("*") if path.is_file() and path.suffix != ".pfxindex"] == [young]
-
-
-def test_gc_says_nothing_of_a_build_under_way(shelf: Any, index: Any) -> None:
-    with FileStore(shelf.folder) as store:
-        lease = store.lease("0" * 64)
-        assert lease is not None
-        assert index("gc", "--dry-run", "--json").lines[0]["leftovers"] == []
-        assert index("gc", "--json").lines[0]["leftovers"] == []
-        assert store.lease("0" * 64) is None
-        lease.release()
+    left = {path for path in shelf.folder.rglob("*") if path.is_file() and path.suffix != ".pfxindex"}
+    assert left == {young, held}
 
 
 # -- gc of what was chosen ---------------------------------------------------------------------------------------------
@@ -164,30 +143,27 @@ def model_of(entry: Any) -> str:
 
 
 def test_gc_removes_the_indexes_of_an_old_model_and_is_resumed_by_the_same_command(shelf: Any, index: Any) -> None:
-    old = model_of(shelf.entries[2])
-    assert [model_of(entry) == old for entry in shelf.entries] == [False, False, True, False, False]
+    old = shelf.entries[2]
     (usage,) = index("du", "--json").lines
-    assert {one["model"] for one in usage["by_model"]} == {old, model_of(shelf.entries[0])}
-    flags = ["gc", "--model", old[:8]]
+    assert {one["model"] for one in usage["by_model"]} == {model_of(old), model_of(shelf.entries[0])}
+    flags = ["gc", "--model", model_of(old)[:8]]
     (plan,) = index(*flags, "--dry-run", "--json").lines
-    assert [(one["digest"], one["why"]) for one in plan["removed"]] == [(shelf.entries[2].digest, "asked for")]
-    assert shelf.path(2).exists()
+    assert [(one["digest"], one["why"]) for one in plan["removed"]] == [(old.digest, "asked for")]
     said = index(*flags)
     assert (said.status, said.out) == (2, "")
     assert "expected --yes" in said.err
-    assert shelf.entries[2].digest[:12] in said.err
+    assert old.digest[:12] in said.err
     assert shelf.path(2).exists()
     with FileStore(shelf.folder) as server:  # which has it open, and looks for it again
-        with server.get(shelf.entries[2].identity) as held:
+        with server.get(old.identity) as held:
             (done,) = index(*flags, "--yes", "--json").lines
             held.verify()
         server.rescan(full=True)
-        assert not server.contains(shelf.entries[2].identity)
-    assert done["removed"] == [{**plan["removed"][0]}]
+        assert not server.contains(old.identity)
+    assert done["removed"] == plan["removed"]
     assert len(shelf.digests()) == 4
     again = index(*flags, "--yes")
-    assert again.status == 0
-    assert "no index is of a model" in again.err
+    assert (again.status, "no index is of a model" in again.err) == (0, True)
     assert "removed 0 indexes" in again.out
 
 
@@ -257,8 +233,6 @@ def test_gc_beside_a_limit_counts_what_leaves_anyway(shelf: Any, index: Any) -> 
     for flag in ("--dry-run", "--yes"):
         (done,) = index("gc", flag, "--json", "--model", model_of(shelf.entries[2]), "--max-bytes", limit).lines
         assert [one["digest"] for one in done["removed"]] == [shelf.entries[2].digest]
-    with pytest.raises(SystemExit):
-        index("gc", "--model", "abc")
 
 
 # -- export and import -------------------------------------------------------------------------------------------------
@@ -281,13 +255,11 @@ def test_a_store_survives_export_and_import_byte_for_byte(shelf: Any, index: Any
 def test_one_index_goes_to_one_file_which_is_not_overwritten(shelf: Any, index: Any, tmp_path: Path) -> None:
     file, digest = tmp_path / "tools.pfxindex", shelf.entries[0].digest
     assert index("export", digest[:8], "--to", file).status == 0
-    assert file.read_bytes() == shelf.path(0).read_bytes()
     assert index("export", digest, "--to", f"{tmp_path}/new/").status == 0
     assert [path.name for path in (tmp_path / "new").iterdir()] == [f"{digest}.pfxindex"]
     file.write_bytes(b"somebody's")
     said = index("export", digest, "--to", file)
-    assert (said.status, file.read_bytes()) == (1, b"somebody's")
-    assert "--replace" in said.err
+    assert (said.status, "--replace" in said.err, file.read_bytes()) == (1, True, b"somebody's")
     assert index("export", digest, "--replace", "--to", file).status == 0
     assert file.read_bytes() == shelf.path(0).read_bytes()
 
@@ -310,8 +282,8 @@ def test_a_damaged_index_is_not_exported_and_leaves_no_file(shelf: Any, index: A
 
 def test_export_needs_indexes_or_all(index: Any, shelf: Any, tmp_path: Path) -> None:
     for words in ([], ["--all", shelf.entries[0].digest]):
-        said = index("export", *words, "--to", tmp_path / "out")
-        assert (said.status, (tmp_path / "out").exists()) == (2, False)
+        assert index("export", *words, "--to", tmp_path / "out").status == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_import_refuses_what_is_not_whole_by_name_and_goes_on(shelf: Any, index: Any, tmp_path: Path) -> None:
@@ -336,8 +308,7 @@ def test_import_refuses_what_is_not_whole_by_name_and_goes_on(shelf: Any, index:
         assert [entry.digest for entry in store.list()] == [shelf.entries[0].digest]
         assert store.problems() == ()
     text = index("import", *order, "--store", tmp_path / "new2")
-    assert text.status == 1
-    assert all(len(line) <= 80 for line in text.out.splitlines())
+    assert (text.status, text.text.count("corrupt")) == (1, 4)
     before = shelf.path(1).read_bytes()
     assert index("import", "--replace", files[1]).status == 1
     assert shelf.path(1).read_bytes() == before, "a good one is not replaced by a damaged one"
@@ -353,21 +324,6 @@ def test_import_keeps_what_is_there_unless_told_to_replace(shelf: Any, index: An
         assert shown["stats"] == {"fill": fill}
 
 
-def test_an_index_that_the_system_does_not_give_is_not_said_to_be_gone(
-    shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digest, real = shelf.entries[0].digest, targets.open_in
-
-    def refused(*args: Any) -> Any:
-        refuse(monkeypatch, shelf.path(0), errno.EIO)  # once the store has listed it
-        return real(*args)
-
-    monkeypatch.setattr(targets, "open_in", refused)
-    said = index("verify", "--json", digest)
-    assert (said.status, [line["status"] for line in said.lines]) == (1, ["unreadable"])
-    assert "expected readable bytes, found Input/output error" in said.lines[0]["detail"]
-
-
 def test_import_does_not_lose_a_pin_that_cannot_be_read(
     shelf: Any, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,10 +335,3 @@ def test_import_does_not_lose_a_pin_that_cannot_be_read(
     assert ".pfxkeep: retention: expected readable bytes, found Too many open files" in line["detail"]
     assert index("import", shelf.path(0), "--store", tmp_path / "other").status == 0
     assert kept(tmp_path / "other") == {shelf.entries[0].digest: Retention(pinned=True)}
-
-
-def test_import_into_a_store_that_cannot_be_made_ends_with_1(index: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    said = index("import", tmp_path / "x.pfxindex", "--store", tmp_path / "file" / "store")
-    assert said.status == 1
-    assert "index store" in said.err

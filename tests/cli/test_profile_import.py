@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.cli import main
-from sglang_ext.cli.profile import refused_sizes
 from sglang_ext.config import ConfigError, SparseAttnConfig, make_settings
-from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.methods.profile import ProfileError, load_profile
 from sglang_ext.prefill.builder import profile_digest
 from sglang_ext.profiles import PROFILE_FILE, check_profile
@@ -89,18 +87,13 @@ def test_it_says_that_nothing_was_measured(run: Import, tmp_path: Path) -> None:
     assert status == 0
     assert first.startswith("layer 0 attends everything, layers 1 select, 1 others reuse their selections")
     assert ranks.startswith("a server with --tp-size 2 refuses this plan")
-    for words in ("warning: answers of this plan were not measured here", "benchmarks/answers.py", "calibrate --judge"):
-        assert words in warning
+    assert warning.startswith("warning: answers of this plan were not measured here")
     calibration = load_profile(tmp_path / "profile.json").calibration
     assert (calibration.prompts, calibration.tokens, calibration.versions) == (0, 0, {})
-    for words in (NAME, "SHA-256", "not measured here", "benchmarks/answers.py", "calibrate --judge"):
-        assert words in calibration.description
-
-
-def test_sizes_that_head_maps_cross() -> None:
-    layers = ["anchor", {"reuse": 0, "head_map": [1, 0, 3, 2]}]
-    assert refused_sizes(LayerPlan.from_dict({"layers": layers}, num_layers=2, num_kv_heads=4)) == [4]
-    assert refused_sizes(LayerPlan.default(2, 4)) == []
+    for text in (warning, calibration.description):
+        for words in ("not measured here", "benchmarks/answers.py", "calibrate --judge"):
+            assert words in text
+    assert f"{NAME} (SHA-256 " in calibration.description
 
 
 def test_what_was_never_measured_is_not_served(run: Import) -> None:
@@ -153,10 +146,5 @@ def test_what_is_refused(run: Import, places: dict[str, str], said: list[str], t
     assert not (tmp_path / "profile.json").exists()
 
 
-def test_anchors_that_the_name_lacks(run: Import, capsys: Any) -> None:
+def test_anchors_that_the_name_lacks(run: Import) -> None:
     assert run("--anchors", "0,1", file="map.npy")[0] == 0
-    for text in ("0,x", "", "0,-1"):
-        with pytest.raises(SystemExit) as ended:
-            run(f"--anchors={text}", "--replace", file="map.npy")
-        assert ended.value.code == 2
-        assert "expected layer numbers such as 0,2,8" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.cli.arguments import parse_bytes, parse_seconds
+from sglang_ext.cli.index import _SUBCOMMANDS
 from sglang_ext.cli.index.text import retention, size, span
 from tests.cli.conftest import fill
 
@@ -75,101 +77,84 @@ def test_a_job_that_is_terminated_twice_closes_what_it_opened_and_says_how_to_go
     assert ran.stderr == "sglang-ext: terminated; run the same command again to go on\n"
 
 
-def test_a_listing_imports_neither_torch_nor_sglang_and_starts_fast(shelf: Any) -> None:
+def test_a_listing_imports_neither_torch_nor_sglang(shelf: Any) -> None:
+    """0.3 s beside 1.9 of an import of torch."""
     code = (
         "import sys; from sglang_ext.cli import main; "
         f"status = main(['index', 'ls', '--store', {str(shelf.folder)!r}]); "
-        "loaded = {'torch', 'sglang', 'transformers', 'zmq', 'obstore'} & set(sys.modules); "
+        "loaded = {'torch', 'sglang', 'transformers', 'zmq', 'obstore', 'scipy', 'pandas'} & set(sys.modules); "
         "sys.exit(f'loaded {loaded}' if loaded else status)"
     )
-
-    def seconds(code: str) -> float:
-        """Of the processor, not of the clock: others may be running."""
-        ran = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(ran.pid, 0)
-        ran.returncode = os.waitstatus_to_exitcode(status)
-        assert ran.returncode == 0
-        return usage.ru_utime + usage.ru_stime
-
-    # 0.3 s beside 1.9 of an import of torch; whatever slows the machine down slows both.
-    assert min(seconds(code) for _ in range(3)) < seconds("import torch") / 2
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=120).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "command", ["ls", "show", "du", "verify", "rm", "gc", "pin", "unpin", "expire", "export", "import"]
-)
+@pytest.mark.parametrize("command", _SUBCOMMANDS)
 def test_every_command_has_help_with_examples(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="0"):
         main(["index", command, "--help"])
-    assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "--json" in text
-    assert "--store URL" in text
     assert f"sglang-ext index {command}" in text.split("examples:")[1]
 
 
-def test_sizes_times_and_retentions() -> None:
-    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 14.5 * 2**20: "14.5 MiB"}
-    for nbytes, text in {**sizes, 2**30: "1.0 GiB", 3.2 * 2**40: "3.2 TiB"}.items():
-        assert size(nbytes) == text
-    assert max(len(size(1.07**n)) for n in range(600)) <= 10
-    seconds = {-5: "0s", 0: "0s", 119: "119s", 120: "2m", 7199: "119m", 7200: "2h", 172800: "2d", 86400 * 731: "2y"}
-    assert [span(number) for number in seconds] == list(seconds.values())
-    kept = {(False, None): "-", (True, None): "pin", (False, 8200.0): "2h left", (True, 8200.0): "pin 2h"}
-    assert [retention(*one, 1000.0) for one in kept] == list(kept.values())
-    given = {"0": 0, "1000": 1000, "1K": 1024, "2MiB": 2 << 20, "1.5g": 3 << 29, "1TB": 1 << 40}
-    assert [parse_bytes(text) for text in given] == list(given.values())
-    given = {"0": 0, "90": 90, "90s": 90, "2m": 120, "1.5h": 5400, "30d": 30 * 86400}
-    assert [parse_seconds(text) for text in given] == list(given.values())
+KEPT = {(False, None): "-", (True, None): "pin", (False, 8200.0): "2h left", (True, 8200.0): "pin 2h"}
+SPANS = {-5: "0s", 0: "0s", 119: "119s", 120: "2m", 7199: "119m", 7200: "2h", 172800: "2d", 86400 * 731: "2y"}
+SIZES = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 14.5 * 2**20: "14.5 MiB", 2**30: "1.0 GiB"}
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (size, {**SIZES, 3.2 * 2**40: "3.2 TiB"}),
+        (span, SPANS),
+        (lambda one: retention(*one, 1000.0), KEPT),
+        (parse_bytes, {"0": 0, "1000": 1000, "1K": 1024, "2MiB": 2 << 20, "1.5g": 3 << 29, "1TB": 1 << 40}),
+        (parse_seconds, {"0": 0, "90": 90, "90s": 90, "2m": 120, "1.5h": 5400, "30d": 30 * 86400}),
+    ],
+    ids=["size", "span", "retention", "bytes", "seconds"],
+)
+def test_sizes_times_and_retentions(function: Callable[[Any], Any], wanted: dict[Any, Any]) -> None:
+    assert {given: function(given) for given in wanted} == wanted
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["gc", "--max-bytes", "many"], "expected bytes, or a size such as 50G; found 'many'"),
-        (["gc", "--max-bytes=-1"], "found '-1'"),
-        (["expire", "abcd", "--after", "soon"], "expected seconds, or a time such as 90m"),
-        (["expire", "abcd", "--after=-5"], "found '-5'"),
-        (["expire", "abcd", "--after", "nan"], "found 'nan'"),
-        (["expire", "abcd"], "one of the arguments --after --never is required"),
-        (["verify", "--jobs", "0"], "expected a whole number of at least 1, got '0'"),
-        ([], "SUBCOMMAND"),
-    ],
-)
-def test_wrong_usage_ends_with_2(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["index", *words])
-    assert ended.value.code == 2
-    assert expected in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("words", "usage", "message"),
-    [
-        (["index", "ls", "--colour"], "sglang-ext index ls", "unrecognized arguments: --colour"),
+        ("index gc --max-bytes many", "expected bytes, or a size such as 50G; found 'many'"),
+        ("index gc --max-bytes=-1", "found '-1'"),
+        ("index expire abcd --after soon", "expected seconds, or a time such as 90m"),
+        ("index expire abcd --after=-5", "found '-5'"),
+        ("index expire abcd --after nan", "found 'nan'"),
+        ("index expire abcd", "one of the arguments --after --never is required"),
+        ("index verify --jobs 0", "expected a whole number of at least 1, got '0'"),
+        ("index gc --model abc", "expected 4 or more digits of a model's digest; found 'abc'"),
+        ("index", "SUBCOMMAND"),
+        ("calibrate --dense-layers 1", "expected the first layers (0, or 0,1, ..., or nothing), got '1'"),
+        ("calibrate --dense-layers 0,2", "got '0,2'"),
+        ("profile import a.npy --anchors=0,x", "expected layer numbers such as 0,2,8, got '0,x'"),
+        ("profile import a.npy --anchors=", "expected layer numbers such as 0,2,8"),
+        ("profile import a.npy --anchors=0,-1", "got '0,-1'"),
+        ("index ls --colour", "unrecognized arguments: --colour"),
         (
-            ["prebuild", "--model-path", "m", "--prompts", "p", "--store", "s", "--page-size", "16"],
-            "sglang-ext prebuild",
+            "prebuild --model-path m --prompts p --store s --page-size 16",
             "unrecognized arguments: --page-size; flags of SGLang go behind --, as in: sglang-ext prebuild ... -- "
             "--page-size ...",
         ),
         (
-            ["calibrate", "--model", "m", "--data", "d", "--out", "o", "--dtype=float32"],
-            "sglang-ext calibrate",
+            "calibrate --model m --data d --out o --dtype=float32",
             "flags of SGLang go behind --, as in: sglang-ext calibrate ... -- --dtype=float32 ...",
         ),
     ],
 )
-def test_an_unknown_flag_shows_the_usage_of_the_command_it_was_given_to(
-    words: list[str], usage: str, message: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_usage_ends_with_2_and_the_usage_of_the_command_it_was_given_to(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
     said = capsys.readouterr().err
-    assert said.startswith(f"usage: {usage} ")
-    assert message in " ".join(said.split())
+    command = words.split(" -")[0].removesuffix(" abcd").removesuffix(" a.npy")
+    assert said.startswith(f"usage: sglang-ext {command} ")
+    assert expected in " ".join(said.split())
