@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +10,8 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.offload.kv_files import KVFiles, kv_file_name, of_pages
 from sglang_ext.prefix.requests import Attachment
 from tests.offload.slow_file import slow
-from tests.offload.test_offloading import DIM, PREFIX, SLOTS, Request, Served, attachment
-from tests.serving.admitting import eventually
+from tests.offload.test_offloading import PREFIX, SLOTS, Request, Served, attachment
+from tests.serving.admitting import Clock, eventually
 
 
 def stored(folder: Path, policy: str, num_pages: int = 12, **config: float) -> tuple[Served, Path]:
@@ -47,14 +45,14 @@ def waiting() -> list[tuple[Request, object]]:
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
-def test_a_request_waits_for_its_file_by_its_policy(tmp_path: Path, policy: str) -> None:
+def test_a_request_waits_for_its_file_by_its_policy(tmp_path: Path, clock: Clock, policy: str) -> None:
     served, file = stored(tmp_path, policy, prefetch_timeout_s=0.4)
     queue = waiting()
     with slow(file):
         held = served.offloading.before_batch(queue, SLOTS)
         assert bool(held) == (policy != "best_effort")
         assert served.offloading.snapshot()["prefixes"] == {"loading": 1}, "it is read in any case"
-        time.sleep(0.5)
+        clock.now += 0.5
         held = served.offloading.before_batch(queue, SLOTS)
         assert bool(held) == (policy == "wait_complete")
         assert served.offloading.wanted(*queue[0], PREFIX) is None
@@ -63,14 +61,14 @@ def test_a_request_waits_for_its_file_by_its_policy(tmp_path: Path, policy: str)
     assert served.offloading.wanted(*queue[0], PREFIX) is not None
 
 
-def test_a_held_request_waits_for_its_index_too(tmp_path: Path) -> None:
+def test_a_held_request_waits_for_its_index_too(tmp_path: Path, clock: Clock) -> None:
     served, _ = stored(tmp_path, "timeout", prefetch_timeout_s=2.0)
     queue = waiting()
     served.offloading.loading = lambda digest: digest == "a"
     served.offloading.before_batch(queue, SLOTS)
     loaded(served)
     assert served.offloading.before_batch(queue, SLOTS) == [queue[0][0]]
-    time.sleep(2.0)
+    clock.now += 2.0
     assert served.offloading.before_batch(queue, SLOTS) == [], "nobody waits for ever"
     served.offloading.loading = lambda digest: False
     assert served.offloading.before_batch(waiting(), SLOTS) == []
@@ -95,8 +93,8 @@ def test_what_is_forgotten_while_it_is_read_leaves_nothing(tmp_path: Path, forev
     assert (served.offloading.wanted(*queue[0], PREFIX) is None) == forever
 
 
-def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+@pytest.mark.usefixtures("by_pieces")
+def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path) -> None:
     served, file = stored(tmp_path, "wait_complete")
     served.slots(0, 0, PREFIX)
     content = file.read_bytes()
@@ -114,10 +112,10 @@ def test_a_copy_that_nobody_ends_gives_way_to_its_file(tmp_path: Path, monkeypat
     assert served.offloading.snapshot()["problem"] is None
 
 
+@pytest.mark.usefixtures("by_pieces")
 @pytest.mark.parametrize("filed", [True, False])
-def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filed: bool) -> None:
+def test_copies_and_reads_do_not_take_turns(tmp_path: Path, filed: bool) -> None:
     """Where there is room for one of two prefixes: who came first has it until its requests have ended."""
-    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
     served, _ = stored(tmp_path, "wait_complete", num_pages=8)
     for row in range(4):
         served.slots(row, 0, PREFIX)
@@ -134,8 +132,7 @@ def test_copies_and_reads_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.
         for _ in range(3):
             served.offloading.before_batch(queue, SLOTS)
             served.decode(row, others)
-            found = served.offloading.directory.get(kept)
-            assert found is not None
+            assert served.offloading.directory.get(kept) is not None
             assert events["evicted"] == 0
     ended.clear()
     loaded(served)
@@ -164,14 +161,6 @@ def test_a_file_that_another_server_removed_is_looked_for_again(tmp_path: Path) 
     assert eventually(lambda: (served.offloading.before_batch(queue, SLOTS), events["loaded"])[1] == 1)
 
 
-class Clock:
-    """What `Offloading` takes for the time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1e6
-        monkeypatch.setattr("sglang_ext.offload.agreement.time", SimpleNamespace(monotonic=lambda: self.now))
-
-
 class Long:
     """A prompt that has no room without its prefix, in the queue behind others."""
 
@@ -191,10 +180,7 @@ class Long:
 
 
 @pytest.mark.parametrize(("policy", "seconds"), [("best_effort", 60), ("timeout", 7), ("wait_complete", 60)])
-def test_a_file_that_is_not_read_holds_no_long_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, seconds: int
-) -> None:
-    clock = Clock(monkeypatch)
+def test_a_file_that_is_not_read_holds_no_long_prompt(tmp_path: Path, clock: Clock, policy: str, seconds: int) -> None:
     served, file = stored(tmp_path, policy, prefetch_timeout_s=7.0)
     long = Long(served)
     with slow(file):
@@ -212,11 +198,8 @@ def test_a_file_that_is_not_read_holds_no_long_prompt(
     assert served.offloading.snapshot()["problem"] is None
 
 
-def test_a_long_prompt_waits_for_reads_before_its_own_and_for_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_waits_for_reads_before_its_own_and_for_room(tmp_path: Path, clock: Clock) -> None:
     """As long as reads end. Behind one that does not nothing else is read, and there is no room."""
-    clock = Clock(monkeypatch)
     served, file = stored(tmp_path, "wait_complete")
     for digest in ("b", "c"):
         file.with_name(kv_file_name(digest)).write_bytes(file.read_bytes())
@@ -239,10 +222,9 @@ def test_a_long_prompt_waits_for_reads_before_its_own_and_for_room(
     assert served.offloading.snapshot()["problem"] is None
 
 
-def test_a_pause_ends_no_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("by_pieces")
+def test_a_pause_ends_no_long_prompt(tmp_path: Path, clock: Clock) -> None:
     """Nobody looks at the queue meanwhile. What reads files goes on; copies go on behind it."""
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
     served, file = stored(tmp_path, "timeout", prefetch_timeout_s=7.0)
     with slow(file):
         assert Long(served).waits() is True

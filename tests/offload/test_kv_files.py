@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 from prefix_kernels.residents import from_pages, to_pages
 from sglang_ext.offload import kv_files
 from sglang_ext.offload.directory import OffloadDirectory
-from sglang_ext.offload.kv_files import Bytes, KVFileError, KVFiles, Move, Mover, Piece, of_pages, of_slots
+from sglang_ext.offload.kv_files import Bytes, KVFileError, KVFiles, Piece, of_pages, of_slots
 from sglang_ext.options import Offload
 from tests.offload.host_memory import PlainPools
 
@@ -43,6 +44,13 @@ class Kept:
         self.files.write(digest, TOKENS, of_pages(self.pools, offload.pages))
         return content
 
+    def damage(self, at: int) -> None:
+        """One bit of a's file."""
+        path = self.files.path("a")
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
+
     def read(self, digest: str) -> torch.Tensor:
         """The same, out of its file, into other pages."""
         offload = self.directory.begin(f"read {digest}", TOKENS, ())
@@ -63,7 +71,13 @@ def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:
     assert torch.equal(kept.read("b"), wanted)
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.fixture(params=[False, True], ids=["on disk", "cached"])
+def cached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the page cache is said to have all of a file."""
+    monkeypatch.setattr(kv_files, "_in_page_cache", lambda _, size: np.full(-(-size // 4096), request.param))
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("readers", [1, 3, 64])
 def test_pieces_of_any_size_are_read_from_the_page_cache_and_past_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, readers: int
@@ -72,16 +86,8 @@ def test_pieces_of_any_size_are_read_from_the_page_cache_and_past_it(
     monkeypatch.setattr(kv_files, "_PIECE", 2 * 960 + 1)
     monkeypatch.setattr(kv_files, "_READERS", readers)
     kept = Kept(tmp_path, heads=3, dim=5)
-    content = kept.filled("a")
-    found = kv_files._File(kept.files.path("a"))
-    assert found._in_cache.all(), "it was written a moment ago"
-    found.close()
-    monkeypatch.setattr(kv_files, "_in_page_cache", lambda _, size: np.full(-(-size // 4096), cached))
-    assert torch.equal(content, kept.read("a"))
-    path = kept.files.path("a")
-    raw = bytearray(path.read_bytes())
-    raw[-1000] ^= 1
-    path.write_bytes(raw)
+    assert torch.equal(kept.filled("a"), kept.read("a"))
+    kept.damage(-1000)
     with pytest.raises(KVFileError, match="with its checksum"):
         kept.read("a")
 
@@ -93,6 +99,8 @@ def test_whole_blocks_are_read_past_the_page_cache(tmp_path: Path, memory: str) 
         memory = kept.pools.memory
         kept.pools.memory = torch.empty(memory.numel() + 16)[16:].view(memory.shape)
     content, path = kept.filled("a"), kept.files.path("a")
+    with closing(kv_files._File(path)) as found:
+        assert found._in_cache.all(), "it was written a moment ago"
     assert kept.files.size(TOKENS) == 4096 * (1 + LAYERS * TOKENS // 16), "a page is a block"
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -113,12 +121,10 @@ def test_a_read_that_ends_within_a_block_goes_on(tmp_path: Path, monkeypatch: py
     assert torch.equal(content, kept.read("a"))
 
 
-@pytest.mark.parametrize("cached", [False, True])
 def test_a_file_that_becomes_shorter_while_it_is_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
     monkeypatch.setattr(kv_files, "_PIECE", 2 * 960)
-    monkeypatch.setattr(kv_files, "_in_page_cache", lambda _, size: np.full(-(-size // 4096), cached))
     kept = Kept(tmp_path, heads=3, dim=5)
     kept.filled("a")
 
@@ -146,19 +152,13 @@ def test_a_file_that_is_not_what_its_name_says_is_noticed(tmp_path: Path, damage
     kept = Kept(tmp_path)
     kept.filled("a")
     path = kept.files.path("a")
-    content = bytearray(path.read_bytes())
-    if damage == "content":
-        content[-3] ^= 1
-    elif damage == "short":
-        del content[-16:]
-    elif damage == "header":
-        content[3] ^= 1
-    elif damage == "empty":
-        content.clear()
+    if damage in ("content", "header"):
+        kept.damage({"content": -3, "header": 3}[damage])
+    elif damage in ("short", "empty"):
+        os.truncate(path, {"short": kept.files.size(TOKENS) - 16, "empty": 0}[damage])
     else:
         kept.filled("b")
-        content = bytearray(kept.files.path("b").read_bytes())
-    path.write_bytes(content)
+        kept.files.path("b").replace(path)
     with pytest.raises(KVFileError, match="expected"):
         kept.read("a")
     assert not path.exists()
@@ -168,7 +168,7 @@ def test_a_file_that_took_a_damaged_ones_place_stays(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     content, path = kept.filled("a"), kept.files.path("a")
     whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    kept.damage(-1)
     offload = kept.directory.begin("damaged", TOKENS, ())
     memory = of_pages(kept.pools, offload.pages)
 
@@ -202,19 +202,3 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
         os.utime(tmp_path / "kv" / name, (time.time() - age,) * 2)
     Kept(tmp_path)
     assert [path.name for path in (tmp_path / "kv").glob(".*")] == [".e.kv.partial-2-b"]
-
-
-def test_the_thread_gives_back_what_failed_and_goes_on(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    kept.filled("a")
-    mover, found = Mover(kept.files, kept.pools), list[Move]()
-    missing, there = (kept.directory.begin(name, 16, ()) for name in ("missing", "there"))
-    assert not isinstance(missing, str)
-    assert not isinstance(there, str)
-    mover.begin(Move(missing, True, lambda: None))
-    mover.begin(Move(there, False, lambda: None))
-    while len(found) < 2:
-        found += mover.ended()
-    assert [one.offload for one in found] == [missing, there]
-    assert isinstance(found[0].error, FileNotFoundError)
-    assert found[1].error is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +11,7 @@ import torch
 from prefix_kernels.prefill_attention.reference import QUERY_BLOCK
 from prefix_kernels.residents import to_pages
 from prefix_kernels.types import PagedKV
-from sglang_ext.offload import agreement
 from sglang_ext.offload.directory import OffloadDirectory, OffloadState
-from sglang_ext.offload.host import runs
-from sglang_ext.offload.kv_files import kv_file_name
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.options import Offload
 from sglang_ext.prefix.requests import Attachment
@@ -164,8 +159,8 @@ def test_only_extend_and_decode_steps_may_have_virtual_slots() -> None:
         served.offloading.begin(forward([0, 1], [PREFIX, PREFIX + 1], [1, 1]))
 
 
-def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
+@pytest.mark.usefixtures("by_pieces")
+def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole() -> None:
     served = Served()
     one = attachment()
     for row in (0, 1):  # two requests of the prompt, one after the other
@@ -176,17 +171,17 @@ def test_a_prefix_is_copied_by_pieces_and_serves_when_it_is_whole(monkeypatch: p
         found = served.offloading.directory.get("a")
         assert found.copied == 32 * (step + 1)
     assert found.state is OffloadState.HOST
-    for layer in range(2):
-        slots = torch.cat([served.table[0, :32], served.table[1, 32:PREFIX]]).long()
-        assert torch.equal(served.pools.layer(layer)[found.pages], to_pages(*served.pools.device[layer][:, slots]))
+    slots = torch.cat([served.table[0, :32], served.table[1, 32:PREFIX]]).long()
+    for layer, kv in enumerate(served.pools.device):
+        assert torch.equal(served.pools.layer(layer)[found.pages], to_pages(*kv[:, slots]))
     assert served.offloading.wanted(Request(), one, PREFIX - 1) is None
     assert served.offloading.wanted(Request(), one, PREFIX) is found
     assert served.offloading.wanted(Request(), Attachment("rid", "unsupported_mode", one.entry), PREFIX) is None
 
 
-def test_a_copy_that_was_cut_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("by_pieces")
+def test_a_copy_that_was_cut_off_leaves_nothing() -> None:
     """By an abort, whose prefix leaves for another one; by a flush, behind which the copy begins anew."""
-    monkeypatch.setattr("sglang_ext.offload.offloading.COPY_BYTES", 40 * 2 * 2 * 2 * DIM * 4)
     served = Served(num_pages=8)
     for row in (0, 1):
         served.slots(row, 0, PREFIX)
@@ -256,21 +251,6 @@ def test_a_request_whose_index_does_not_serve_stays_on_the_device(why: str) -> N
     assert served.offloading.snapshot()["prefixes"] == {"host": 1}
 
 
-def test_a_file_that_cannot_be_read_holds_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(num_pages=8, folder=str(tmp_path / "kv"))
-    (tmp_path / "kv" / kv_file_name("broken")).mkdir()
-    waiting = [(Request(), attachment("broken"))]
-    waiting[0][1].prompt_len = PREFIX + 1
-    assert served.offloading.before_batch(waiting, SLOTS) == [waiting[0][0]]
-    monkeypatch.setattr(agreement.time, "monotonic", lambda: time.perf_counter() + 1e9)
-    assert served.offloading.before_batch(waiting, SLOTS) == [], "nobody waits for ever"
-    monkeypatch.undo()
-    while served.offloading.before_batch(waiting, SLOTS):
-        time.sleep(0.01)
-    assert served.offloading.before_batch(waiting, SLOTS) == []
-    assert served.offloading.snapshot()["events"] == {"load_failed": 1}
-
-
 def test_rows_are_asked_for_once_until_a_slot_changes() -> None:
     """Where a batch has them on the device only, asking waits for it."""
     served = Served()
@@ -308,13 +288,9 @@ def test_rows_are_asked_for_once_until_a_slot_changes() -> None:
     assert hosted("a", "b") == [True, False]
 
 
-def test_a_copy_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_not_tried_again() -> None:
     served = Served()
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("the link is down")
-
-    monkeypatch.setattr(served.pools, "backup", broken)
+    served.pools.backup = lambda *_: 1 / 0
     for _ in range(2):
         served.decode(0, attachment())
     assert served.offloading.snapshot()["prefixes"] == {"failed": 1}
@@ -323,7 +299,7 @@ def test_a_copy_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_who_leaves_host_memory() -> None:
-    """The least recently used without a user; what is dropped while in use leaves with its last user."""
+    """The least recently used without a user. See test_directory for what holds in any order of events."""
     directory = OffloadDirectory(PlainPools(32, 6))
     first, second, third = (directory.begin(digest, 32, ()) for digest in "abc")
     for one in (first, second, third):
@@ -331,18 +307,9 @@ def test_who_leaves_host_memory() -> None:
     directory.pin(first)
     directory.get("b")
     assert not isinstance(directory.begin("d", 32, ()), str)
-    assert directory.get("c") is None
-    assert directory.get("b") is second
-    assert directory.begin("e", 96, ()) == "host_full"
+    assert (directory.get("b"), directory.get("c")) == (second, None)
     directory.drop()
-    assert directory.problem() is None
-    assert directory.snapshot() == {"prefixes": {}, "users": 1, "pages": 6, "free_pages": 4}
-    again = directory.begin("a", 32, ())
-    assert again is not first
-    assert again.key != first.key
-    directory.unpin(first)
-    assert directory.snapshot()["free_pages"] == 4
-    assert directory.problem() is None
+    assert directory.begin("a", 32, ()).key != first.key
 
 
 def test_virtual_slots_are_never_copied_out() -> None:
@@ -358,8 +325,3 @@ def test_virtual_slots_are_never_copied_out() -> None:
     served.offloading.drop(forever=True)
     served.decode(0, attachment())
     assert served.offloading.snapshot()["free_pages"] == 12
-
-
-def test_runs_of_pages() -> None:
-    assert list(runs(torch.tensor([4, 5, 6, 2, 9, 10]))) == [(0, 4, 3), (3, 2, 1), (4, 9, 2)]
-    assert list(runs(torch.tensor([], dtype=torch.int64))) == []

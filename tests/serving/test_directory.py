@@ -41,10 +41,8 @@ def test_another_model_or_profile_is_a_mismatch_that_names_the_field(bench: Any,
     bench.put(PROMPT[:96])
     other = msgspec.structs.replace(bench.model, kv_dtype="bfloat16")
     found = directory(model=other).lookup({"extra_key": None}, PROMPT)
-    assert (found.entry, found.reason) == (None, "index_mismatch")
-    assert "kv_dtype" in str(found.detail)
-    assert "float32" in str(found.detail)
-    assert "bfloat16" in str(found.detail)
+    assert (found.entry, found.reason, list(found.hashes)) == (None, "index_mismatch", page_hashes(PROMPT))
+    assert all(word in str(found.detail) for word in ("kv_dtype", "float32", "bfloat16")), found.detail
     found = directory(profile_digest="other").lookup({"extra_key": None}, PROMPT)
     assert found.reason == "index_mismatch"
     assert "profile_digest" in str(found.detail)
@@ -55,14 +53,6 @@ def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any, directory:
     directory = directory(min_prefix_len=100)
     assert directory.lookup({"extra_key": None}, PROMPT[:99]).reason == "short_prefix"
     assert directory.lookup({"extra_key": None}, PROMPT).reason == "short_prefix"
-
-
-def test_a_look_up_hands_on_the_hashes_that_it_made(bench: Any, directory: Any) -> None:
-    expected = page_hashes(PROMPT[:120])
-    assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
-    bench.put(PROMPT[:64])
-    assert list(directory().lookup({"extra_key": None}, PROMPT[:120]).hashes) == expected
-    assert directory().lookup({"extra_key": None}, PROMPT[:3]).hashes == ()
 
 
 @pytest.fixture

@@ -108,14 +108,6 @@ def test_none_takes_no_profile_and_a_capture_never_has_one(settle: Settle, tmp_p
         assert (settings.config.keep_ratio, settings.config.layer_plan) == (None, [])
 
 
-def test_a_profile_that_is_named_comes_before_the_one_in_the_folder(settle: Settle, tmp_path: Path) -> None:
-    other = _profile(layer_plan={})
-    other.save(tmp_path / "other.json")
-    settings = settle(profile=str(tmp_path / "other.json"))
-    assert settings.profile == other
-    assert settings.config.layer_plan == ["dense", "anchor", "anchor"]
-
-
 def test_where_a_profile_is_looked_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_profile(None, "model") == str(folder / PROFILE_FILE)
@@ -259,13 +251,9 @@ def test_of_a_profile_that_is_read_again_the_keep_ratio_counts_and_all_else_need
     assert answered(runtime, "reload_profile", {"profile": "no JSON"}).status == BAD
     assert runtime.config.keep_ratio == 0.03
     runtime.close()
-
-
-@pytest.mark.parametrize("given", [{"keep_ratio": 0.2}, {"top_k": 64}])
-def test_a_budget_of_the_configuration_counts_before_a_profile_that_is_read_again(settle: Settle, given: Any) -> None:
-    runtime = SparseRuntime(settle(min_sparse_prompt_len=16, **given), Model(_model()))
-    recommended = {"method": "two_level", "spec": SPEC, "keep_ratio": 0.02}
-    answer = answered(runtime, "reload_profile", {"profile": _profile(recommended=recommended).encode().decode()})
-    assert answer.status == CONFLICT
-    assert "the configuration gives a budget, which counts first" in answer.body["error"]
-    runtime.close()
+    for given in ({"keep_ratio": 0.2}, {"top_k": 64}):
+        runtime = SparseRuntime(settle(min_sparse_prompt_len=16, **given), Model(_model()))
+        answer = read(recommended=recommended)
+        assert answer.status == CONFLICT
+        assert "the configuration gives a budget, which counts first" in answer.body["error"]
+        runtime.close()

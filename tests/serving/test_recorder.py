@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ def _queries(num_tokens: int, layer: int) -> torch.Tensor:
     return q
 
 
-def _recorder(capacity: int, seed: int = 0) -> QueryRecorder:
-    return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, seed)
+def _recorder(capacity: int, seed: int = 0, late: tuple[int, int] = (0, 0)) -> QueryRecorder:
+    return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, seed, late)
 
 
 def _taken(recorder: QueryRecorder, rid: str = "a") -> Capture:
@@ -32,9 +33,9 @@ def _taken(recorder: QueryRecorder, rid: str = "a") -> Capture:
     return capture
 
 
-def _started(capacity: int, num_tokens: int, seed: int = 0) -> QueryRecorder:
-    """Recording request a."""
-    recorder = _recorder(capacity, seed)
+def _started(capacity: int, num_tokens: int, seed: int = 0, late: tuple[int, int] = (0, 0)) -> QueryRecorder:
+    """Recording request a; of late tokens so many of the prompt, and so many behind it."""
+    recorder = _recorder(capacity, seed, late)
     recorder.start("a", num_tokens)
     return recorder
 
@@ -47,13 +48,6 @@ def _feed(recorder: QueryRecorder, rid: str, num_tokens: int, chunks: list[int],
         first += size
 
 
-def _sampled(num_tokens: int, capacity: int, chunks: list[int], seed: int) -> list[int]:
-    recorder = _started(capacity, num_tokens, seed)
-    _feed(recorder, "a", num_tokens, chunks)
-    queries = _taken(recorder).queries(num_kv_heads=2)
-    return [int(v) for v in queries[0, 0, ::2, 0]]
-
-
 def test_recorded_values_are_the_queries_of_the_kept_tokens_in_every_layer_and_head() -> None:
     recorder = _started(8, 50)
     _feed(recorder, "a", 50, [20, 30])
@@ -61,25 +55,12 @@ def test_recorded_values_are_the_queries_of_the_kept_tokens_in_every_layer_and_h
     assert queries.shape == (LAYERS, 2, 8 * 2, DIM)
     tokens = queries[0, 0, ::2, 0]
     assert len(set(tokens.tolist())) == 8
-    for layer in range(LAYERS):
-        for kv_head in range(2):
-            rows = queries[layer, kv_head].reshape(8, 2, DIM)
-            assert torch.equal(rows[:, 0, 0], tokens)
-            assert torch.equal(rows[:, 1, 0], tokens)
-            assert (rows[..., 1] == layer).all()
-            assert rows[0, :, 2].tolist() == [kv_head * 2, kv_head * 2 + 1], "the query heads of this KV head"
+    for layer, kv_head in product(range(LAYERS), range(2)):
+        rows = queries[layer, kv_head].reshape(8, 2, DIM)
+        assert torch.equal(rows[..., 0], tokens[:, None].expand(8, 2))
+        assert (rows[..., 1] == layer).all()
+        assert rows[0, :, 2].tolist() == [kv_head * 2, kv_head * 2 + 1], "the query heads of this KV head"
     assert recorder.take("a") is None
-
-
-def test_a_prompt_no_longer_than_the_reservoir_is_kept_whole() -> None:
-    assert _sampled(8, 8, [3, 5], seed=0) == list(range(8))
-    assert _sampled(5, 8, [5], seed=0) == list(range(5))
-
-
-def _chi_square(counts: Counter[int], num_tokens: int, draws: int, capacity: int) -> float:
-    expected = draws * capacity / num_tokens
-    # Sampling without replacement: the variance of a cell is smaller by 1 - capacity / num_tokens.
-    return sum((counts[t] - expected) ** 2 for t in range(num_tokens)) / expected / (1 - capacity / num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +76,16 @@ def test_the_reservoir_is_uniform_however_the_prefill_is_chunked(chunks: list[in
     draws, capacity, num_tokens = 300 if len(chunks) > 10 else 1500, 6, 40
     counts: Counter[int] = Counter()
     for seed in range(draws):
-        kept = _sampled(num_tokens, capacity, chunks, seed)
+        recorder = _started(capacity, num_tokens, seed)
+        _feed(recorder, "a", num_tokens, chunks)
+        kept = _taken(recorder).queries(num_kv_heads=2)[0, 0, ::2, 0].tolist()
         assert len(set(kept)) == capacity
         counts.update(kept)
+    expected = draws * capacity / num_tokens
+    square = sum((counts[token] - expected) ** 2 for token in range(num_tokens)) / expected
+    # Sampling without replacement: the variance of a cell is smaller by 1 - capacity / num_tokens.
     # 39 degrees of freedom: mean 39, standard deviation 8.8; 85 is the 1 - 3e-5 quantile.
-    assert _chi_square(counts, num_tokens, draws, capacity) < 85
-
-
-def test_one_seed_gives_one_sample_and_another_seed_another() -> None:
-    assert _sampled(200, 10, [64, 136], 5) == _sampled(200, 10, [64, 136], 5)
-    assert _sampled(200, 10, [64, 136], 5) != _sampled(200, 10, [64, 136], 6)
+    assert square / (1 - capacity / num_tokens) < 85
 
 
 @pytest.mark.parametrize(
@@ -202,14 +183,9 @@ def test_only_so_many_requests_are_recorded_at_a_time() -> None:
     assert recorder.start("one too many", 8)
 
 
-def _capturing(capacity: int, tail: int, steps: int) -> QueryRecorder:
-    return QueryRecorder(LAYERS, HEADS, capacity * 2, 2, 0, late=(tail, steps))
-
-
 @pytest.mark.parametrize("chunks", [[30], [11, 19], [28, 1, 1]], ids=["one", "two", "three"])
 def test_late_tokens_are_kept_beside_the_sample(chunks: list[int]) -> None:
-    recorder = _capturing(6, tail=4, steps=3)
-    recorder.start("a", 30)
+    recorder = _started(6, 30, late=(4, 3))
     _feed(recorder, "a", 30, chunks)
     _feed(recorder, "a", 35, [1] * 5, first=30)
     capture = _taken(recorder)
@@ -220,25 +196,15 @@ def test_late_tokens_are_kept_beside_the_sample(chunks: list[int]) -> None:
         assert (capture.samples[layer, ..., 1] == layer).all()
     plain = _started(6, 30)
     _feed(plain, "a", 30, chunks)
-    alone = _taken(plain)
-    assert torch.equal(capture.queries(2), alone.queries(2)), "the sample does not depend on what else is kept"
+    assert torch.equal(capture.queries(2), _taken(plain).queries(2)), "it does not depend on what else is kept"
 
 
 def test_a_capture_is_complete_without_decode_steps() -> None:
-    recorder = _capturing(6, tail=4, steps=3)
-    recorder.start("a", 3)
+    recorder = _started(6, 3, late=(4, 3))
     _feed(recorder, "a", 3, [3])
     capture = _taken(recorder)
     assert capture.problem() is None
     assert capture.positions.tolist() == [0, 1, 2, 0, 1, 2, -1, -1, -1]
-
-
-def test_a_gap_between_decode_steps_rejects_a_capture() -> None:
-    recorder = _capturing(6, tail=0, steps=3)
-    recorder.start("a", 10)
-    _feed(recorder, "a", 10, [10])
-    _feed(recorder, "a", 12, [1], first=11)
-    assert "expected the prefill to go on at token 10, got token 11" in str(_taken(recorder).problem())
 
 
 def test_layers_of_different_scales_break_a_capture() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,36 +132,46 @@ def test_a_damaged_index_is_reported_before_requests_are_told(
     bench: Any, reside: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     """Who is told asks anew: it must not be offered the same index. A store that fails then changes nothing."""
-    entry, seen = bench.put(PROMPT), []
+    entry, residency, seen = bench.put(PROMPT), reside(bench), []
 
-    def damaged(*_: Any, **__: Any) -> Any:
-        raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
-
-    def report(file: Any, damage: Any) -> None:
-        seen.append(residency.acquire(entry, retry=False).state)
+    def failing(error: Exception | None) -> None:
         if error is not None:
             raise error
 
-    monkeypatch.setattr(IndexFile, "read_many", damaged)
+    def report(file: Any, damage: Any) -> None:
+        seen.append(residency.acquire(entry, retry=False).state)
+        failing(error)
+
+    damage = IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+    monkeypatch.setattr(IndexFile, "read_many", lambda *_: failing(damage))
     monkeypatch.setattr(bench.store, "report", report)
-    residency = reside(bench)
     index = load(residency, entry)
     assert seen == [State.LOADING]
     assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
     assert residency.figures()["corrupt"] == {"bytes": 1}
 
 
-def test_an_index_that_the_disk_does_not_give_now_is_not_reported(bench: Any, reside: Any, monkeypatch: Any) -> None:
-    def unreadable(key: Any) -> Any:
-        raise IndexUnreadable("index", expected="readable bytes", found="Input/output error", remedy="check the disk")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (IndexUnreadable("index", expected="bytes", found="Input/output error", remedy="check"), "index_corrupt"),
+        (MemoryError("Unable to allocate 1 TiB"), "index_memory"),
+    ],
+    ids=["disk", "memory"],
+)
+def test_what_cannot_be_read_now_is_not_reported_as_damaged(
+    bench: Any, reside: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise error
 
     entry, residency = bench.put(PROMPT), reside(bench)
-    monkeypatch.setattr(bench.store, "get", unreadable)
+    monkeypatch.setattr("prefix_index.reader.fresh_buffer", failing)
     index = load(residency, entry)
-    assert (index.state, index.reason) == (State.FAILED, "index_corrupt")
+    assert (index.state, index.reason) == (State.FAILED, reason)
     assert bench.store.problems() == ()
     found = residency.figures()
-    assert (found["load_failures"], found["corrupt"]) == ({"index_corrupt": 1}, {}), "nothing is known to be damaged"
+    assert (found["load_failures"], found["corrupt"]) == ({reason: 1}, {}), "nothing is known to be damaged"
     monkeypatch.undo()
     assert load(residency, entry).state is State.READY
 
@@ -188,10 +199,6 @@ def test_acquire_does_not_wait_for_the_disk(bench: Any, reside: Any, monkeypatch
     assert (index.state, index.users) == (State.READY, 0)
 
 
-def last_use(entry: Any) -> float:
-    return Path(entry.path).stat().st_atime
-
-
 def test_the_store_is_told_now_and_then_of_an_index_in_use(bench: Any, reside: Any, monkeypatch: Any) -> None:
     entry, residency = bench.put(PROMPT), reside(bench)
     load(residency, entry)
@@ -200,7 +207,7 @@ def test_the_store_is_told_now_and_then_of_an_index_in_use(bench: Any, reside: A
         os.utime(entry.path, (1e9, Path(entry.path).stat().st_mtime))
         load(residency, entry)
         residency._worker.submit(int).result(30)  # behind what was asked of it
-        assert (last_use(entry) > 1e9) is used
+        assert (Path(entry.path).stat().st_atime > 1e9) is used
     bench.store.delete(entry.digest)
     assert load(residency, entry).state is State.READY, "that the store does not find it is no matter"
     residency._worker.submit(int).result(30)
@@ -209,30 +216,18 @@ def test_the_store_is_told_now_and_then_of_an_index_in_use(bench: Any, reside: A
 def test_concurrent_acquire_and_release_balance(bench: Any, reside: Any) -> None:
     entries = [bench.put(prompt(n)) for n in range(4)]
     residency = reside(bench, 2 * ONE + 100)
-    errors: list[Exception] = []
 
     def work(seed: int) -> None:
-        try:
-            for n in range(60):
-                index = load(residency, entries[(seed + n * 7) % 4])
-                if index.state is State.READY:
-                    assert len(index.layers) == 3
-                residency.check_integrity()
-                residency.release(index)
-        except Exception as error:
-            errors.append(error)
+        for n in range(60):
+            index = load(residency, entries[(seed + n * 7) % 4])
+            assert index.state is not State.READY or len(index.layers) == 3
+            residency.check_integrity()
+            residency.release(index)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert residency.num_users() == 0
     assert residency.resident_bytes() <= 2 * ONE + 100
-
-
-Change = Callable[[dict[ArrayKey, Any]], None]
 
 
 def of_32767(arrays: dict[ArrayKey, Any]) -> None:
@@ -242,16 +237,6 @@ def of_32767(arrays: dict[ArrayKey, Any]) -> None:
 def halved(arrays: dict[ArrayKey, Any]) -> None:
     key = ArrayKey("token_index.keys_packed", 1, 1)
     arrays[key] = arrays[key][: len(arrays[key]) // 2]
-
-
-#: One that values show, and one that is seen before an array is read. All others: tests/methods/test_contents.py.
-CHANGES: dict[str, tuple[Change, str]] = {
-    "a channel of 32767": (
-        of_32767,
-        r"channels of layer 1 in index [0-9a-f]{12}: expected values of 0 to 15, found \d+ to 32767; remove the index",
-    ),
-    "keys of half the length": (halved, r"keys_packed of layer 1, KV head 1 .*: expected uint8 \[64, 4\]"),
-}
 
 
 @pytest.fixture
@@ -268,22 +253,25 @@ def reading(tokens: Any, reside: Any) -> Any:
 
 @pytest.fixture
 def reports(tokens: Any, monkeypatch: pytest.MonkeyPatch) -> list[IndexStoreError]:
-    found: list[IndexStoreError] = []
-    report = tokens.store.report
-
-    def counted(key: Any, error: IndexStoreError) -> None:
-        found.append(error)
-        report(key, error)
-
-    monkeypatch.setattr(tokens.store, "report", counted)
+    found, report = list[IndexStoreError](), tokens.store.report
+    monkeypatch.setattr(tokens.store, "report", lambda key, error: (found.append(error), report(key, error)))
     return found
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            of_32767,
+            r"channels of layer 1 in index [0-9a-f]{12}: expected values of 0 to 15, found \d+ to 32767; remove",
+        ),
+        (halved, r"keys_packed of layer 1, KV head 1 .*: expected uint8 \[64, 4\]"),
+    ],
+)
 def test_wrong_content_is_index_corrupt_and_reported(
-    tokens: Any, reading: Any, reports: list[IndexStoreError], name: str
+    tokens: Any, reading: Any, reports: list[IndexStoreError], change: Any, message: str
 ) -> None:
-    change, message = CHANGES[name]
+    """One that values show, one that is seen before arrays are read. All others: tests/methods/test_contents.py."""
     entry = replaced(tokens.store, tokens.put(PROMPT).digest, change, created=5.0)
     with tokens.store.get(entry.digest) as index:
         index.verify()  # nothing is wrong with its bytes
@@ -313,17 +301,3 @@ def test_a_rank_looks_at_its_own_heads(tokens: Any, reading: Any) -> None:
     entry = replaced(tokens.store, tokens.put(PROMPT).digest, of_32767, created=5.0)
     for first, state in ((0, State.READY), (1, State.FAILED)):
         assert load(reading(heads=1, first=first), entry).state is state
-
-
-def test_no_memory_is_not_damage(tokens: Any, reading: Any, reports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = tokens.put(PROMPT)
-
-    def none_left(*_: Any) -> Any:
-        raise MemoryError("Unable to allocate 1 TiB")
-
-    monkeypatch.setattr("prefix_index.reader.fresh_buffer", none_left)
-    residency = reading()
-    failed = load(residency, entry)
-    assert (failed.state, failed.reason, reports) == (State.FAILED, "index_memory", [])
-    monkeypatch.undo()
-    assert load(residency, entry).state is State.READY

@@ -119,18 +119,13 @@ def test_a_shared_prefix_gets_an_index_of_the_cached_keys_while_requests_decode(
     for number in range(LAYERS):
         keys = 0.5 * runtime.view.kv(number).k_cache[slots]
         channels = index.layers[number]["channels"].long()
-        expected = METHODS["token_index"].builder(spec).build_layer(keys, _queries_choosing(channels))
+        choosing = torch.full((KV_HEADS, 1, DIM), 1e-6).scatter(2, channels[:, None], 1e3)
+        expected = METHODS["token_index"].builder(spec).build_layer(keys, choosing)
         for name, array in expected.items():
             assert torch.equal(index.layers[number][name], array), name
     for rid in "abcd":
         traffic.end(rid)
     assert (len(runtime.builds), runtime.snapshot()["index_users"]) == (0, 0)
-
-
-def _queries_choosing(channels: torch.Tensor) -> torch.Tensor:
-    """Samples whose only large values are in these channels."""
-    queries = torch.full((KV_HEADS, 1, DIM), 1e-6)
-    return queries.scatter(2, channels[:, None], 1e3)
 
 
 def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,13 +137,11 @@ def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeyp
     traffic = sharing(runtime, "abc")
     assert traffic.decode_until("c", 83, lambda: counts(runtime)["built"] == 1)
     gen = torch.Generator().manual_seed(3)
-    for number in range(LAYERS):
+    for found in seen:
         q = torch.randn(82, KV_HEADS * GQA * DIM, generator=gen)[:64].view(64, KV_HEADS, GQA, DIM)
-        expected = q.permute(1, 0, 2, 3).reshape(KV_HEADS, -1, DIM)
-        order = expected[..., 0].argsort(dim=1)
-        found = seen[number][..., 0].argsort(dim=1)
-        for head in range(KV_HEADS):
-            assert torch.equal(seen[number][head][found[head]], expected[head][order[head]])
+        for own, wanted in zip(found, q.permute(1, 0, 2, 3).reshape(KV_HEADS, -1, DIM), strict=True):
+            assert torch.equal(own[own[:, 0].argsort()], wanted[wanted[:, 0].argsort()])
+    assert len(seen) == LAYERS
 
 
 def test_a_build_goes_on_with_another_request_when_its_holder_ends(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +209,19 @@ def test_too_many_builds_and_those_nobody_has_keys_for_are_given_up(
     assert builder.open == [*more[:-1], newest]
 
 
+def test_a_prefix_that_had_no_room_asks_again_with_its_next_hit(start: Any) -> None:
+    runtime = start(build_after_hits=1)
+    traffic, builder = sharing(runtime, "ab"), runtime.builds._builder
+    (build,) = builder.open
+    for number in range(7):
+        idle = Prefix("", hashes([*range(900 + number, 964 + number)]), hits=9)
+        assert builder.add(Build(idle, build.identity, ()))
+    for number in range(3):  # its second hit is one more than the build's
+        assert build in builder.open
+        traffic.prefill(f"x{number}", [*range(500, 564), number, 2], 64 if number else 0)
+    assert (len(builder.open), build in builder.open) == (8, False)
+
+
 def leased(runtime: SparseRuntime, build: Build) -> bool:
     lease = runtime.store.lease(build.identity)
     if lease is not None:
@@ -268,16 +274,12 @@ def test_leases_go_back_when_weights_change(begun: tuple[Traffic, Build]) -> Non
     assert not traffic.decode("b", 86)
 
 
-def test_a_device_without_memory_ends_builds_and_not_the_server(
+def test_an_error_of_the_device_ends_builds_and_not_the_server(
     begun: tuple[Traffic, Build], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic, build = begun
     builds = traffic.runtime.builds
-
-    def full(layer: int) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(traffic.runtime.view, "kv", full)
+    monkeypatch.setattr(traffic.runtime.view, "kv", lambda layer: 1 / 0)
     assert eventually(lambda: not traffic.decode("b", 84) and build.closed)
     monkeypatch.undo()
     traffic.prefill("c", [*PROMPT, 5, 6], 64)
@@ -352,22 +354,6 @@ def test_requests_that_opted_out_are_neither_counted_nor_read(start: Any) -> Non
     for number, request in enumerate(requests):
         runtime.admit(request, str(number), [*PROMPT, number], NAMESPACE, ("by_request", ""))
     assert (len(runtime.builds), counts(runtime)["prefixes"]) == (0, 0)
-
-
-def test_a_prefix_with_more_hits_takes_the_place_of_one_with_fewer(begun: tuple[Traffic, Build]) -> None:
-    traffic, build = begun
-    builds = traffic.runtime.builds
-    for number in range(7):
-        idle = Prefix("", hashes([*range(900 + number, 964 + number)]), hits=build.prefix.hits + 4)
-        assert builds._builder.add(Build(idle, build.identity, ()))
-    request = shared_builds._Request(
-        build.prefix.namespace, hashes([*range(5000, 5080)]), range(5000, 5080), 0, 0.0, False
-    )
-    for _ in range(build.prefix.hits):
-        builds._count(request, 64)
-        assert build in builds._builder.open
-    builds._count(request, 64)  # one hit more than it
-    assert (len(builds._builder.open), build in builds._builder.open) == (8, False)
 
 
 def test_a_build_that_could_go_on_is_not_idle(begun: tuple[Traffic, Build]) -> None:

@@ -24,19 +24,14 @@ from tests.serving.admitting import DIM, KV_HEADS, LAYERS, PROMPT, planned
 PREFIX, LIMIT = 64, 64
 
 
-class _Entry:
-    """Of a stored index of PREFIX tokens, what decode asks for."""
-
-    digest = "one"
-
-    class identity:  # noqa: N801
-        num_tokens = PREFIX
+#: Of a stored index of PREFIX tokens, what decode asks for.
+ENTRY: Any = SimpleNamespace(digest="one", identity=SimpleNamespace(num_tokens=PREFIX))
 
 
 def prefix_index() -> ResidentIndex:
     """Each layer's has channels of its own."""
     gen = torch.Generator().manual_seed(4)
-    index, builder = ResidentIndex(_Entry()), METHODS["token_index"].builder(TokenIndexSpec(channel_ratio=0.75, bits=8))
+    index, builder = ResidentIndex(ENTRY), METHODS["token_index"].builder(TokenIndexSpec(channel_ratio=0.75, bits=8))
     keys = torch.randn(PREFIX, KV_HEADS, DIM, generator=gen)
     for _ in range(LAYERS):
         index.layers.append(builder.build_layer(keys, torch.randn(KV_HEADS, 3, DIM, generator=gen)))
@@ -46,7 +41,7 @@ def prefix_index() -> ResidentIndex:
 
 def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_full() -> None:
     rules = SuffixRules(LIMIT, 1 << 30, lambda covered: covered // 10)
-    prefix = ResidentIndex(_Entry())
+    prefix = ResidentIndex(ENTRY)
     own, grown = None, []
     for count in range(1, 1000):
         before, own = own, rules.covering(own, prefix, count)
@@ -59,12 +54,12 @@ def test_it_begins_beyond_the_limit_and_leaves_half_of_it_and_less_than_all_in_f
     assert grown[0] == LIMIT + 1
     # About every half limit, not in each step.
     assert {b - a for a, b in pairwise(grown)} <= set(range(LIMIT // 2 - PAGE_TOKENS, LIMIT // 2 + 2))
-    assert rules.covering(own, ResidentIndex(_Entry()), LIMIT) is None, "it is of another prefix"
+    assert rules.covering(own, ResidentIndex(ENTRY), LIMIT) is None, "it is of another prefix"
 
 
-def covered(rules: SuffixRules, lens: list[int], before: list[Any] | None = None) -> list[int]:
+def covered(rules: SuffixRules, lens: list[int]) -> list[int]:
     """Tokens that indexes of so many suffix tokens cover, 0 where there is none."""
-    found = rules.renew(before or [None] * len(lens), [prefix_index()] * len(lens), [PREFIX + n for n in lens])
+    found = rules.renew([None] * len(lens), [prefix_index()] * len(lens), [PREFIX + n for n in lens])
     return [0 if one is None else one.prefix_len for one in found]
 
 
@@ -78,18 +73,6 @@ def test_the_longest_have_one_as_far_as_bytes_go() -> None:
     assert covered(SuffixRules(LIMIT, 1 << 30, budget), lens) == [368, 864, 0, 608, 864]
     assert covered(SuffixRules(LIMIT, 100 * (864 + 863), budget), lens) == [0, 864, 0, 0, 0]
     assert covered(SuffixRules(LIMIT, 100 * (864 + 864 + 607), budget), lens) == [0, 864, 0, 0, 864]
-
-
-def test_one_is_kept_until_it_must_grow_and_goes_with_its_prefix() -> None:
-    rules, prefix = SuffixRules(LIMIT, 1 << 30, lambda covered: 16), prefix_index()
-    (first,) = rules.renew([None], [prefix], [PREFIX + 300])
-    assert rules.renew([first], [prefix], [PREFIX + 301]) == [first]
-    (grown,) = rules.renew([first], [prefix], [PREFIX + 400])
-    assert grown is not None
-    assert grown is not first
-    (other,) = rules.renew([first], [prefix_index()], [PREFIX + 301])
-    assert other is not first
-    assert rules.renew([first], [None], [PREFIX + 301]) == [None], "without the prefix's index there is none"
 
 
 def test_each_layer_has_the_channels_of_its_own_prefix_and_keys_as_the_model_made_them() -> None:
