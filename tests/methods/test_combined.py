@@ -7,7 +7,6 @@ import torch
 
 from prefix_kernels.top_k_selection import LOWEST_LOG, NUM_KEYS, keys_of
 from sglang_ext.methods import SelectArgs, make_builder, make_selector, parse_spec
-from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile
 from tests.methods.common import randn, scores, select
 
@@ -118,22 +117,6 @@ def test_candidates_alone_are_summed_one_in_so_many():
             wanted = alone.token_scores(listed, Q[:, 4 * head : 4 * head + 4], args)[0]
             torch.testing.assert_close(found[-1][head, allowed], wanted)
     assert bool((found[0] - found[1] > 1).any()), "a sample's shares are lowered"
-
-
-def test_parts_keep_their_arrays_and_heads():
-    data = {"method": "two_level", "first": PARTS[2], "second": PARTS[3], "candidate_ratio": 0.3}
-    _, arrays = built(data)
-    for name, part in (("first", PARTS[2]), ("second", PARTS[3])):
-        _, own = built(part)
-        assert {n.removeprefix(f"{name}.") for n in arrays if n.startswith(name)} == set(own)
-        for array, tensor in own.items():
-            assert torch.equal(arrays[f"{name}.{array}"], tensor)
-    assert "first.row_indptr" in arrays
-    whole = choose(data, arrays)
-    pieces = split_heads(arrays)
-    assert choose(data, join_heads(pieces)) == whole
-    for head in (0, 1):
-        assert choose(data, join_heads(pieces[head : head + 1]), Q[:, 4 * head : 4 * head + 4]) == [whole[head]]
 
 
 @pytest.mark.parametrize(

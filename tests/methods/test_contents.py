@@ -14,8 +14,8 @@ from sglang_ext.methods.base import LayerProfile
 from tests.methods.test_methods import SPECS
 
 RAGGED = [
-    {"method": "ab_sparse", "sizes": "profile"},
     {"method": "ab_sparse", "sizes": "profile", "representation": "ball", "quantization": "none", "num_channels": 6},
+    {"method": "union", "first": {"method": "ab_sparse", "sizes": "profile"}},
 ]
 
 

@@ -148,11 +148,6 @@ def test_a_report_that_cannot_be_written_does_not_end_the_server(start: Any, cap
     assert "build_report cannot be written" in caplog.text
 
 
-def test_a_layer_plan_of_another_model_is_refused(start: Any) -> None:
-    with pytest.raises(ValueError, match="expected 3 layers in the plan"):
-        start(layer_plan=["anchor"] * 5)
-
-
 def test_selections_sum_what_the_configuration_says(start: Any) -> None:
     for every, wanted in ((1, 1), (8, 8), (None, 64)):
         selector = start(method="token_index", sum_every=every).planner.sparse.op._selector

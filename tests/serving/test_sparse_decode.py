@@ -12,17 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.decode.buffers import KEPT_BYTES, LIST_BYTES, ListsTooLargeError, list_entries, num_sets
+from sglang_ext.decode.buffers import KEPT_BYTES, LIST_BYTES, ListsTooLargeError, list_entries
 from sglang_ext.decode.grouping import first_that_fit
-from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.decode.types import GroupRead, StepPath
 from sglang_ext.methods import parse_spec
-from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.prefix.residency import ResidentIndex
 from tests.sparse_server import (
     KV_HEADS,
-    LAYERS,
-    ROLES,
     Server,
     join_many,
     searches,
@@ -78,13 +74,6 @@ def test_a_reuse_layer_may_follow_an_anchor_before_the_last_one(period: int) -> 
     server.join(1, *server.prefix(300), 5)
     assert server.sparse.paths == ((StepPath.SPARSE, StepPath.KEPT) if period > 1 else (StepPath.SPARSE,))
     searches(server, [1], 6)
-
-
-def test_lists_are_kept_where_somebody_reads_them_later() -> None:
-    def sets(layers: list[Any], period: int) -> int:
-        return num_sets(LayerPlan.from_dict({"layers": layers}, num_layers=LAYERS, num_kv_heads=KV_HEADS), period)
-
-    assert [sets(ROLES, 1), sets(ROLES, 2), sets(CROSSED, 1), sets(["dense"] * 4, 2)] == [1, 2, 2, 1]
 
 
 def test_long_own_tokens_are_selected_from() -> None:
@@ -235,11 +224,3 @@ def test_an_index_that_nobody_uses_any_more_is_not_held() -> None:
     del index
     gc.collect()
     assert gone() is None
-
-
-def test_methods_that_decode_graphs_cannot_hold_are_named() -> None:
-    assert graph_refusal("token_index") is None
-    assert graph_refusal("csattention") is None
-    refusal = graph_refusal("exact")
-    names = "csattention, ab_sparse, token_index, two_level, union"
-    assert refusal == f"method exact has no kernels for decode graphs, as {names} have"
