@@ -124,25 +124,3 @@ def test_candidates_alone_are_summed_one_in_so_many():
 )
 def test_candidates_grow_with_the_budget(budget, expected):
     assert parse_spec({"method": "two_level"}).num_candidates(300, budget) == expected
-
-
-def test_combinations_nest():
-    inner = {"method": "union", "first": PARTS[0], "second": PARTS[1]}
-    data = {"method": "two_level", "first": inner, "second": PARTS[4], "candidate_ratio": 0.3, "candidate_factor": 2}
-    candidates = choose(inner, budget=90)
-    for got, allowed in zip(choose(data), candidates, strict=True):
-        assert got <= allowed
-    outer = {"method": "union", "first": data, "second": PARTS[3]}
-    assert all(len(got) == 40 for got in choose(outer))
-
-
-def test_who_needs_queries():
-    def needs(first, second):
-        return make_builder(parse_spec({"method": "two_level", "first": first, "second": second})).needs_queries(16)
-
-    assert not needs(PARTS[1], {"method": "token_index", "channel_ratio": 1.0})
-    assert needs(PARTS[1], {"method": "token_index"})
-    assert needs(PARTS[1], PARTS[3])
-    assert needs(PARTS[0], PARTS[1])
-    spec = parse_spec({"method": "two_level", "first": PARTS[1], "second": PARTS[3]})
-    assert not make_builder(spec, LayerProfile(channels=((0,) * 8,) * 2)).needs_queries(16)

@@ -19,6 +19,7 @@ SPECS = [
     {"method": "token_index", "bits": 2},
     {"method": "two_level", "first": {"method": "csattention"}, "candidate_ratio": 0.2},
     {"method": "two_level", "first": {"method": "ab_sparse"}, "second": {"method": "csattention"}},
+    {"method": "two_level", "first": {"method": "union"}, "second": {"method": "exact"}},
     {"method": "union"},
     *(
         {"method": "ab_sparse", "block_size": size, "representation": form, "quantization": bits}
@@ -55,7 +56,7 @@ def test_build_and_select(data, prefix_len, dtype, device):
                 assert {*range(min(2, prefix_len)), *range(max(prefix_len - 5, 0), prefix_len)} <= set(row)
 
 
-@pytest.mark.parametrize("data", SPECS[:14], ids=str)
+@pytest.mark.parametrize("data", SPECS[:15], ids=str)
 def test_kv_heads_are_independent(data):
     spec = parse_spec(data)
     keys, samples, q = randn(300, 2, 16), randn(2, 90, 16, seed=1), randn(3, 8, 16, seed=2)

@@ -1,10 +1,21 @@
 """Specs and layer plans: round trips, and a message for every rule."""
 
+import itertools
 import json
 
 import pytest
 
 from sglang_ext.methods import METHODS, LayerMode, LayerPlan, LayerRole, make_builder, make_selector, parse_spec
+
+
+def needs_queries(**data):
+    return make_builder(parse_spec(data)).needs_queries(64)
+
+
+def test_a_method_made_of_others_needs_queries_where_one_of_them_does():
+    parts = {False: {"method": "token_index", "channel_ratio": 1.0}, True: {"method": "token_index"}}
+    for first, second in itertools.product(parts, parts):
+        assert needs_queries(method="union", first=parts[first], second=parts[second]) == (first or second)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -13,7 +24,7 @@ def test_registry_and_round_trip(name):
     assert parse_spec(json.loads(json.dumps(spec.to_dict()))) == spec
     assert METHODS[name].spec.from_dict({}) == spec
     assert make_builder(spec).spec == spec
-    assert make_builder(spec).needs_queries(64) == (name in ("csattention", "token_index", "two_level", "union"))
+    assert needs_queries(method=name) == (name in ("csattention", "token_index", "two_level", "union"))
     assert hasattr(make_selector(spec), "select")
 
 

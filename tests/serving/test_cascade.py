@@ -93,17 +93,6 @@ class Server:
         return used
 
 
-def test_slots_replaced_after_the_first_step_count() -> None:
-    """Two cold prefills of one prompt: the prefix cache gives the second one the first one's slots a step later."""
-    server = Server()
-    prefix = server.slots(300)
-    server.join(1, prefix, 5)
-    server.join(2, server.slots(300), 5)
-    server.step([1, 2])
-    server.table[server.rows[2], :300] = prefix
-    assert [server.step([1, 2]) for _ in range(3)] == [False, True, True]
-
-
 def test_a_plan_serves_until_a_list_is_full() -> None:
     """And then all lists are given room: requests of other lengths do not each ask for a plan of their own."""
     server = Server()
