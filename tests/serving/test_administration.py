@@ -277,48 +277,39 @@ def of_rank(bench: Any, ranks: Any) -> Runtime:
     return Runtime(Settings(config=bench.config, store=str(bench.store.folder)), view, ranks=ranks)
 
 
-def test_ranks_act_on_the_index_that_rank_0_knows(make_bench: Any) -> None:
-    """Rank 1 has not seen the index yet, and its own refusal of a budget is the answer of all."""
+def test_ranks_act_on_the_index_that_rank_0_knows_and_stay_in_step_whatever_fails_on_one(make_bench: Any) -> None:
+    """Rank 1 has not seen the index yet; its own refusal of a budget, and what fails there, is the answer of all."""
     bench = make_bench(keep_ratio=1.0, layer_plan=["anchor"] * LAYERS)
     entry = bench.put(PROMPT)
 
     def work(ranks: Any) -> Any:
         runtime = of_rank(bench, ranks)
+        directory, known, answers = runtime.directory, runtime.directory.known, list[Any]()
+
+        def ask(name: str, **body: Any) -> None:
+            answers.append(answered(runtime, name, body))
+
         if ranks.rank == 1:
-            runtime.directory.known = lambda: ((), False)
-        answers = [answered(runtime, "prefetch", {"index": entry.digest}), answered(runtime, "pin", {"index": "none"})]
+            directory.known = lambda: ((), False)
+        ask("prefetch", index=entry.digest)
+        ask("pin", index="none")
         eventually(lambda: runtime.residency.resident()[entry.digest].state is State.READY)
-        answers.append(answered(runtime, "evict", {"index": entry.digest}))
+        ask("evict", index=entry.digest)
         if ranks.rank == 1:
             runtime.planner.set_budget = Mock(side_effect=ValueError("no room"))
-        answers.append(answered(runtime, "budget", {"top_k": 8}))
-        runtime.close()
-        return [(answer.status, answer.body.get("error", "")[:40]) for answer in answers]
-
-    one, two = Meeting(2).run(work)
-    assert one == two
-    assert [status for status, _ in one] == [GOOD, UNKNOWN, GOOD, CONFLICT]
-
-
-def test_what_fails_on_one_rank_leaves_the_ranks_in_step(make_bench: Any) -> None:
-    """Each meets the collectives of a command, whichever of them cannot search."""
-    bench = make_bench(keep_ratio=1.0, layer_plan=["anchor"] * LAYERS)
-    entry = bench.put(PROMPT)
-
-    def work(ranks: Any) -> Any:
-        runtime = of_rank(bench, ranks)
-        known, answers = runtime.directory.known, []
+        ask("budget", top_k=8)
         for failing in (1, 0):
-            runtime.directory.known = known if ranks.rank != failing else lambda: 1 / 0
-            answers.append(answered(runtime, "prefetch", {"index": entry.digest}))
-            answers.append(answered(runtime, "status", {}))
+            directory.known = known if ranks.rank != failing else lambda: 1 / 0
+            ask("prefetch", index=entry.digest)
+            ask("status")
         runtime.close()
-        return [(answer.status, answer.body.get("error", "")) for answer in answers]
+        return [(answer.status, answer.body.get("error", "")[:80]) for answer in answers]
 
     one, two = Meeting(2).run(work)
     assert one == two
-    assert [status for status, _ in one] == [GOOD, FAILED, FAILED, FAILED], "rank 0 says which index is meant"
-    assert all("ZeroDivisionError" in error for _, error in one[1:])
+    assert [status for status, _ in one[:4]] == [GOOD, UNKNOWN, GOOD, CONFLICT]
+    assert [status for status, _ in one[4:]] == [GOOD, FAILED, FAILED, FAILED], "rank 0 says which index is meant"
+    assert all("ZeroDivisionError" in error for _, error in one[5:])
 
 
 def test_every_command_is_documented() -> None:
