@@ -7,7 +7,6 @@ import torch
 
 from prefix_kernels.top_k_selection import LOWEST_LOG, NUM_KEYS, keys_of
 from sglang_ext.methods import SelectArgs, make_builder, make_selector, parse_spec
-from sglang_ext.methods.arrays import join_heads, split_heads
 from sglang_ext.methods.base import LayerProfile
 from tests.methods.common import randn, scores, select
 
@@ -120,46 +119,8 @@ def test_candidates_alone_are_summed_one_in_so_many():
     assert bool((found[0] - found[1] > 1).any()), "a sample's shares are lowered"
 
 
-def test_parts_keep_their_arrays_and_heads():
-    data = {"method": "two_level", "first": PARTS[2], "second": PARTS[3], "candidate_ratio": 0.3}
-    _, arrays = built(data)
-    for name, part in (("first", PARTS[2]), ("second", PARTS[3])):
-        _, own = built(part)
-        assert {n.removeprefix(f"{name}.") for n in arrays if n.startswith(name)} == set(own)
-        for array, tensor in own.items():
-            assert torch.equal(arrays[f"{name}.{array}"], tensor)
-    assert "first.row_indptr" in arrays
-    whole = choose(data, arrays)
-    pieces = split_heads(arrays)
-    assert choose(data, join_heads(pieces)) == whole
-    for head in (0, 1):
-        assert choose(data, join_heads(pieces[head : head + 1]), Q[:, 4 * head : 4 * head + 4]) == [whole[head]]
-
-
 @pytest.mark.parametrize(
     ("budget", "expected"), [(0, 75), (18, 75), (19, 76), (50, 200), (75, 300), (300, 300)], ids=str
 )
 def test_candidates_grow_with_the_budget(budget, expected):
     assert parse_spec({"method": "two_level"}).num_candidates(300, budget) == expected
-
-
-def test_combinations_nest():
-    inner = {"method": "union", "first": PARTS[0], "second": PARTS[1]}
-    data = {"method": "two_level", "first": inner, "second": PARTS[4], "candidate_ratio": 0.3, "candidate_factor": 2}
-    candidates = choose(inner, budget=90)
-    for got, allowed in zip(choose(data), candidates, strict=True):
-        assert got <= allowed
-    outer = {"method": "union", "first": data, "second": PARTS[3]}
-    assert all(len(got) == 40 for got in choose(outer))
-
-
-def test_who_needs_queries():
-    def needs(first, second):
-        return make_builder(parse_spec({"method": "two_level", "first": first, "second": second})).needs_queries(16)
-
-    assert not needs(PARTS[1], {"method": "token_index", "channel_ratio": 1.0})
-    assert needs(PARTS[1], {"method": "token_index"})
-    assert needs(PARTS[1], PARTS[3])
-    assert needs(PARTS[0], PARTS[1])
-    spec = parse_spec({"method": "two_level", "first": PARTS[1], "second": PARTS[3]})
-    assert not make_builder(spec, LayerProfile(channels=((0,) * 8,) * 2)).needs_queries(16)

@@ -14,8 +14,8 @@ from sglang_ext.methods.base import LayerProfile
 from tests.methods.test_methods import SPECS
 
 RAGGED = [
-    {"method": "ab_sparse", "sizes": "profile"},
     {"method": "ab_sparse", "sizes": "profile", "representation": "ball", "quantization": "none", "num_channels": 6},
+    {"method": "union", "first": {"method": "ab_sparse", "sizes": "profile"}},
 ]
 
 
@@ -114,17 +114,15 @@ def damaged(lists: CompactLists, list_len: int) -> list[CompactLists]:
     return found
 
 
-def test_arrays_of_ragged_heads_have_as_many_rows() -> None:
+def test_names_forms_and_lengths_of_ragged_arrays_are_told() -> None:
     forms = {"ragged_a": Form("uint8", (None, 4)), "ragged_b": Form("float16", (None,))}
-    check_forms(forms, {"ragged_a": ("uint8", (3, 4)), "ragged_b": ("float16", (3,))}, "here")
-    with pytest.raises(ContentError, match=r"rows of here: expected as many in all ragged arrays, got \[2, 3\]"):
-        check_forms(forms, {"ragged_a": ("uint8", (3, 4)), "ragged_b": ("float16", (2,))}, "here")
-    with pytest.raises(ContentError, match=r"ragged_b of here: expected float16 \[None\], got float16 \[0\]"):
-        check_forms(forms, {"ragged_a": ("uint8", (3, 4)), "ragged_b": ("float16", (0,))}, "here")
-
-
-def test_names_are_told() -> None:
-    with pytest.raises(ContentError, match="arrays of here: expected a, b, got a, c"):
-        check_forms(dict.fromkeys("ab", Form("uint8", ())), dict.fromkeys("ac", ("uint8", ())), "here")
-    with pytest.raises(ContentError, match="arrays of here: expected a, got none"):
-        check_forms({"a": Form("uint8", ())}, {}, "here")
+    good = {"ragged_a": ("uint8", (3, 4)), "ragged_b": ("float16", (3,))}
+    check_forms(forms, good, "here")
+    for found, message in (
+        ({**good, "ragged_b": ("float16", (2,))}, r"rows of here: expected as many in all ragged arrays, got \[2, 3\]"),
+        ({**good, "ragged_b": ("float16", (0,))}, r"ragged_b of here: expected float16 \[None\], got float16 \[0\]"),
+        ({**good, "c": ("uint8", ())}, "arrays of here: expected ragged_a, ragged_b, got c, ragged_a, ragged_b"),
+        ({}, "arrays of here: expected ragged_a, ragged_b, got none"),
+    ):
+        with pytest.raises(ContentError, match=message):
+            check_forms(forms, found, "here")

@@ -89,15 +89,6 @@ def test_probabilities_are_the_softmax_of_the_sums(parameters):
     torch.testing.assert_close(scores(spec, arrays, q, 77).double(), wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_heads_of_a_rank_get_the_centroids_of_the_whole():
-    """Random numbers do not depend on how many heads there are."""
-    builder = make_builder(CSAttentionSpec(num_subspaces=4))
-    keys, queries = randn(100, 4, 16), randn(4, 70, 16, seed=1)
-    whole, part = builder.build_layer(keys, queries), builder.build_layer(keys[:, 2:], queries[2:])
-    for name, array in part.items():
-        assert torch.equal(array, whole[name][2:])
-
-
 @pytest.mark.parametrize("prefix_len", [1, 16, 1009])
 @pytest.mark.parametrize("kind", ["random", "constant", "zero", "one-sample"])
 def test_degenerate_inputs_make_finite_tables(kind, prefix_len):
@@ -132,11 +123,6 @@ def test_the_default_is_small():
     assert sum(array.nbytes for array in arrays.values()) <= 0.13 * 2 * keys.half().nbytes
 
 
-def by_sort(values, list_len):
-    order = values.argsort(dim=-1, descending=True, stable=True)[..., :list_len].sort(dim=-1).values
-    return order.int(), values.gather(-1, order)
-
-
 @settings(max_examples=examples(200, 30))
 @given(
     st.integers(1, 3000),
@@ -164,14 +150,7 @@ def test_top_lists_are_those_of_a_stable_sort(n, ratio, kind, seed):
     }[kind]
     list_len = max(1, int(ratio * n))
     positions, best = top_lists(values, list_len)
-    expected, highest = by_sort(values, list_len)
+    order = values.argsort(dim=-1, descending=True, stable=True)[..., :list_len].sort(dim=-1).values
     assert positions.dtype == torch.int32
-    assert torch.equal(positions, expected)
-    assert torch.equal(best, highest)
-
-
-def test_top_lists_of_a_transposed_input():
-    values = torch.randn(500, 3, generator=torch.Generator().manual_seed(0)).T
-    got, want = top_lists(values, 5), top_lists(values.contiguous(), 5)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+    assert torch.equal(positions, order.int())
+    assert torch.equal(best, values.gather(-1, order))

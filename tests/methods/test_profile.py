@@ -1,15 +1,13 @@
 """Profiles: round trip, checks against the model, versions, damaged and hostile files, atomic writing."""
 
 import json
-import os
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from sglang_ext.methods import profile
 from sglang_ext.methods.base import METHODS
-from sglang_ext.methods.profile import Profile, ProfileError, decode_profile, load_profile
+from sglang_ext.methods.profile import ProfileError, decode_profile, load_profile
 
 DIGEST = "ab" * 32
 MODEL = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
@@ -52,10 +50,8 @@ def test_round_trip(tmp_path):
     made.save(path)
     loaded = load_profile(path)
     assert loaded == made
-    assert loaded.digest() == made.digest()
     assert json.loads(path.read_text()) == plain()
     assert path.read_bytes() == made.encode()
-    assert os.listdir(tmp_path) == ["profile.json"]
     assert path.read_text().endswith("\n")
     assert decode(plain(recommended__spec={"method": "ab_sparse"})).recommended.index_spec().method == "ab_sparse"
 
@@ -82,23 +78,9 @@ def test_what_is_measured_stands_with_its_prompts(name):
             decode(data)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model__head_dim": 9},
-        {"block_sizes": [[16, 64], [32, 32], [16, 32]]},
-        {"dense_heads": [[], [], []]},
-        {"recommended__keep_ratio": 0.1},
-        {"calibration__seed": 8},
-        {"layer_plan": {"layers": ["dense", "anchor", "anchor"]}},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_the_digest_tells_profiles_apart(changes):
-    assert decode(plain(**changes)).digest() != decode(plain()).digest()
-
-
-def test_the_digest_does_not_depend_on_the_order_of_keys():
+def test_the_digest_tells_profiles_apart_and_does_not_depend_on_the_order_of_keys():
+    for changes in ({"model__head_dim": 9}, {"recommended__keep_ratio": 0.1}, {"dense_heads": [[], [], []]}):
+        assert decode(plain(**changes)).digest() != decode(plain()).digest()
     data = plain()
     turned = dict(reversed([(key, value) for key, value in data.items()]))
     turned["calibration"] = dict(reversed(data["calibration"].items()))
@@ -115,19 +97,14 @@ def test_the_digest_does_not_depend_on_the_order_of_keys():
         ({"version": "1"}, "Expected `int`, got `str`"),
         ({"version": None}, "expected a version, got none"),
         ({"extra": 1}, "unknown field `extra`"),
-        ({"model__extra": 1}, "unknown field `extra`"),
         ({"recommended__extra": 1}, "unknown field `extra`"),
-        ({"calibration__extra": 1}, "unknown field `extra`"),
         ({"model__num_layers": 0}, "expected model.num_layers >= 1, got 0"),
         ({"model__num_layers": 4}, "expected block_sizes of 4 layers, got 3"),
         ({"model__head_dim": 7}, r"channels\[0\]\[1\] ascending in 0\.\.6 \(below head_dim\), got \[1, 7\]"),
-        ({"model__num_kv_heads": True}, "Expected `int`, got `bool`"),
         ({"block_sizes": [[16, 64], [32], [16, 16]]}, r"expected block_sizes\[1\] of 2 KV heads, got 1"),
         ({"block_sizes": [[16, 64], [32, 48], [16, 16]]}, r"expected block_sizes\[1\] of 16, 32, 64 tokens, got 48"),
         ({"layer_plan": {"layers": ["dense"]}}, "expected 3 layers in the plan"),
-        ({"layer_plan": {"layers": ["dense", "anchor", {"reuse": 0}]}}, "layer 2: expected reuse of an anchor"),
         ({"layer_plan": {"layers": 3}}, "expected layers as a list"),
-        ({"layer_plan": {"layer": []}}, "unknown key 'layer'"),
         ({"channels": [[[0, 3], [1, 7]]] * 2}, "expected channels of 3 layers, got 2"),
         ({"channels": [[[0, 3]], [[1, 7]], [[1, 7]]]}, r"expected channels\[0\] of 2 KV heads, got 1"),
         (
@@ -137,7 +114,6 @@ def test_the_digest_does_not_depend_on_the_order_of_keys():
         ({"channels": [[[3, 0], [1, 7]]] * 3}, r"expected channels\[0\]\[0\] ascending"),
         ({"channels": [[[0, 0], [1, 7]]] * 3}, r"expected channels\[0\]\[0\] ascending"),
         ({"channels": [[[], []]] * 3}, "expected at least one channel per head"),
-        ({"channels": [[], [], []]}, r"expected channels\[0\] of 2 KV heads, got 0"),
         ({"dense_heads": [[], []]}, "expected dense_heads of 3 layers, got 2"),
         ({"dense_heads": [[], [2], []]}, r"expected dense_heads\[1\] ascending in 0\.\.1 \(below num_kv_heads\)"),
         ({"dense_heads": [[], [-1], []]}, r"expected dense_heads\[1\] ascending"),
@@ -145,7 +121,6 @@ def test_the_digest_does_not_depend_on_the_order_of_keys():
         ({"recommended__keep_ratio": 1.5}, "expected keep_ratio above 0 and at most 1, got 1.5"),
         ({"recommended__method": "magic"}, "expected method to be one of .*got 'magic'"),
         ({"recommended__spec": {"block": 1}}, "unknown parameter 'block' of ab_sparse"),
-        ({"recommended__spec": {"block_size": "16"}}, "expected ab_sparse.block_size as int"),
         (
             {"recommended__spec": {"method": "exact"}},
             "expected a spec of the recommended method 'ab_sparse', got one of",
@@ -161,14 +136,6 @@ def test_what_is_refused(changes, message):
     assert str(caught.value).startswith("profile: ")
 
 
-def test_the_constructor_checks_too():
-    parts = {name: getattr(decode(plain()), name) for name in Profile.__struct_fields__}
-    with pytest.raises(ProfileError, match="expected dense_heads of 3 layers"):
-        Profile(**{**parts, "dense_heads": ()})
-    with pytest.raises(ProfileError, match="expected version 1, got 3"):
-        msgspec.structs.replace(Profile(**parts), version=3)
-
-
 @pytest.mark.parametrize(
     "text",
     [b"", b"{", b"\xff\xfe", b"[]", b"7", b"null", b"[" * 100_000, b'{"version":1e400}', b"{}", b'{"version": 1}'],
@@ -179,28 +146,6 @@ def test_damaged_and_hostile_files(text, tmp_path):
     path.write_bytes(text)
     with pytest.raises(ProfileError, match=r"profile: .*expected"):
         load_profile(path)
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "profile.json"
-    decode(plain()).save(path)
-    before = path.read_bytes()
-
-    def full(fd):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        decode(plain(calibration__seed=9)).save(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["profile.json"]
-
-
-def test_missing_places(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        load_profile(tmp_path / "none.json")
-    with pytest.raises(FileNotFoundError):
-        decode(plain()).save(tmp_path / "none" / "profile.json")
 
 
 def test_the_shipped_models_profile_is_its_own():

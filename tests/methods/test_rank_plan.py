@@ -3,12 +3,10 @@
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_ext.methods import LayerPlan, make_builder, parse_spec
 from sglang_ext.methods.base import NO_PROFILE
-from sglang_ext.methods.layer_plan import LayerMode, LayerRole, heads_of_rank
+from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.methods.profile import Profile, layer_profile, used_by_builders
 
 PROFILE = msgspec.convert(
@@ -54,22 +52,6 @@ def test_a_rank_has_its_own_heads_with_maps_numbered_within_it():
     ) as e:
         plan.for_rank(0, 4)
     assert "got KV head 1 of layer 1: ranks do not exchange selections" in str(e.value)
-
-
-@given(st.data())
-def test_what_the_ranks_select_together_is_what_one_process_selects(data):
-    heads = data.draw(st.sampled_from([1, 2, 4, 6]))
-    size = data.draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
-    width = heads // size
-    # Maps that stay within the rank.
-    head_map = [head // width * width + data.draw(st.integers(0, width - 1)) for head in range(heads)]
-    plan = LayerPlan((LayerRole(LayerMode.ANCHOR), LayerRole(LayerMode.REUSE, 0, tuple(head_map))), heads)
-    anchor = torch.arange(heads) * 10
-    parts = []
-    for rank in range(size):
-        own = heads_of_rank(heads, rank, size)
-        parts.append(anchor[own.start : own.stop][list(plan.for_rank(rank, size)[1].head_map)])
-    assert torch.equal(torch.cat(parts), anchor[head_map])
 
 
 def test_a_layers_profile_is_cut_for_the_ranks_heads():

@@ -35,90 +35,72 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
     assert parsed(f"@{file}") == parsed(file.read_text())
 
 
+NAN = float("nan")
+VERIFY, OFFLOAD = {"exactness": "verify"}, {"offload": {"host_bytes": 99}}
+CAPTURE = {"build": "capture", "capture_folder": "x"}
+#: The least value of each key that counts something.
+LEAST = {
+    "top_k": 1, "min_top_k": 0, "search_period": 1, "suffix_dense_tokens": 32, "num_sink_tokens": 0,
+    "num_recent_pages": 0, "min_sparse_prompt_len": 1, "query_samples": 1, "index_gpu_bytes": 1, "store_max_bytes": 1,
+    "store_min_free_bytes": 0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("given", "words"),
     [
-        ('{"keep_ration": 0.1}', ["unknown key 'keep_ration'; did you mean 'keep_ratio'?", "Known keys: build, "]),
-        ('{"zzz": 0.1}', ["unknown key 'zzz'. Correct or remove it.", "Known keys: build, "]),
-        ('{"keep_ratio": "0.1"}', ["keep_ratio", "float", "str"]),
-        ('{"keep_ratio": 0}', ["keep_ratio", "above 0 and at most 1", "0.0"]),
-        ('{"keep_ratio": 1.5}', ["keep_ratio", "1.5"]),
-        ('{"max_keep_ratio": -1}', ["max_keep_ratio", "-1"]),
-        ('{"top_k": 0}', ["top_k", "1 or more tokens, or null"]),
-        ('{"top_k": 1.5}', ["top_k", "int"]),
-        ('{"min_top_k": -1}', ["min_top_k", "0 or more tokens"]),
-        ('{"select_ahead": true}', ["select_ahead false with a method other than two_level", "'token_index'"]),
-        (
-            '{"method": "two_level", "select_ahead": true, "search_period": 2}',
-            ["search_period 1 with select_ahead", "2"],
-        ),
-        ('{"search_period": 0}', ["search_period", "1 or more decode steps"]),
-        ('{"sum_every": 0}', ["sum_every", "1 to 64 tokens"]),
-        ('{"sum_every": 65}', ["sum_every", "1 to 64 tokens"]),
-        ('{"method": "exact", "sum_every": 2}', ["sum_every 1", "other than token_index"]),
-        ('{"suffix_dense_tokens": 31}', ["suffix_dense_tokens", "32 or more tokens, or null"]),
-        ('{"suffix_dense_tokens": 64, "method": "csattention"}', ["other than token_index", "csattention"]),
-        ('{"suffix_dense_tokens": 64, "trace_folder": "somewhere"}', ["trace_folder", "from prefixes only"]),
-        ('{"draft_tokens": 16}', ["draft_tokens", "1 to 15 tokens"]),
-        ('{"offload": {}}', ["host_bytes", "offload"]),
-        ('{"offload": {"host_bytes": 9, "to": 3}}', ["unknown field `to`"]),
-        ('{"offload": {"host_bytes": 9}}', ["offload.host_bytes", "16 or more", "9"]),
-        ('{"offload": {"host_bytes": 99}, "exactness": "verify"}', ["exactness selected with offload"]),
-        (
-            '{"offload": {"host_bytes": 99}, "build": "capture", "capture_folder": "x"}',
-            ["build off, shared or prefill with offload"],
-        ),
-        ('{"offload": {"host_bytes": 99, "folder_bytes": 99}}', ["offload.folder with offload.folder_bytes"]),
-        ('{"offload": {"host_bytes": 99}, "decode_path": "cascade"}', ["decode_path auto or sparse with offload"]),
-        ('{"offload": {"host_bytes": 99}, "trace_folder": "x"}', ["trace_folder null with offload"]),
-        ('{"exactness": "dense"}', ["exactness", "selected, verify"]),
-        (
-            '{"exactness": "verify", "build": "capture", "capture_folder": "x"}',
-            ["build off, shared or prefill with exactness"],
-        ),
-        ('{"exactness": "verify", "quality_slo": 0.2}', ["quality_slo null", "every draft is compared"]),
-        ('{"profile": ""}', ["profile", '"none" or null']),
-        ('{"num_sink_tokens": -1}', ["num_sink_tokens", "0 or more"]),
-        ('{"num_recent_pages": -1}', ["num_recent_pages"]),
-        ('{"min_sparse_prompt_len": 0}', ["min_sparse_prompt_len"]),
-        ('{"query_samples": 0}', ["query_samples"]),
-        ('{"build_align": 24}', ["build_align", "multiple of 16", "24"]),
-        ('{"index_gpu_bytes": 0}', ["index_gpu_bytes"]),
-        ('{"store_max_bytes": 0}', ["store_max_bytes", "1 or more bytes, or null"]),
-        ('{"store_max_bytes": "50G"}', ["store_max_bytes", "int"]),
-        ('{"store_min_free_bytes": -1}', ["store_min_free_bytes", "0 or more bytes"]),
-        ('{"store_timeout_s": 0}', ["store_timeout_s", "above 0 seconds"]),
-        ('{"store_timeout_s": NaN}', ["store_timeout_s", "nan"]),
-        ('{"build": "share"}', ["build to be one of off, shared, prefill, capture", "got 'share'", "mean 'shared'?"]),
-        ('{"store_remote": "ftp://host"}', ["store_remote", "s3://BUCKET/PREFIX", "ftp://host"]),
-        ('{"store_remote": "/a/folder"}', ["store_remote", "folder or service is named by --sparse-attn-store"]),
-        ('{"store_remote": ["s3://b", 3]}', ["store_remote", "str"]),
-        ('{"store_remote": "mooncake://m"}', ["store_remote", "mooncake://HOST:PORT", "mooncake://m"]),
-        ('{"store_remote": ["s3://b", "ipc:///x"]}', ["store_remote", "ipc:///x"]),
-        ('{"prefetch_policy": "eager"}', ["prefetch_policy to be one of best_effort, wait_complete", "eager"]),
-        ('{"pooling": "median"}', ["pooling to be one of max, mean", "median"]),
-        ('{"group_growth": "sqr"}', ["group_growth to be one of sqrt, none", "did you mean 'sqrt'?"]),
-        (
-            '{"decode_path": "spars"}',
-            ["decode_path to be one of auto, stock, cascade, sparse", "did you mean 'sparse'?"],
-        ),
-        ('{"build": true}', ["build", "bool"]),
-        ('{"method": "nope"}', ["method", "nope", "ab_sparse"]),
-        ('{"method": "token_indx"}', ["method", "did you mean 'token_index'?"]),
-        ('{"methods": {"ab-sparse": {}}}', ["methods", "did you mean 'ab_sparse'?"]),
-        ('{"methods": {"ab_sparse": {"block_sizes": 3}}}', ["block_sizes", "did you mean 'block_size'?"]),
-        ('{"methods": {"nope": {}}}', ["methods", "nope", "ab_sparse"]),
-        ('{"methods": {"ab_sparse": {"blocks": 3}}}', ["ab_sparse", "blocks"]),
-        ('{"methods": {"ab_sparse": 3}}', ["methods", "int"]),
-        ("[]", ["object", "array"]),
-        ("3", ["object", "int"]),
-        ("{", ["JSON object", "JSON error"]),
-        ('{"keep_ratio": NaN}', ["keep_ratio", "nan"]),
+        ({"keep_ration": 0.1}, ["unknown key 'keep_ration'; did you mean 'keep_ratio'?", "Known keys: build, "]),
+        ({"zzz": 0.1}, ["unknown key 'zzz'. Correct or remove it.", "Known keys: build, "]),
+        *[({name: least - 1}, [f"{name} to be {least} or more ", f"got {least - 1}"]) for name, least in LEAST.items()],
+        *[({"keep_ratio": ratio}, ["keep_ratio", "above 0 and at most 1", str(ratio)]) for ratio in (0.0, 1.5, NAN)],
+        ({"max_keep_ratio": -1}, ["max_keep_ratio", "-1"]),
+        *[({"sum_every": every}, ["sum_every", "1 to 64 tokens"]) for every in (0, 65)],
+        ({"draft_tokens": 16}, ["draft_tokens", "1 to 15 tokens"]),
+        ({"build_align": 24}, ["build_align", "multiple of 16", "24"]),
+        *[
+            ({"store_timeout_s": seconds}, ["store_timeout_s", "above 0 seconds", str(seconds)])
+            for seconds in (0.0, NAN)
+        ],
+        ({"profile": ""}, ["profile", '"none" or null']),
+        ({"keep_ratio": "0.1"}, ["keep_ratio", "float", "str"]),
+        ({"top_k": 1.5}, ["top_k", "int"]),
+        ({"build": True}, ["build", "bool"]),
+        ({"build": "share"}, ["build to be one of off, shared, prefill, capture", "got 'share'", "mean 'shared'?"]),
+        ({"pooling": "median"}, ["pooling to be one of max, mean", "median"]),
+        # What a method has not.
+        ({"method": "nope"}, ["method", "nope", "ab_sparse"]),
+        ({"method": "token_indx"}, ["method", "did you mean 'token_index'?"]),
+        ({"methods": {"ab-sparse": {}}}, ["methods", "did you mean 'ab_sparse'?"]),
+        ({"methods": {"ab_sparse": {"block_sizes": 3}}}, ["block_sizes", "did you mean 'block_size'?"]),
+        ({"methods": {"ab_sparse": 3}}, ["methods", "int"]),
+        ({"select_ahead": True}, ["select_ahead false with a method other than two_level", "'token_index'"]),
+        ({"method": "exact", "sum_every": 2}, ["sum_every 1", "other than token_index"]),
+        ({"suffix_dense_tokens": 64, "method": "csattention"}, ["other than token_index", "csattention"]),
+        # What does not go together.
+        ({"method": "two_level", "select_ahead": True, "search_period": 2}, ["search_period 1 with select_ahead", "2"]),
+        ({"suffix_dense_tokens": 64, "trace_folder": "somewhere"}, ["trace_folder", "from prefixes only"]),
+        ({**OFFLOAD, **VERIFY}, ["exactness selected with offload"]),
+        ({**OFFLOAD, **CAPTURE}, ["build off, shared or prefill with offload"]),
+        ({**OFFLOAD, "decode_path": "cascade"}, ["decode_path auto or sparse with offload"]),
+        ({**OFFLOAD, "trace_folder": "x"}, ["trace_folder null with offload"]),
+        ({**VERIFY, **CAPTURE}, ["build off, shared or prefill with exactness"]),
+        ({**VERIFY, "quality_slo": 0.2}, ["quality_slo null", "every draft is compared"]),
+        ({"offload": {}}, ["host_bytes", "offload"]),
+        ({"offload": {"host_bytes": 9, "to": 3}}, ["unknown field `to`"]),
+        ({"offload": {"host_bytes": 9}}, ["offload.host_bytes", "16 or more", "9"]),
+        ({"offload": {"host_bytes": 99, "folder_bytes": 99}}, ["offload.folder with offload.folder_bytes"]),
+        ({"store_remote": "ftp://host"}, ["store_remote", "s3://BUCKET/PREFIX", "ftp://host"]),
+        ({"store_remote": "/a/folder"}, ["store_remote", "folder or service is named by --sparse-attn-store"]),
+        ({"store_remote": ["s3://b", 3]}, ["store_remote", "str"]),
+        ({"store_remote": ["s3://b", "ipc:///x"]}, ["store_remote", "ipc:///x"]),
+        ([], ["object", "array"]),
+        (3, ["object", "int"]),
     ],
+    ids=str,
 )
-def test_a_bad_configuration_is_refused_with_what_was_expected_and_what_came(text: str, words: list[str]) -> None:
+def test_a_bad_configuration_is_refused_with_what_was_expected_and_what_came(given: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parsed(text)
+        parsed(json.dumps(given))
     message = str(caught.value)
     assert message.startswith("--sparse-attn-config")
     for word in words:
@@ -131,26 +113,22 @@ def test_a_missing_file_is_refused_with_its_path_and_one_that_is_no_text(tmp_pat
     with pytest.raises(ConfigError, match="readable file after '@'") as caught:
         parsed(f"@{file}")
     assert str(file) in str(caught.value)
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError):
-        parsed(f"@{file}")
+    for content, words in ((b"\xff\xfe\x00", "readable file"), (b"{", "JSON error")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=words):
+            parsed(f"@{file}")
 
 
 def test_a_missing_store_folder_is_refused_and_not_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected an existing folder") as caught:
+    with pytest.raises(ConfigError, match=r"expected an existing folder.*mkdir -p"):
         make_settings(None, str(tmp_path / "none"))
-    assert "mkdir -p" in str(caught.value)
     assert not (tmp_path / "none").exists()
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="expected an existing folder"):
-        make_settings(None, str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("store", ["s3://bucket/prefix", "mooncake://m:1", "http://host", "ipc://"])
 def test_a_store_that_is_neither_folder_nor_service_is_refused(store: str) -> None:
-    with pytest.raises(ConfigError, match="expected a folder or a service's ipc://SOCKET") as caught:
+    with pytest.raises(ConfigError, match=r"expected a folder or a service's ipc://SOCKET.*'store_remote'"):
         make_settings(None, store)
-    assert "'store_remote'" in str(caught.value)
 
 
 def test_a_service_is_taken_as_it_is_and_a_file_url_as_its_folder(tmp_path: Path) -> None:
@@ -159,11 +137,9 @@ def test_a_service_is_taken_as_it_is_and_a_file_url_as_its_folder(tmp_path: Path
 
 
 def test_limits_and_tiers_of_a_service_are_its_own() -> None:
-    own = {"max_bytes": 5_000_000, "min_free_bytes": 0, "remote": "s3://bucket"}
-    for name, value in own.items():
-        with pytest.raises(ConfigError, match="together with a store service") as caught:
-            make_settings(json.dumps({f"store_{name}": value}), "ipc:///run/none.sock")
-        assert "sglang-ext store serve" in str(caught.value)
+    for own in ({"store_max_bytes": 5_000_000}, {"store_min_free_bytes": 0}, {"store_remote": "s3://bucket"}):
+        with pytest.raises(ConfigError, match=r"together with a store service.*sglang-ext store serve"):
+            make_settings(json.dumps(own), "ipc:///run/none.sock")
 
 
 def test_without_a_store_the_default_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,29 +185,21 @@ def test_the_environment_enables(value: str, on: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "prefix_len", "expected"),
+    ("fields", "budgets"),
     [
-        ({"keep_ratio": 0.1}, 2000, 200),
-        ({"keep_ratio": 0.1}, 2009, 200),
-        ({"keep_ratio": 0.1}, 1000, 128),
-        ({"keep_ratio": 0.1}, 100, 100),
-        ({"keep_ratio": 0.1, "min_top_k": 0}, 1000, 100),
-        ({"keep_ratio": 0.1, "min_top_k": 300}, 1000, 300),
-        ({"keep_ratio": 1.0}, 1000, 1000),
-        ({"top_k": 64, "keep_ratio": 1.0}, 1000, 64),
-        ({"top_k": 5000}, 1000, 1000),
-        ({"top_k": 300, "keep_ratio": 0.2}, 1000, 200),
-        ({}, 800, 128),
-        ({}, 8192, 1024),
-        ({}, 16384, 2048),
-        ({}, 40_960, 2048),
-        ({}, 131_072, 6553),
-        ({"min_top_k": 3000}, 8192, 3000),
-        ({"keep_ratio": 0.001, "min_top_k": 0}, 16, 1),
+        ({"keep_ratio": 0.1}, {2000: 200, 2009: 200, 1000: 128, 100: 100}),
+        ({"keep_ratio": 0.1, "min_top_k": 300}, {1000: 300}),
+        ({"keep_ratio": 0.001, "min_top_k": 0}, {16: 1}),
+        ({"top_k": 64, "keep_ratio": 1.0}, {1000: 64}),
+        ({"top_k": 5000}, {1000: 1000}),
+        ({"top_k": 300, "keep_ratio": 0.2}, {1000: 200}),
+        ({}, {800: 128, 8192: 1024, 16384: 2048, 40_960: 2048, 131_072: 6553}),
+        ({"min_top_k": 3000}, {8192: 3000}),
     ],
 )
-def test_budget(fields: dict[str, Any], prefix_len: int, expected: int) -> None:
-    assert msgspec.convert(fields, SparseAttnConfig).budget(prefix_len) == expected
+def test_budget(fields: dict[str, Any], budgets: dict[int, int]) -> None:
+    config = msgspec.convert(fields, SparseAttnConfig)
+    assert {prefix_len: config.budget(prefix_len) for prefix_len in budgets} == budgets
 
 
 @pytest.mark.parametrize(
@@ -241,7 +209,6 @@ def test_budget(fields: dict[str, Any], prefix_len: int, expected: int) -> None:
         ({"top_k": 8, "group_growth": "sqrt"}, 12),
         ({"top_k": 60, "group_growth": "sqrt"}, 64),
         ({"keep_ratio": 0.25, "group_growth": "sqrt", "max_keep_ratio": 0.3, "min_top_k": 0}, 19),
-        ({"keep_ratio": 0.25, "min_top_k": 24}, 24),
     ],
 )
 def test_the_budget_of_a_group_of_two_behind_64_tokens(fields: dict[str, Any], expected: int) -> None:

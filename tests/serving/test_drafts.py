@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.drafts import AGAIN, LEARNT, OTHERWISE, Drafting, DraftLengths, RoundTimes
-from sglang_ext.decode.grouping import SharedPrefixes
 from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
@@ -70,20 +69,6 @@ def test_the_indexes_that_drafted_last_are_remembered(monkeypatch: pytest.Monkey
     lengths.verified("four", 4, 0)
     assert [lengths.acceptance(name) == 1.0 for name in ("one", "two", "three", "four")] == [True, True, False, False]
     assert lengths.wanted("one") == 4
-
-
-def test_a_request_and_its_drafts_share_its_own_slots() -> None:
-    """Rows of one request are a group of as many tokens as its slots were compared of, and part of others' groups."""
-    prefixes = SharedPrefixes(16)
-    prefixes.add(1, 200, {})
-    assert [(group.rows, group.length) for group in prefixes.groups([1, 1, None, 1])] == [((0, 1, 3), 200)]
-    prefixes.add(2, 180, {1: 160})
-    assert [(group.rows, group.length) for group in prefixes.groups([1, 1, 2])] == [((0, 1, 2), 160)]
-    assert [(group.rows, group.length) for group in prefixes.groups([2, 1])] == [((0, 1), 160)]
-    short = SharedPrefixes(16)
-    short.add(1, 200, {})
-    short.add(2, 180, {1: 32})
-    assert [(group.rows, group.length) for group in short.groups([1, 1, 2, 2])] == [((0, 1), 200), ((2, 3), 180)]
 
 
 def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:

@@ -63,18 +63,6 @@ def test_tokens_are_drawn_as_the_parameters_say(one: Sampling) -> None:
     assert within(shares(tokens[:MANY], 6), torch.tensor(wanted_shares(LOGITS, one)), MANY)
 
 
-def test_the_same_place_is_drawn_alike_and_others_apart() -> None:
-    torch.manual_seed(3)
-    draws = Draws([Sampling(1.0, ALL)] * 500)
-    logits = torch.zeros(500, 50)
-    drafted, later = (draws.tokens(logits, [(row, depth) for row in range(500)]) for depth in (0, 1))
-    places = [(row, depth) for row in range(500) for depth in (0, 1, 2)]
-    said = draws.tokens(torch.zeros(1500, 50), places).view(500, 3)
-    assert torch.equal(said[:, 0], drafted)
-    assert torch.equal(said[:, 1], later)
-    assert (said[:, 0] == said[:, 1]).float().mean() < 0.1
-
-
 def test_what_is_kept_of_rounds_is_of_the_exact_distribution_whatever_was_drafted() -> None:
     """Three tokens of a chain, drafted by another chain, two a round: all 27 answers are as frequent as the exact
     chain says, and drafts are kept as often as 2408.07978 promises.

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 import timeit
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang_ext.decode.costs import Line, Lines
-from sglang_ext.metrics import METRICS, PATHS, PREFIX, Counters, Exporter, Figures
-from sglang_ext.prefix.requests import CASCADE, SPARSE, Attachment
+from sglang_ext.metrics import PATHS, PREFIX, Counters, Exporter, Figures
 from tests.serving.admitting import eventually
 from tests.serving.test_step_paths import COSTS, Batches, settled
 
@@ -54,26 +49,6 @@ def test_counters_grow_to_their_totals_and_never_fall_and_gauges_do(exported: Ex
     assert exported("decode_tokens_total", path="sparse") == 9, "what is not told stays"
 
 
-_AS_A_SCHEDULER = """
-from prometheus_client import CollectorRegistry, multiprocess
-from sglang_ext.metrics import METRICS, Exporter
-Exporter(lambda: {one.name: 0 for one in METRICS if not one.label}).export()
-multiprocess.MultiProcessCollector(registry := CollectorRegistry())
-print(*{sample.name for family in registry.collect() for sample in family.samples})
-"""
-
-
-def test_all_metrics_are_there_before_anything_has_happened(tmp_path: Path) -> None:
-    """Through files, as SGLang's processes do: there a gauge that was never set is none."""
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", _AS_A_SCHEDULER]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    by_layer = {PREFIX + one.name for one in METRICS if one.gauge and one.label}  # how many layers is not known yet
-    assert set(run.stdout.split()) | by_layer == {
-        PREFIX + one.name + ("" if one.gauge else "_total") for one in METRICS
-    }
-
-
 def test_an_error_while_exporting_is_logged_once_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,13 +59,6 @@ def test_an_error_while_exporting_is_logged_once_and_ends_nothing(
     exported.figures = {"hit": 2}
     assert eventually(lambda: exported("hit_total") == 2)
     exported.exporter.close()
-
-
-def test_every_figure_is_a_metric_and_every_label_value_a_word() -> None:
-    names = {metric.name for metric in METRICS}
-    assert len(names) == len(METRICS)
-    assert set(Counters(2).figures()) <= names
-    assert all(metric.label for metric in METRICS if metric.values)
 
 
 def test_time_is_taken_between_steps_of_one_path_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,21 +88,6 @@ def test_what_steps_save_is_told_against_each_row_attending_its_own_tokens() -> 
     assert figures["saved_seconds"]["sparse"] == pytest.approx((3 * 2 * 129 - selecting) / 1e6)
     (of_index,) = batches.steps.saved_us.values()
     assert of_index == pytest.approx(3 * 2 * 129 - selecting)
-
-
-def test_a_request_counts_by_its_best_path_and_its_dense_tokens_by_the_last_reason() -> None:
-    counters = Counters(1)
-    for ways, reasons in (((SPARSE, CASCADE), ["index_loading"]), ((CASCADE,), []), ((), ["no_index", "cost_model"])):
-        one = Attachment("r")
-        for token, way in enumerate(ways, 1):
-            one.steps.note(token, way)
-        for reason in reasons:
-            one.count(reason, counters)
-        one.ended(6, counters)
-    found = counters.figures()
-    assert found["requests"] == {"sparse": 1, "cascade": 1, "dense": 1}
-    assert found["dense_tokens"] == {"index_loading": 3, "none": 4, "cost_model": 5}
-    assert found["fallback"] == {"index_loading": 1, "no_index": 1, "cost_model": 1}
 
 
 @pytest.mark.parametrize("rows", [1, 128])

@@ -110,20 +110,14 @@ def test_server_info_can_be_sent_whatever_lies_in_the_store(start: Any, monkeypa
         assert any(name in problem for problem in problems), problems
 
 
-def test_a_report_holds_text(start: Any) -> None:
-    runtime = start(build="prefill")
-    request = runtime.came(HOSTILE, range(100, 140))
-    admitting.prefill(runtime, HOSTILE, 40)
+def test_reports_and_traces_hold_text(start: Any, tmp_path: Path) -> None:
+    runtime = start(build="prefill", trace_folder=str(tmp_path / "trace"))
+    request = runtime.came(f"trace-{HOSTILE}", range(100, 140))
+    admitting.prefill(runtime, f"trace-{HOSTILE}", 40)
     runtime.slot_freed(request, 0, finished=True)
-    (line,) = admitting.report(runtime)
-    assert line["rid"] == SHOWN
-
-
-def test_any_request_id_can_be_traced(start: Any, tmp_path: Path) -> None:
-    runtime = start(trace_folder=str(tmp_path / "trace"))
-    prefill(runtime, [f"trace-{HOSTILE}", "trace-b"], [0, 0], [10, 20])
-    (path,) = (tmp_path / "trace").iterdir()
-    assert list(read_trace(path))[1:] == [Prefill(f"trace-{SHOWN}", 0, 10), Prefill("trace-b", 0, 20)]
+    (line,), (path,) = admitting.report(runtime), (tmp_path / "trace").iterdir()
+    assert line["rid"] == f"trace-{SHOWN}"
+    assert list(read_trace(path))[1:] == [Prefill(f"trace-{SHOWN}", 0, 40)]
 
 
 def test_a_trace_is_for_its_user_alone_and_bounded(

@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from sglang_ext.decode.quality import (
-    _KEPT,
     DEFAULT_SLO,
     EARLY,
     LEAST_SAMPLES,
@@ -41,15 +40,6 @@ def add(found: QualityRecords, errors: list[float], times: int = 1) -> Standing:
     return found.of("d", 1000).standing
 
 
-def test_more_than_half_of_a_prefix_is_never_given() -> None:
-    found = records()
-    found.of("short", 399)
-    for _ in range(LEAST_SAMPLES):
-        found.add("short", Sample(0, GOOD, BAD))
-    assert found.of("short", 399).standing is Standing.DENSE
-    assert found.factor("short") == 1
-
-
 def test_an_index_beyond_the_bound_gets_more_budget_on_trial_then_is_dense_and_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -75,8 +65,16 @@ def test_an_index_beyond_the_bound_gets_more_budget_on_trial_then_is_dense_and_i
     assert "index d dense: output error 0.750 in 3 guarded steps, at most 0.3 is wanted; budget 400 of 1000" in said[2]
 
 
-def test_a_budget_that_cannot_grow_is_not_tried_again() -> None:
+def test_a_budget_that_cannot_grow_ends_dense_until_one_asks_who_may_end_that() -> None:
     assert add(records(most=100), BAD, LEAST_SAMPLES) is Standing.DENSE
+    found = records(clock=(clock := Clock()))
+    found.of("short", 399)
+    for _ in range(LEAST_SAMPLES):
+        found.add("short", Sample(0, GOOD, BAD))
+    assert (found.of("short", 399).standing, found.factor("short")) == (Standing.DENSE, 1), "never more than a half"
+    clock.now = 60.0
+    assert found.blocks("short", may_end=False)
+    assert not found.blocks("short")
 
 
 def test_without_a_bound_it_is_measured_only() -> None:
@@ -120,7 +118,9 @@ def test_the_share_of_time_is_kept(share: float, cost: float) -> None:
     assert extra / (20_000 + extra) > 0.9 * share
 
 
-def test_a_dense_index_that_is_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recent_of_too_many_indexes_is_forgotten_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sglang_ext.decode.quality._KEPT", 2)
     found = records(most=100)
     add(found, BAD, LEAST_SAMPLES)
@@ -129,6 +129,7 @@ def test_a_dense_index_that_is_asked_for_is_not_forgotten(monkeypatch: pytest.Mo
         found.of(name, 1000)
     assert found.of("g", 0).prefix_len == 1000
     assert found.of("e", 5).prefix_len == 5, "new"
+    assert not found.blocks("d"), "dense ones are, too"
 
 
 def test_a_burst_is_as_long_whatever_a_guarded_step_turns_out_to_cost() -> None:
@@ -140,17 +141,6 @@ def test_a_burst_is_as_long_whatever_a_guarded_step_turns_out_to_cost() -> None:
             if number == 8:
                 schedule.cost = cost
         assert guarded in (16, 17)
-
-
-def test_the_least_recent_of_too_many_indexes_is_forgotten_whatever_became_of_it() -> None:
-    found = records()
-    for n in range(_KEPT + 1):
-        found.of(f"{n}", 399)
-        for _ in range(LEAST_SAMPLES):
-            found.add(f"{n}", Sample(0, GOOD, BAD))
-    assert found.of("new", 1000).standing is Standing.SERVING
-    assert found.blocks(f"{_KEPT}")
-    assert not found.blocks("0")
 
 
 def test_another_budget_and_another_build_begin_anew() -> None:
@@ -168,17 +158,6 @@ def test_another_budget_and_another_build_begin_anew() -> None:
     assert add(found, BAD, LEAST_SAMPLES) is Standing.TRIAL
     found.made("d", 5.0)
     assert found.of("d", 1000).standing is Standing.TRIAL, "an old build that requests still hold"
-
-
-def test_only_who_may_ends_the_time_of_a_dense_index() -> None:
-    clock = Clock()
-    found = records(clock=clock)
-    found.of("short", 399)
-    for _ in range(LEAST_SAMPLES):
-        found.add("short", Sample(0, GOOD, BAD))
-    clock.now = 60.0
-    assert found.blocks("short", may_end=False)
-    assert not found.blocks("short")
 
 
 def test_an_early_step_that_may_not_be_guarded_is_owed() -> None:

@@ -148,11 +148,6 @@ def test_a_report_that_cannot_be_written_does_not_end_the_server(start: Any, cap
     assert "build_report cannot be written" in caplog.text
 
 
-def test_a_layer_plan_of_another_model_is_refused(start: Any) -> None:
-    with pytest.raises(ValueError, match="expected 3 layers in the plan"):
-        start(layer_plan=["anchor"] * 5)
-
-
 def test_selections_sum_what_the_configuration_says(start: Any) -> None:
     for every, wanted in ((1, 1), (8, 8), (None, 64)):
         selector = start(method="token_index", sum_every=every).planner.sparse.op._selector
@@ -174,21 +169,6 @@ def test_a_row_shorter_than_its_index_or_not_looked_up_is_dense(
     runtime.admit(request, "a", [*PROMPT, 1], NAMESPACE)
     assert not ours(runtime, ["a"], [length])
     assert runtime.counters.fallbacks == {reason: 1}
-
-
-def test_requests_on_one_prefix_share_it_without_an_index(start: Any) -> None:
-    runtime = start(share_prefixes=True, min_shared_tokens=32)
-    rids = ["r0", "r1", "r2"]
-    requests = [runtime.came(rid) for rid in rids]
-    runtime.share_slots(1, 2)
-    assert [ours(runtime, rids, [66 + n, 70 + n, 81 + n]) for n in range(5)] == [False, False, True, True, True]
-    runtime.slot_freed(requests[0], 0, finished=True)
-    assert ours(runtime, rids[1:], [75, 86], [1, 2])
-    runtime.slot_freed(requests[1], 1, finished=False)  # retracted: it comes back with other slots
-    assert not ours(runtime, ["r2"], [87], [2])
-    state = runtime.snapshot()
-    assert (state["cascade_steps"], state["cascade_rows"], state["sparse_rows"]) == (4, 11, 0)
-    assert state["decode"]["compared"] == 1
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_tables_that_were_half_written_are_written_again(kind: str, monkeypatch:
     server: Any = Server() if kind == "exact" else SparseServer(torch.device("cpu"), kernels=False)
     backend = server.decode if kind == "exact" else server.sparse
     for serials in ([1, 2], [3, 4]):
-        prefix = [server.slots(300)] if kind == "exact" else server.prefix(300)
+        prefix = server.prefix(300)
         for serial in serials:
             server.join(serial, *prefix, 5)
         for _ in range(4):

@@ -65,7 +65,7 @@ class Batches:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (UnionSpec(second=ExactSpec()), "method exact has no kernels for decode graphs"),
+        (UnionSpec(second=ExactSpec()), "exact has no kernels for decode graphs, as csattention, ab_sparse, "),
         (TwoLevelSpec(second=ABSparseSpec()), "expected token_index as two_level.second"),
     ],
     ids=["union", "two levels"],
@@ -162,24 +162,16 @@ def test_each_layer_costs_as_its_role_says_and_a_search_is_shared_out() -> None:
     ahead = {"behind": Lines({1: Line(4.0, 0.0)}), "ahead": Lines({1: Line(30.0, 0.0)})}
     both = replace(EIGHT_LAYERS, **ahead).sparse_us([10_000], [1_000], suffix, steps=8)
     assert both == pytest.approx(whole + selected + 4 * (4.0 + 16.0 / 8) + 30.0), "once a step, for all layers"
-    assert EIGHT_LAYERS.sparse_us([6_000, 4_000], [600, 400], suffix) == pytest.approx(whole + selected + search), (
-        "lists add up"
-    )
+    several = EIGHT_LAYERS.sparse_us([6_000, 4_000], [600, 400], suffix)
+    assert several == pytest.approx(whole + selected + search), "lists add up"
 
 
 def test_many_groups_have_lines_of_their_own() -> None:
-    assert [numbers_of_groups(size) for size in (1, 2, 4, 32, 128)] == [
-        [1],
-        [1, 2],
-        [1, 4],
-        [1, 4, 16, 32],
-        [1, 4, 16, 64, 128],
-    ]
+    assert [numbers_of_groups(size) for size in (1, 4, 32)] == [[1], [1, 4], [1, 4, 16, 32]]
     lines = Lines({1: Line(5.0, 0.004), 5: Line(9.0, 0.002)})
     assert [lines(1000, groups) for groups in (0, 1, 2, 5, 9)] == [9.0, 9.0, pytest.approx(9.5), 11.0, 11.0]
-    costs = StepCosts(
-        lines, Lines({1: Line(10.0, 0.001), 5: Line(20.0, 0.001)}), num_dense=1, num_anchors=1, num_reuse=0
-    )
+    select = Lines({1: Line(10.0, 0.001), 5: Line(20.0, 0.001)})
+    costs = StepCosts(lines, select, num_dense=1, num_anchors=1, num_reuse=0)
     assert costs.exact_us(1000, 5) == 2 * 11.0
     # One prefix and four requests without: five lists to attend, one to search.
     assert costs.sparse_us([500], [100], 500, others=4) == pytest.approx(11.0 + 10.5 + 9.0 + 1.2)
@@ -188,11 +180,10 @@ def test_many_groups_have_lines_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("batch", "changes", "room", "most"),
     [
-        (1, {"top_k": 8}, 1000, {1: 512}),
         (2, {"top_k": 8}, 1000, {1: 512, 2: 968}),
-        (5, {}, 60, {1: 44}),
         (5, {}, 90, {1: 74, 4: 24}),
         (5, {}, 20, {1: 4}),
+        (5, {}, 19, {}),
     ],
 )
 def test_small_budgets_and_small_pools_are_measured_with_all_tokens_there_is_room_for(
@@ -212,16 +203,8 @@ def test_small_budgets_and_small_pools_are_measured_with_all_tokens_there_is_roo
     monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", note)
     costs = sparse.measure(batch, server.caches[0])
     assert {number: max(tokens) for number, tokens in found.items()} == most
+    if not most:  # no room for any prefix
+        assert costs is None
+        return
     assert set(costs.attend) == set(costs.select) == set(most)
     assert costs.sparse_us([100], [10], 1, others=batch) > 0
-
-
-def test_a_pool_too_small_for_a_prefix_has_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server(torch.device("cpu"), 5)
-    server.sparse._room = 19
-    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", lambda run, device: 1.0)
-    assert server.sparse.measure(5, server.caches[0]) is None
-    server.join(1, *server.prefix(100), 5)
-    plan = server.sparse.plan(server.batch([1], [server.lens[1]]))
-    assert plan is not None
-    assert server.sparse.cost_us(plan) is None

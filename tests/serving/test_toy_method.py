@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from prefix_kernels.types import SelectionGroup, pack_lists
-from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.methods.base import METHODS, Method
 from tests.serving.admitting import PROMPT, Model, ours
 from tests.sparse_server import KV_HEADS, Server
@@ -37,29 +36,6 @@ def test_it_selects_for_groups_and_single_requests(kernels: bool) -> None:
         lists = server.sparse._lists.of(0)
         server.sparse.op.run(3, torch.zeros(3, 1), 0.1, server.sparse._buffers.arena, None, lists)
         assert lists.counts[0].tolist() == [64] * KV_HEADS
-
-
-def test_costs_are_measured_with_one_group_and_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here by the entries that would be read: of all lists, and of all that were selected."""
-    server = Server(torch.device("cpu"), spec=EveryNthSpec())
-    sparse, lists = server.sparse, server.sparse._lists.of(0)
-    seen: list[tuple[int, int]] = []
-
-    def count(run: Any, device: torch.device) -> float:
-        lists.counts.zero_()
-        run()
-        seen.append((int((lists.counts[:, 0] > 0).sum()), int(lists.counts[:, 0].sum())))
-        return float(len(seen))
-
-    monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", count)
-    costs = sparse.measure(6, server.caches[0])
-    assert list(costs.attend) == list(costs.select) == [1, 4, 6]
-    # Nothing is selected where attention runs. A prefix has 512 tokens at most; all have what there is room for.
-    each = min(4 * 512, sparse._room - 4 * PAGE_TOKENS) // 4
-    assert [groups for groups, _ in seen] == [0, 1] * 2 + [0, 4] * 2 + [0, 6] * 2
-    assert seen[3] == (1, server.config.group_budget(512, 6))
-    assert seen[7] == (4, 4 * server.config.group_budget(each, 2))
-    assert sparse.measure(6, server.caches[0]) is None
 
 
 @pytest.mark.parametrize("graphs", [True, False])
