@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -89,12 +88,6 @@ def test_every_make_target_and_script_in_the_documents_exists(document: Path) ->
         assert re.search(rf"^{target}:", makefile, re.M), f"{document.name} mentions make {target}"
     for script in re.findall(r"\b(?:tests/[\w/]+|(?<!tests/)(?:benchmarks|scripts)/\w+)\.py", text):
         assert (ROOT / script).exists(), f"{document.name} names {script}"
-
-
-def test_make_help_lists_the_commands_of_the_readme() -> None:
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in re.findall(r"^make ([a-z-]+)", "\n".join(shell_lines(text_of("README.md"))), re.M):
-        assert re.search(rf"^{target}\s", listed, re.M), target
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

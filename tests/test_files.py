@@ -29,14 +29,9 @@ def test_writers_of_one_file_do_not_meet_and_the_last_one_counts(tmp_path: Path,
 def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_whole(path, b"whole")
-
-    def fail() -> None:
-        with partial_file(path) as partial:
-            partial.write_bytes(b"half")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
+    with pytest.raises(RuntimeError), partial_file(path) as partial:  # noqa: PT012
+        partial.write_bytes(b"half")
+        raise RuntimeError
     assert path.read_bytes() == b"whole"
     assert os.listdir(tmp_path) == [path.name]
     with pytest.raises(OSError, match="missing"):

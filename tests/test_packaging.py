@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -89,10 +88,6 @@ def test_the_sdist_holds_what_the_wheel_is_built_of(unpacked: Path) -> None:
     assert tops == {"sglang_ext", "kernels", "index_store", *own}
 
 
-def test_the_version_is_said_in_one_place() -> None:
-    assert "version" not in re.findall(r"^(\w+) = ", (ROOT / "pyproject.toml").read_text().split("[tool.")[0], re.M)
-
-
 def run(installed: Path, *command: str) -> str:
     """What a command says that finds the installed packages, and neither the checkout nor its metadata before them."""
     env = {**os.environ, "PYTHONPATH": str(installed)}
@@ -166,11 +161,8 @@ def test_prometheus_and_grafana_find_what_they_are_given(compose: dict[str, Any]
     assert source["url"] == "http://sglang:9090"
     assert f"./dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
     assert {one["source"] for one in services["grafana"]["configs"]} == configs.keys()
-    if (ROOT / "dashboards").is_dir():
-        scraped = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
-        assert all((ROOT / "dashboards" / name).is_file() for name in scraped["rule_files"])
-        targets = [
-            target for job in scraped["scrape_configs"] for one in job["static_configs"] for target in one["targets"]
-        ]
-        assert targets == [f"localhost:{port}"], "Prometheus shares the server's network"
-        assert list((ROOT / "dashboards").glob("*.json"))
+    scraped = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
+    targets = [
+        target for job in scraped["scrape_configs"] for one in job["static_configs"] for target in one["targets"]
+    ]
+    assert targets == [f"localhost:{port}"], "Prometheus shares the server's network"

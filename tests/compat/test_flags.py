@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext.compat import flags
+from sglang_ext.compat import flags, server_args
 from sglang_ext.compat.versions import SUPPORTED, installed
 from sglang_ext.config import config_from_dict
 from sglang_ext.options import SparseAttnConfig
@@ -22,51 +24,65 @@ OFFLOAD = config_from_dict({"offload": {"host_bytes": 1 << 20, "staging_tokens":
 OFFLOADS = pytest.mark.skipif(installed() not in flags.TREES, reason="offload is refused on this release")
 
 _LATER_FIELDS = {"enable_nvidia_megakernel", "enable_amd_monokernel"}
-_BAD_VALUES = {"disaggregation_mode": "prefill", "speculative_algorithm": "EAGLE", "dllm_algorithm": "x"}
+_BAD_VALUES = {
+    "disaggregation_mode": "prefill", "speculative_algorithm": "EAGLE", "dllm_algorithm": "x", "kv_canary": "log",
+    "radix_cache_backend": "mine", "hicache_storage_backend": "file", "elastic_ep_backend": "mooncake",
+    "disaggregation_decode_retraction_backup": "host_pool", "kv_events_config": "{}",
+}  # fmt: skip
+
+
+def _each_is_named(table: flags.Fields, refuse: Callable[[Any], str | None], later: Collection[str] = (), **fine: Any):
+    """Each field of a table is one of this SGLang's, or its check would never fire, and is refused by its name."""
+    known = getattr(ServerArgs, "__struct_fields__", None) or [f.name for f in dataclasses.fields(ServerArgs)]
+    fine |= {field: value for field, value, _ in table}
+    assert refuse(SimpleNamespace(**fine)) is None
+    for field, value, name in table:
+        assert field in known or field in later, f"this SGLang has no {field}"
+        bad = _BAD_VALUES.get(field, 2 if value == 1 else True)
+        message = str(refuse(SimpleNamespace(**{**fine, field: bad})))
+        assert name in message
+        assert f"{field}={bad!r}" in message
+
+
+def test_help_shows_the_three_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/100%")
+    parser = argparse.ArgumentParser()
+    server_args.after_add_cli_args(None, parser)
+    shown = parser.format_help()
+    for flag in ("--sparse-attn\n", "--sparse-attn-config JSON|@FILE", "--sparse-attn-store DIR|ipc://SOCKET", "/100%"):
+        assert flag in shown.replace("--sparse-attn ", "--sparse-attn\n")
 
 
 def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
-    known = getattr(ServerArgs, "__struct_fields__", None) or [f.name for f in dataclasses.fields(ServerArgs)]
-    fine = {"load_format": "auto", **{field: value for field, value, _ in flags.UNSUPPORTED}}
-    assert flags.unsupported(SimpleNamespace(**fine)) is None
-    for field, value, name in flags.UNSUPPORTED:
-        newer = field in _LATER_FIELDS and installed() != SUPPORTED[-1]
-        assert newer or field in known, f"this SGLang has no {field}: the check never fires"
-        bad = _BAD_VALUES.get(field, 2 if value == 1 else True)
-        message = flags.unsupported(SimpleNamespace(**{**fine, field: bad}))
-        assert message is not None
-        assert name in message
-        assert f"{field}={bad!r}" in message
-    message = flags.unsupported(SimpleNamespace(**{**fine, "load_format": "remote"}))
-    assert message is not None
+    later = () if installed() == SUPPORTED[-1] else _LATER_FIELDS
+    _each_is_named(flags.UNSUPPORTED, flags.unsupported, later, load_format="auto")
+    message = str(flags.unsupported(SimpleNamespace(load_format="remote")))
     assert "--load-format" in message
     assert "'remote'" in message
-    if installed() == SUPPORTED[0]:  # a later release may have fewer fields
-        assert {field for field, _, _ in flags.BESIDE_RANKS} <= set(known)
 
 
 @pytest.mark.parametrize(
-    ("fields", "config", "words"),
+    ("config", "words"),
     [
-        ({}, {}, None),
-        ({}, {"build": "prefill"}, None),
-        ({}, {"build": "shared"}, None),
-        ({}, {"build": "capture", "capture_folder": "c"}, ["off, prefill or shared", "build='capture'", "tp_size=2"]),
-        ({}, {"trace_folder": "traces"}, ["no trace_folder", "serve on one GPU"]),
-        ({"nnodes": 2}, {}, ["more than one machine (--nnodes)", "nnodes=2"]),
-        ({"attn_cp_size": 2}, {}, ["context parallelism (--attn-cp-size)"]),
-        ({"dcp_size": 2}, {}, ["--dcp-size"]),
-        ({"enable_dp_attention": True}, {}, ["--enable-dp-attention"]),
-        ({"elastic_ep_backend": "mooncake"}, {}, ["--elastic-ep-backend"]),
+        ({}, None),
+        ({"build": "prefill"}, None),
+        ({"build": "shared"}, None),
+        ({"build": "capture", "capture_folder": "c"}, ["off, prefill or shared", "build='capture'", "tp_size=2"]),
+        ({"trace_folder": "traces"}, ["no trace_folder", "serve on one GPU"]),
     ],
 )
-def test_what_does_not_go_with_ranks_is_named(fields: dict[str, Any], config: Any, words: list[str] | None) -> None:
+def test_what_does_not_go_with_ranks_is_named(config: Any, words: list[str] | None) -> None:
     settings = config_from_dict(config)
-    message = flags.ranks_refusal(SimpleNamespace(tp_size=2, **fields), settings)
+    message = flags.ranks_refusal(SimpleNamespace(tp_size=2), settings)
     assert (message is None) == (words is None)
     for word in words or ():
         assert word in str(message)
-    assert flags.ranks_refusal(SimpleNamespace(tp_size=1, **fields), settings) is None
+    assert flags.ranks_refusal(SimpleNamespace(tp_size=1), settings) is None
+
+
+def test_modes_that_do_not_go_with_ranks_are_named() -> None:
+    later = () if installed() == SUPPORTED[0] else {field for field, *_ in flags.BESIDE_RANKS}  # may have fewer
+    _each_is_named(flags.BESIDE_RANKS, lambda record: flags.ranks_refusal(record, SparseAttnConfig()), later, tp_size=2)
 
 
 def test_a_clock_of_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,30 +101,9 @@ def test_one_rank_needs_no_group_and_others_one_process_each() -> None:
 
 
 @OFFLOADS
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("enable_mixed_chunk", True),
-        ("speculative_algorithm", "EAGLE"),
-        ("disable_radix_cache", True),
-        ("radix_cache_backend", "mine"),
-        ("enable_hierarchical_cache", True),
-        ("hicache_storage_backend", "file"),
-        ("enable_lmcache", True),
-        ("enable_flexkv", True),
-        ("kv_canary", "log"),
-        ("enable_streaming_session", True),
-        ("enable_session_radix_cache", True),
-        ("disaggregation_decode_retraction_backup", "host_pool"),
-        ("kv_events_config", "{}"),
-        ("enable_lora", True),
-    ],
-)
-def test_what_does_not_go_with_offload_is_named(field: str, value: Any) -> None:
-    record = SimpleNamespace(**{field: value})
-    assert f"beside offload; got {field}={value!r}" in str(flags.offload_refusal(record, OFFLOAD))
-    assert flags.offload_refusal(record, SparseAttnConfig()) is None
-    assert flags.offload_refusal(SimpleNamespace(kv_canary="none", tp_size=2), OFFLOAD) is None
+def test_what_does_not_go_with_offload_is_named() -> None:
+    _each_is_named(flags._BESIDE_OFFLOAD, lambda record: flags.offload_refusal(record, OFFLOAD), tp_size=2)
+    assert flags.offload_refusal(SimpleNamespace(enable_lora=True), SparseAttnConfig()) is None
 
 
 def test_a_job_of_several_ranks_writes_no_files() -> None:

@@ -16,7 +16,7 @@ from sglang_ext.compat import latent
 from sglang_ext.config import config_from_dict
 from tests.compat.sglang_process import GROUP, in_sglang
 from tests.compat.test_kv_scales import model_runner
-from tests.mla_model import HEADS, LAYERS, NOPE, RANK, ROPE, mla_model
+from tests.mla_model import HEADS, LAYERS, NEEDLE, NOPE, RANK, ROPE, mla_model
 
 pytestmark = [pytest.mark.usefixtures("mends"), GROUP]
 
@@ -85,32 +85,24 @@ def started(model: str, flags: list[str], hopper: bool = False) -> tuple[list[st
 
 
 @pytest.mark.parametrize(
-    ("flags", "backend"),
+    ("flags", "mla", "backend", "chosen"),
     [
-        (["--device", "cuda"], "triton"),
-        (["--device", "cpu"], "torch_native"),
-        (["--device", "cuda", "--attention-backend", "triton"], None),
+        (["--device", "cuda"], True, "triton", True),
+        (["--device", "cpu"], True, "torch_native", True),
+        (["--device", "cuda", "--attention-backend", "triton"], True, "triton", False),
+        (["--device", "cuda"], False, "fa3", False),
     ],
-    ids=["on a GPU", "on a CPU", "named"],
+    ids=["on a GPU", "on a CPU", "named", "another model"],
 )
 def test_a_backend_that_nobody_names_is_one_that_attends_latent_keys(
-    flags: list[str], backend: str | None, tmp_path: Path
+    flags: list[str], mla: bool, backend: str, chosen: bool, tmp_path: Path
 ) -> None:
     """On Hopper SGLang itself takes another one."""
+    model = mla_model(tmp_path / "model") if mla else NEEDLE
     flags = [*flags, "--sparse-attn-store", str(tmp_path)]
-    model = str(mla_model(tmp_path / "model"))
-    found, said, status = in_sglang(f"{__name__}:started", model, flags, True)
-    assert (found, status) == ([backend or "triton"] * 2, None), said
-    assert (f"--attention-backend {backend}, as none is named" in said) == (backend is not None)
-
-
-def test_another_models_backend_is_sglangs_choice(tmp_path: Path) -> None:
-    from tests.mla_model import NEEDLE
-
-    flags = ["--device", "cuda", "--sparse-attn-store", str(tmp_path)]
-    found, said, status = in_sglang(f"{__name__}:started", str(NEEDLE), flags, True)
-    assert (found, status) == (["fa3"] * 2, None), said
-    assert "as none is named" not in said
+    found, said, status = in_sglang(f"{__name__}:started", str(model), flags, True)
+    assert (found, status) == ([backend] * 2, None), said
+    assert (f"--attention-backend {backend}, as none is named" in said) == chosen
 
 
 @pytest.mark.parametrize(

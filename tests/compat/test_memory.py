@@ -14,7 +14,6 @@ from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, COMBINED_BYTES, 
 from sglang_ext.compat.server_args import ATTRIBUTE, settings_of
 from sglang_ext.config import make_settings
 from sglang_ext.decode.buffers import KEPT_BYTES
-from sglang_ext.options import SparseAttnConfig
 
 GIB = 1 << 30
 
@@ -67,18 +66,6 @@ def test_indexes_may_have_a_twentieth_of_the_pool_or_what_was_said(tmp_path: Pat
         kept = settings_of(server.server_args).config.index_bytes(kv_bytes())
         assert kept == (given or pool // 20)
         assert pool + BUFFER_BYTES + kept - 50 * GIB in ((0, 1) if device == "cuda" else (BUFFER_BYTES + kept,))
-
-
-def test_an_index_of_128k_tokens_of_an_8b_model_fits_on_a_card_of_80_gb(tmp_path: Path) -> None:
-    """Half of the channels in INT4, of 32 layers with 8 KV heads of 128; docs/operating.md has the sum."""
-    available = int(0.85 * 80e9) - 16 * 10**9
-    pool = after_profile_available_bytes(available, configurator(tmp_path, "{}"))
-    tokens, channels = 131_072, 32 * 8 * 128
-    kv, index = tokens * channels * 2 * 2, tokens * channels // 2 // 2
-    assert index == kv // 16
-    assert (f"{kv / 1e9:.1f}", f"{index / 1e9:.1f}") == ("17.2", "1.1")
-    assert index < SparseAttnConfig().index_bytes(pool)
-    assert f"{SparseAttnConfig().index_bytes(pool) / 1e9:.1f}" == "2.4"
 
 
 def test_without_decode_graphs_any_index_may_be_used(tmp_path: Path) -> None:

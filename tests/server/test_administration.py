@@ -136,30 +136,31 @@ def test_a_budget_shows_in_the_next_response(server: Server, texts: Any) -> None
 def test_off_while_requests_run(server: Server, texts: Any) -> None:
     """All positions are selected, so answers are those of dense decode, whichever way their steps went."""
     prompts = [texts.ask(texts.first, 0), texts.ask(texts.first, 1), texts.ask(texts.second, 0)]
-    tokens = 160
+    tokens = 64
     dense = [server.generate(prompt, tokens, sparse=False).ids for prompt in prompts]
+    before: dict[str, Any] = {}
 
     def switch() -> Any:
-        server.until(lambda state: state["sparse_rows"] > before + 10)
+        server.until(lambda state: state["sparse_rows"] > before["sparse_rows"] + 10)
         told(server, "off")
         off = server.state()
-        server.until(lambda state: state["dense_rows"] > off["dense_rows"] + 10)
-        still = server.state()
+        still = server.until(lambda now: now["dense_rows"] > off["dense_rows"] + 10 or now["requests"] == 0)
         told(server, "on")
         return server.generate(prompts[0], 1), still["sparse_rows"] - off["sparse_rows"]
 
-    before = server.settled()["sparse_rows"]
-    calls = [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]
-    *answers, (_, meanwhile) = server.together([*calls, switch])
-    assert [answer.ids for answer in answers] == dense
-    assert meanwhile <= len(prompts), "a step that ran when the command came"
-    for answer in answers:
-        steps = answer.told["steps"]
-        assert steps["sparse"] > 0
-        assert steps["dense"] + steps["cascade"] > 0, "exactly, two of them as a group"
-        assert answer.told["reasons"] == ["by_operator"]
-    delta = server.done(server.delta())
-    assert delta.after["fallbacks"]["by_operator"] >= len(prompts)
+    for _attempt in range(10):  # requests may end before the command comes
+        before = server.settled()
+        calls = [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]
+        *answers, (_, meanwhile) = server.together([*calls, switch])
+        assert [answer.ids for answer in answers] == dense
+        assert meanwhile <= len(prompts), "a step that ran when the command came"
+        steps = [answer.told["steps"] for answer in answers]
+        if all(one["sparse"] > 0 < one["dense"] + one["cascade"] for one in steps):
+            break
+    else:
+        pytest.fail("expected the command to come while three requests run, in ten attempts")
+    assert [answer.told["reasons"] for answer in answers] == [["by_operator"]] * 3
+    assert server.settled()["fallbacks"]["by_operator"] >= before["fallbacks"].get("by_operator", 0) + 3
 
 
 def test_commands_at_once_each_get_their_own_answer(server: Server, texts: Any) -> None:

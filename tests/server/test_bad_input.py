@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from sglang_ext.compat.versions import SUPPORTED, unsupported_message
+
 _PATCHED = """
 import importlib.metadata as metadata, sys
 real = metadata.version
@@ -35,18 +37,13 @@ def test_an_unsupported_sglang_is_refused_by_name_when_asked_for_and_else_left_a
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     if asked:
         assert done.returncode == 2
-        assert (
-            "expected SGLang 0.5.16, 0.5.17, 0.5.18, 0.5.19, 0.5.20, 0.5.21, 0.5.22 or 0.5.23; found 0.5.99."
-            in done.stderr
-        )
+        assert f"expected SGLang {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}; found 0.5.99." in done.stderr
         assert "pip install sglang==" in done.stderr
     else:
         assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "False", "")
 
 
 def test_the_version_message_names_what_is_missing() -> None:
-    from sglang_ext.compat.versions import SUPPORTED, unsupported_message
-
     assert all(unsupported_message(version) is None for version in SUPPORTED)
     assert "found no SGLang distribution" in str(unsupported_message(None))
     for version in ("0.5.15", "0.5.16.post1", "0.5.23rc1", "0.6.0"):

@@ -89,14 +89,19 @@ def job(begun: Any, tmp_path: Path) -> Callable[[str], Job]:
     return start
 
 
-@pytest.mark.parametrize("command", ["prebuild", "calibrate"])
 @pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("command", "number", "whom"),
+    [
+        ("prebuild", signal.SIGINT, "its group"),
+        ("prebuild", signal.SIGTERM, "the job"),
+        ("calibrate", signal.SIGINT, "the job"),
+        ("calibrate", signal.SIGTERM, "its group"),
+    ],
 )
-@pytest.mark.parametrize("whom", ["the job", "its group"])
 def test_a_job_that_is_stopped_ends_soon_and_says_how_to_go_on(
-    job: Any, command: str, number: signal.Signals, status: int, word: str, whom: str
+    job: Any, command: str, number: signal.Signals, whom: str
 ) -> None:
+    status, word = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}[number]
     one = job(command)
     (os.kill if whom == "the job" else os.killpg)(one.process.pid, number)
     assert one.ended() == status, one.said[-4000:]

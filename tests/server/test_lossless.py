@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
+from scripts.needle.vocabulary import encode
 from tests import index_faults
-from tests.server.harness import MODEL, SPARSE_CONFIG, Answer, Pool, Server
+from tests.server.harness import MODEL, SPARSE_CONFIG, Answer, Pool, Server, by_transformers
 from tests.server.jobs import Prebuilt
 from tests.server.test_schedules import SMALL_POOL, retracted
 
@@ -21,7 +20,7 @@ CONFIG: dict[str, Any] = {
     **SPARSE_CONFIG, "exactness": "verify", "draft_tokens": 3, "share_prefixes": True, "min_shared_tokens": 512,
 }  # fmt: skip
 FLAGS = {"disable_overlap_schedule": None, "max_running_requests": "32"}
-TOKENS = 40
+TOKENS = 28
 
 
 @pytest.fixture
@@ -33,16 +32,13 @@ def spoilt(built: Prebuilt, tmp_path: Path) -> Path:
     return store
 
 
-@pytest.fixture
-def lossless(serve: Pool, spoilt: Path) -> Server:
-    return serve(spoilt, CONFIG, fresh=True, **FLAGS)
-
-
 @pytest.mark.boot("lossless")
-def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Server, texts: Any) -> None:
+def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(serve: Pool, spoilt: Path, texts: Any) -> None:
     """One server's life: alone, together, beside requests that draft nothing; at the end of an answer; sampled."""
-    server = lossless
+    server = serve(spoilt, CONFIG, fresh=True, **FLAGS)
     whole, hostile = ([texts.ask(one, n) for n in range(2)] for one in (texts.first, texts.large))
+    dense = server.generate(whole[0], TOKENS, sparse=False).ids
+    assert [dense] == by_transformers(MODEL, [encode(whole[0])], TOKENS), "also dense answers come from the worker"
     for prompts in (whole, hostile):
         answers, delta = server.compared(prompts, TOKENS)
         counts = [one.told for one in answers]
@@ -54,7 +50,7 @@ def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Ser
             assert delta.accepted > delta.drafted / 2
             assert all(one.meta["spec_accept_length"] > 1.5 for one in answers)
     # Together, of different lengths, one prompt without an index among them.
-    jobs = [(prompt, 5 + 9 * n) for n, prompt in enumerate([*whole, *hostile, texts.ask(texts.unindexed, 0)])]
+    jobs = [(prompt, 5 + 6 * n) for n, prompt in enumerate([*whole, *hostile, texts.ask(texts.unindexed, 0)])]
     _, delta = server.compared_together(jobs, TOKENS, lambda found: found.cascade_steps > 5, times=2)
     assert delta.drafted >= delta.accepted > 0  # by now those behind the shuffled index may draft nothing
     assert delta.cascade_steps > 5, "expected rows of requests and their drafts to share reads"
@@ -68,7 +64,7 @@ def test_tokens_are_those_of_dense_decoding_whatever_an_index_says(lossless: Ser
 
 def _judges_each_token(server: Server, prompt: str) -> None:
     """`Server.behind`: nothing of an answer of dense decoding; of another token, that token alone and what follows."""
-    ids = AutoTokenizer.from_pretrained(str(MODEL)).encode(prompt, add_special_tokens=False)
+    ids = encode(prompt)
     dense = server.generate(ids, 8, sparse=False)
     other = replace(dense, ids=(*dense.ids[:5], 3 if dense.ids[5] != 3 else 4, *dense.ids[6:]))
     assert max(server.behind(ids, dense)) < 1e-3
@@ -118,9 +114,10 @@ def _draws(server: Server, whole: str, hostile: str) -> None:
 
     drafted, accepted = drawn(hostile, only)
     assert drafted / 2 > accepted
-    for sampling in (only, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):
-        drafted, accepted = drawn(whole, sampling)
-        assert drafted >= accepted > drafted / 2
+    drafted, accepted = drawn(whole, only)
+    assert drafted >= accepted > drafted / 2
+    drafted, accepted = drawn(whole, {"temperature": 0.8, "top_k": 20, "top_p": 0.9})
+    assert drafted >= accepted > 0, "by chance, some"
     with ThreadPoolExecutor(4) as pool:
         greedy = pool.submit(server.generate, whole, TOKENS)
         (drafted, accepted), _ = pool.map(lambda prompt: drawn(prompt, only), (whole, hostile))
@@ -154,22 +151,6 @@ def _flat(found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.full
-@pytest.mark.boot("lossless-dense")
-def test_tokens_are_those_of_a_server_without_the_plugin(serve: Pool, spoilt: Path, texts: Any) -> None:
-    """Long answers behind a whole index, a shuffled one and none; the lossless server without the overlap schedule."""
-    prompts = [texts.ask(one, n) for one in (texts.first, texts.large, texts.unindexed) for n in range(2)]
-    server = serve(None, page_size="16")
-    dense = [server.generate(prompt, 160) for prompt in prompts]
-    server = serve(spoilt, {**CONFIG, "share_prefixes": False, "draft_tokens": 7}, max_running_requests="32")
-    for drafted in (
-        [server.generate(prompt, 160) for prompt in prompts],
-        server.together(_calls(server, prompts, 160)),
-    ):
-        assert [one.ids for one in drafted] == [one.ids for one in dense]
-        assert [one.text for one in drafted] == [one.text for one in dense]
-
-
-@pytest.mark.full
 @pytest.mark.boot("lossless-small")
 def test_retracted_and_aborted_requests_leave_nothing_behind(serve: Pool, store: Path, texts: Any) -> None:
     server = serve(store, CONFIG, **SMALL_POOL)
@@ -185,7 +166,3 @@ def test_retracted_and_aborted_requests_leave_nothing_behind(serve: Pool, store:
     assert any(isinstance(one, Answer) and one.meta["finish_reason"]["type"] == "abort" for one in ended)
     server.done(delta)
     server.compared(prompts[:1], 30)
-
-
-def _calls(server: Server, prompts: list[str], tokens: int) -> list[Callable[[], Answer]]:
-    return [lambda p=prompt: server.generate(p, tokens) for prompt in prompts]

@@ -14,7 +14,7 @@ from tests.server.harness import by_transformers
 from tests.server.jobs import Prebuilt
 from tests.server.test_tensor_parallel import cores
 
-FIRST, SECOND, UNINDEXED = ([random.Random(seed).randrange(3, 2000) for _ in range(640)] for seed in range(3))
+FIRST, SECOND, SHORT = (random.Random(size).choices(range(3, 2000), k=size // 10) for size in (6400, 6409, 4800))
 KEPT = 32
 CONFIG: dict[str, Any] = {
     "method": "token_index",
@@ -57,8 +57,13 @@ def stored(prebuild: Any, model: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, stored: Prebuilt, model: Path) -> Any:
-    return serve(stored.store, CONFIG, model=model)
+def server(serve: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """It indexes what it prefills in chunks; at night stores are prebuilt."""
+    config = {**CONFIG, "build": "prefill"}
+    server = serve(tmp_path_factory.mktemp("built"), config, model=model, chunked_prefill_size=CHUNK)
+    for document in (FIRST, SECOND):
+        server.generate(document, 1)
+    return server
 
 
 def test_all_positions_of_an_index_are_those_of_dense_decode(server: Any) -> None:
@@ -72,14 +77,14 @@ def test_all_positions_of_an_index_are_those_of_dense_decode(server: Any) -> Non
 
 
 def test_indexed_and_other_requests_in_one_batch_equal_dense(server: Any) -> None:
-    prompts = [ask(document, number) for number in range(2, 4) for document in (FIRST, SECOND, UNINDEXED)]
+    prompts = [ask(document, number) for number in range(2, 4) for document in (FIRST, SECOND, SHORT)]
     _, delta = server.compared_together(prompts, TOKENS)
     assert delta.sparse_rows in server.rows(4 * (TOKENS - 1), 4)
-    assert delta.fallbacks == {"no_index": 2}
+    assert delta.fallbacks == {"short_prefix": 2}
 
 
 def test_requests_that_share_slots_without_an_index_equal_dense(server: Any) -> None:
-    prompts = [ask(UNINDEXED, number) for number in range(4)]
+    prompts = [ask(SHORT, number) for number in range(4)]
     _, delta = server.compared_together(prompts, TOKENS, lambda found: found.cascade_steps > TOKENS // 2)
     assert delta.cascade_steps > TOKENS // 2
 

@@ -16,7 +16,7 @@ import pytest
 
 from sglang_ext.offload.kv_files import kv_file_name
 from tests.offload.slow_file import slow
-from tests.server.harness import EXACT_CONFIG, MODEL, STOP_SECONDS, Answer, Pool, Server, flags_of
+from tests.server.harness import EXACT_CONFIG, STOP_SECONDS, Answer, Pool, Server, flags_of
 from tests.server.jobs import Prebuilt, processes
 from tests.server.test_offload import BYTES_OF_TOKEN, CONFIG, FIRST, FLAGS, SECOND, TOKENS, offload, served
 
@@ -63,12 +63,8 @@ class Asked:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A request that waits for its file is aborted, which ends it; within the block the file is read still."""
-        with slow(self.file), ThreadPoolExecutor(1) as pool:
-            future = pool.submit(self.server.generate, self.prompt, TOKENS, rid="held")
-            self.server.until(lambda state: state["offload"]["prefixes"].get("loading") == 1)
-            self.server.post("/abort_request", {"rid": "held"})
-            future.exception(20)
+        """See the function."""
+        with held(self.server, self.prompt, self.file):
             yield
 
     def flushed_while_read(self) -> None:
@@ -78,6 +74,17 @@ class Asked:
             self.server.flush()
             assert self.server.state()["offload"]["prefixes"] == {}
         self.balanced()
+
+
+@contextlib.contextmanager
+def held(server: Server, prompt: str, file: Path) -> Iterator[None]:
+    """A request that waits for its file is aborted, which ends it; within the block the file is read still."""
+    with slow(file), ThreadPoolExecutor(1) as pool:
+        future = pool.submit(server.generate, prompt, TOKENS, rid="held")
+        server.until(lambda state: state["offload"]["prefixes"].get("loading") == 1)
+        server.post("/abort_request", {"rid": "held"})
+        future.exception(20)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +101,10 @@ def files(folder: Path, built: Prebuilt) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def filed(serve: Pool, built: Prebuilt, folder: Path) -> Callable[[], Server]:
-    return lambda: serve(built.store, config_of(folder), enable_metrics="", **FLAGS)
+    """The server of these tests, which ends soon when it is told to. Its first layer attends all."""
+    config = {**config_of(folder), "layer_plan": ["dense", *["anchor"] * 5]}
+    flags = {**FLAGS, "environment": {**FLAGS["environment"], "SGL_FORCE_SHUTDOWN": "1"}}
+    return lambda: serve(built.store, config, enable_metrics="", **flags)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +142,9 @@ def test_a_server_that_starts_anew_needs_no_prefill(filed: Callable[[], Server],
 
 @pytest.mark.boot("offload-files")
 def test_slow_files_and_servers_that_end(
-    serve: Pool, filed: Callable[[], Server], folder: Path, files: list[Path], store: Path, texts: Any
+    filed: Callable[[], Server], folder: Path, files: list[Path], texts: Any
 ) -> None:
-    """One server's life, until it is told to end while it reads a file; then that of the next ones."""
+    """One server's life, until it is killed while it writes a file; then that of the next one."""
     server, (first, second) = filed(), files
     one = Asked(server, texts.ask(texts.second, 0), SECOND, second)
     # Aborted while it waits: the file is read to the end, and serves the next one.
@@ -151,19 +161,10 @@ def test_slow_files_and_servers_that_end(
     server.flush()
     one.balanced()
     other = Asked(server, texts.ask(texts.first, 0), FIRST, first)
-    with other.held():
-        _told_to_end(server)
-    # The next server reads that file, and is told to end while it writes one.
-    flags = {**FLAGS, "environment": {**FLAGS["environment"], "SGL_FORCE_SHUTDOWN": "1"}}
-    part = {"prefetch_policy": "best_effort", "min_top_k": 256, "suffix_dense_tokens": None}
-    part |= {"layer_plan": ["dense", *["anchor"] * 5]}
-    server = serve(store, {**config_of(folder), **part}, **flags)
-    one.on(server)
-    _selects_a_part(server, [texts.ask(texts.first, n) for n in range(3)])
     _told_to_end_while_it_writes(one, killed=True)
     assert not second.exists()
     assert list(folder.glob(f".{second.name}.partial-*"))
-    server = serve(store, config_of(folder), **flags)
+    server = filed()
     other.on(server)
     one.on(server)
     one.right(hosted=False)
@@ -172,26 +173,27 @@ def test_slow_files_and_servers_that_end(
     one.balanced(host=1)
     other.right(hosted=True)
     assert "load_failed" not in server.state()["offload"]["events"]
+    _selects_a_part(server, [texts.ask(texts.first, n) for n in range(3)], first)
     server.flush()
     other.balanced()
     _told_to_end_while_it_writes(one, killed=False)
     assert not second.exists() or second.stat().st_size == 4096 + SECOND * BYTES_OF_TOKEN
 
 
-def _selects_a_part(server: Server, prompts: list[str]) -> None:
-    """But for the first layer, and requests do not wait for the first document's file."""
-    for number, prompt in enumerate(prompts):
-        on_device = server.generate(prompt, TOKENS)
-        server.until(lambda state, n=number: state["offload"]["events"].get("loaded", 0) > n)
-        found = server.generate(prompt, TOKENS)
+def _selects_a_part(server: Server, prompts: list[str], file: Path) -> None:
+    """But for the first layer, on the device and behind host memory."""
+    server.post("/sparse_attn/budget", {"top_k": 256})
+    for prompt in prompts:
+        server.flush()
+        file.unlink()
+        on_device, found = (server.generate(prompt, TOKENS) for _ in range(2))
         assert found.ids == on_device.ids
         assert (on_device.cached_tokens, found.cached_tokens >= FIRST) == (0, True)
         assert found.told["selected_tokens"] == on_device.told["selected_tokens"] == 256
         assert found.told["steps"]["sparse"] == TOKENS - 1
-        server.flush()
-    state = offload(server)
-    assert (state["events"].get("copied", 0), state["translated"]) == (0, len(prompts))
-    assert 0 < state["residents"]["transferred"] < state["residents"]["wanted"]
+        server.until(lambda _: file.exists())
+    residents = offload(server)["residents"]
+    assert 0 < residents["transferred"] < residents["wanted"]
 
 
 def _told_to_end(server: Server) -> None:
@@ -291,7 +293,7 @@ def test_prompts_that_are_longer_than_the_pool(
     """
     prompts = list(expected)
     config = config_of(shutil.copytree(built.kv, tmp_path / "kv"))
-    config |= {"prefetch_policy": "timeout", "prefetch_timeout_s": 5.0}
+    config |= {"prefetch_policy": "timeout", "prefetch_timeout_s": 3.0}
     server = serve(store, config, fresh=True, max_total_tokens="1024", **FLAGS)
     for places in ((0, 1), (2, 3), (0, 2)):  # the host has room for one of the two documents
         asked = [prompts[n] for n in places]
@@ -312,14 +314,16 @@ def test_prompts_that_are_longer_than_the_pool(
     with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
         server.generate(prompts[0])
     assert server.generate(prompts[2], 100).ids == expected[prompts[2]]
-    offload(server)
+    server.flush()
+    with held(server, prompts[2], tmp_path / "kv" / kv_file_name(built.line("second")["digest"])):
+        _told_to_end(server)
 
 
 def _not_read(server: Server, file: Path, prompt: str, expected: dict[str, tuple[int, ...]]) -> None:
     """Its request ends with an error; others are served, and a later one with it."""
     server.flush()
     with slow(file):
-        with pytest.raises(OSError, match=r"HTTP 400.* no more of its file was read within 5 s"):
+        with pytest.raises(OSError, match=r"HTTP 400.* no more of its file was read within 3 s"):
             server.generate(prompt)
         assert len(server.generate("Others are served.", 4).ids) == 4
     server.until(lambda state: state["offload"]["users"] == 0)
@@ -344,7 +348,7 @@ def _paused(
                 server.until(lambda state: state["requests"] == 1)
             server.post("/pause_generation", {"mode": mode})
             block.close()
-            time.sleep(5.5 if mode == "in_place" and not running else 0.5)
+            time.sleep(3.5 if mode == "in_place" and not running else 0.5)
             server.post("/continue_generation", {})
             for prompt, answer in zip(prompts, answers, strict=False):
                 assert answer.result(60).ids == expected[prompt]
@@ -354,7 +358,7 @@ def _paused(
 @pytest.mark.full
 @pytest.mark.boot("offload-two")
 def test_two_servers_share_a_folder(serve: Pool, built: Prebuilt, store: Path, texts: Any, tmp_path: Path) -> None:
-    """Both write one prefix; one makes room with a file that the other reads. Then one's weights are replaced."""
+    """Both write one prefix; one makes room with a file that the other reads."""
     folder, prompt = tmp_path / "kv", texts.ask(texts.second, 0)
     files = {name: folder / kv_file_name(built.line(name)["digest"]) for name in ("first", "second")}
     least = config_of(folder, folder_bytes=4096 + FIRST * BYTES_OF_TOKEN)
@@ -382,13 +386,6 @@ def test_two_servers_share_a_folder(serve: Pool, built: Prebuilt, store: Path, t
         both[0].balanced(host=1)
     finally:
         other.stop()
-    one = Asked(server, texts.ask(texts.first, 0), FIRST, files["first"])
-    with one.held():
-        server.post("/update_weights_from_disk", {"model_path": str(MODEL)})
-        assert server.state()["offload"]["prefixes"] == {}
-    one.balanced()
-    one.right(hosted=False)
-    one.happens("loaded", 0)
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -52,34 +51,6 @@ def test_a_built_line_holds_sizes_time_and_recall(built: Any) -> None:
     for value in line["recall"].values():
         assert 0 < value <= 1.0 + 1e-6
     assert built.line("second")["digest"] != built.line("second-named")["digest"], "one text in two namespaces"
-
-
-@pytest.mark.full
-def test_a_job_run_again_builds_only_what_is_missing(
-    built: Any, serve: Any, prebuild: Any, texts: Any, tmp_path: Path
-) -> None:
-    """In one chunk of 1536 tokens, where the main job had some of 512: keys differ by rounding only."""
-    serve.close()
-    store = Path(shutil.copytree(built.store, tmp_path / "store"))
-    (store / Path(built.line("first")["path"]).relative_to(built.store)).unlink()
-    prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("second", "first")]
-    resumed = prebuild(tmp_path, prompts, store=store)
-    assert resumed.status == 0, resumed.output[-3000:]
-    assert [line["status"] for line in resumed.report] == ["exists", "built"]
-    assert "seconds" not in resumed.line("second"), "no prefill"
-    assert "1 built, 1 exists" in resumed.output
-    for name in ("first", "second"):
-        assert resumed.line(name)["digest"] == built.line(name)["digest"]
-    chunked, whole = built.index("first"), resumed.index("first")
-    assert chunked.arrays.keys() == whole.arrays.keys()
-    assert chunked.spec == whole.spec
-    for key, left in chunked.arrays.items():
-        right = whole.arrays[key]
-        if left.dtype.kind == "f":
-            np.testing.assert_allclose(left, right, rtol=2e-2, atol=2e-2, err_msg=str(key))
-        else:
-            # A key on the edge of a quantization step may fall to either side.
-            assert (left != right).mean() < 2e-2, key
 
 
 #: Up to 2,048 tokens all positions are selected; of `large` as many, among 3,072 that the step before named.

@@ -33,12 +33,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Any, prebuild: Any, config: Any, texts: Any, tmp_path_factory: Any) -> Any:
-    serve.close()
-    prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("first", "second")]
-    job = prebuild(tmp_path_factory.mktemp("neighbours"), prompts, config=SPARSE_CONFIG)
-    assert job.status == 0, job.output[-3000:]
-    return serve(job.store, config, admin_api_key=ADMIN_KEY)
+def server(serve: Any, built: Any, config: Any) -> Any:
+    return serve(built.store, config, admin_api_key=ADMIN_KEY)
 
 
 def steps(config: dict[str, Any], rid: str) -> dict[int, Selected]:
@@ -98,18 +94,8 @@ def test_what_a_request_attends_is_drawn(server: Any, texts: Any, tmp_path: Path
     """`explain --picture` sends a request of its own, and reads its trace from the folder that the server names."""
     prompt, picture = tmp_path / "prompt.txt", tmp_path / "attended.png"
     prompt.write_text(texts.ask(texts.first, 0))
-    words = [
-        "explain",
-        "--url",
-        server.url,
-        "--admin-key",
-        ADMIN_KEY,
-        "--prompt",
-        f"@{prompt}",
-        "--picture",
-        str(picture),
-    ]
-    assert main(words) == 0
+    words = ["explain", "--url", server.url, "--admin-key", ADMIN_KEY, "--prompt", f"@{prompt}"]
+    assert main([*words, "--picture", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "served by first" in said
     assert str(picture) in said.replace("\n" + " " * 17, "")
