@@ -130,8 +130,8 @@ def attended(
     return run(attention, q, kv, slots, sm_scale)
 
 
-#: Tokens, rows, KV heads, query heads of each, widths of a key and of a value. Tiles are of 16 to 128 rows, and may have
-#: rows of nobody; a list ends within a step, with one, or behind one.
+#: Tokens, rows, KV heads, query heads of each, widths of a key and of a value. Tiles are of 16 to 128 rows, some rows
+#: nobody's; a list ends within a step, with one, or behind one.
 SIZES = [
     *((77, 3, 2, gqa, 64, 64) for gqa in (1, 5, 8, 16)),
     *((101, 2, 2, 4, *dims) for dims in ((96, 96), (128, 128), (256, 256), (192, 128))),
