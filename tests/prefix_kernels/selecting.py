@@ -211,15 +211,14 @@ def lists_of(one: Any, *, with_slots: bool = True) -> SelectedLists:
     return new_lists(one.list_entries, (one.max_groups, one.shape.num_kv_heads), device, with_slots=with_slots)
 
 
-def select(one: Any, made: Problem, *, times: int = 1, **options: Any) -> tuple[Tensor, SelectedLists]:
+def select(one: Any, made: Problem, **options: Any) -> tuple[Tensor, SelectedLists]:
     """Plan and run into buffers that hold garbage before."""
     lists = lists_of(one)
     scores = torch.full((made.room,), torch.nan, device=made.q.device)
     one.plan(made.scored, made.selected)
-    for _ in range(times):
-        for buffer in (lists.positions, lists.counts, lists.slots):
-            buffer.fill_(POISON)
-        made.launch(one, scores, lists, **options)
+    for buffer in (lists.positions, lists.counts, lists.slots):
+        buffer.fill_(POISON)
+    made.launch(one, scores, lists, **options)
     return scores, lists
 
 

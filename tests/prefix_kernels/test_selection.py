@@ -71,9 +71,7 @@ def test_errors(arguments, message):
         top_k_selection(torch.zeros(1, 10), *arguments)
     with pytest.raises(ValueError, match="floating dtype"):
         top_k_selection(torch.zeros(1, 10, dtype=torch.int32), 5, 0, 0)
-
-
-def test_windows_may_exceed_a_budget_that_covers_the_prefix():
+    # Windows may exceed a budget that covers the prefix.
     assert top_k_selection(torch.zeros(1, 10), 12, 8, 8).counts.tolist() == [10]
 
 
@@ -95,7 +93,6 @@ def test_budget_for_group():
     [
         ({"prefix_len": -1, "budget": 1}, "prefix_len >= 0"),
         ({"prefix_len": 1, "budget": 0}, "budget >= 1"),
-        ({"prefix_len": 1, "budget": 1, "num_sink": -1}, "num_sink >= 0"),
         ({"prefix_len": 1, "budget": 1, "head_stride": -1}, "head_stride >= 0"),
         ({"prefix_len": 10, "budget": 5, "num_sink": 3, "num_recent": 3}, "shrink the windows"),
     ],
@@ -121,9 +118,7 @@ def int32(rows):
     [
         ([[0, 1]], [3], "0 <= count"),
         ([[0, 9]], [2], "0 <= position"),
-        ([[-1, 1]], [2], "0 <= position"),
         ([[1, 1]], [2], "ascending"),
-        ([[2, 1]], [2], "ascending"),
         ([[1, 2]], [1], "padding"),
     ],
 )

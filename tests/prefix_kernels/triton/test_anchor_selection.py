@@ -53,7 +53,7 @@ SHORT = [((0, 3), 330, 61), ((2,), 601, 151), ((1,), 90, 90)]
 
 #: By name: groups, options of the problem, and of the runner.
 PLAIN: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    **{f"{length} tokens": ([((0, 1, 2), length, length // 3)], {}, {}) for length in (65, 700, 1301)},
+    **{f"{length} tokens": ([((0, 1, 2), length, length // 3)], {}, {}) for length in (65, 700)},
     # No key outside of them is as high as the threshold, the highest one there is.
     "windows that take the whole budget": ([((0, 1), 1301, 25)], {"windows": (5, 20)}, {}),
     "rows of codes of four tokens": ([((0, 1, 2), 701, 233), ((3,), 90, 20)], {"row_tokens": 4}, {}),
@@ -204,18 +204,10 @@ def test_the_positions_of_a_full_sort(case: tuple[int, int, int, tuple[int, int]
         assert torch.equal(group.lists_in(lists.positions, KV_HEADS), theirs.positions)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="4 bits", marks=pytest.mark.full),
-        pytest.param({"bits": 2, "pooling": Pooling.MEAN}, id="2 bits, mean"),
-        pytest.param({"same": True}, id="all tie"),
-    ],
-)
 @pytest.mark.parametrize("num_chunks", [2, pytest.param(9, marks=pytest.mark.full)])
-def test_groups_share_the_programs(num_chunks: int, options: dict[str, Any], form: Form, device: torch.device) -> None:
-    """Fewer programs than groups, as many, and more; a place that no group takes; plans one after another."""
-    made = problem(device, SHORT, **options)
+def test_groups_share_the_programs(num_chunks: int, form: Form, device: torch.device) -> None:
+    """Fewer programs than groups, and more; a place that no group takes; plans one after another."""
+    made = problem(device, SHORT, bits=2, pooling=Pooling.MEAN)
     one = runner(made, form, num_chunks)
     for part in (slice(0, 3), slice(2, 3), slice(0, 0), slice(1, 3)):
         some = made.part(part)
@@ -256,111 +248,77 @@ def test_one_launch_or_one_for_each_phase(device: torch.device) -> None:
     assert listing.kernel is list_kernel
     assert all("launch_cooperative_grid" not in one.options for one in kept.launches)
     assert all(one.grid == (3, KV_HEADS) for one in kept.launches)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="what Triton's interpreter cannot do")
-def test_the_interpreter_refuses_programs_that_wait(device: torch.device) -> None:
-    made = problem(device, SHORT)
-    with pytest.raises(ValueError, match=r"expected Form.UNFUSED in Triton's interpreter"):
-        select(runner(made, Form.FUSED), made)
+    if INTERPRETED:
+        with pytest.raises(ValueError, match=r"expected Form.UNFUSED in Triton's interpreter"):
+            select(runner(made, Form.FUSED), made)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "message"),
+    ("options", "message"),
     [
-        ((0, 1, 1, 1), {}, "expected sizes of at least 1"),
-        ((1, 1, 2**30, 1), {}, "max_prefix_len < 2.30 / 1, got"),
-        ((1, 1, 1, 1), {"bits": 3}, "bits of 2, 4, 8 or 16"),
-        ((1, 1, 1, 1), {"bits": 32}, "bits of 2, 4, 8 or 16"),
-        ((1, 1, 1, 1), {"num_kv_heads": 3}, "num_qo_heads as a multiple"),
-        ((1, 1, 1, 1), {"sum_every": 0}, "1 to 64, got 0"),
-        ((1, 1, 1, 1), {"sum_every": 65}, "1 to 64, got 65"),
-        ((1, 1, 1, 1), {"channels": 18}, "channels as a multiple of 4"),
-        ((1, 1, 1, 1), {"entry_tokens": 16}, "entry_tokens of 1 for candidates of form TOKEN, got 16"),
-        (
-            (1, 1, 1, 1),
-            {"entry_tokens": 8, "form": CandidateForm.LISTED},
-            "entry_tokens of 1 or 16 for candidates of form LISTED, got 8",
-        ),
+        ({"bits": 3}, "bits of 2, 4, 8 or 16"),
+        ({"num_kv_heads": 3}, "num_qo_heads as a multiple"),
+        ({"sum_every": 0}, "1 to 64, got 0"),
+        ({"sum_every": 65}, "1 to 64, got 65"),
+        ({"channels": 18}, "channels as a multiple of 4"),
+        ({"entry_tokens": 16}, "entry_tokens of 1 for candidates of form TOKEN, got 16"),
+        ({"entry_tokens": 8, "form": CandidateForm.LISTED}, "1 or 16 for candidates of form LISTED, got 8"),
     ],
 )
-def test_runners_that_cannot_be(
-    sizes: tuple[int, int, int, int], options: dict[str, Any], message: str, device: torch.device
-) -> None:
+def test_shapes_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AnchorSelection(replace(ScoreShape(4, 1, 16), **options), *sizes, CONFIG, device)
+        ScoreShape(**{"num_qo_heads": 4, "num_kv_heads": 1, "channels": 16, **options})
 
 
-def test_arrays_come_with_the_plan_or_with_each_run(device: torch.device) -> None:
-    made = problem(device, [((0,), 300, 30)])
-    (scored,), (selected,) = made.scored, made.selected
-    one = AnchorSelection(made.shape, 2, 2, 300, 124, CONFIG, device, form=FORMS[0])
-    for groups, found in (
-        ([scored, replace(scored, arrays=())], "arrays of 1 of 2"),
-        ([scored, scored], "arrays of 2 of 2"),
-    ):
-        with pytest.raises(ValueError, match=f"arrays of all groups or of none.* got {found}"):
-            one.plan(groups, [selected, replace(selected, prefix_len=299)])
-    one.plan([replace(scored, arrays=())], [selected])
-    inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
-    with pytest.raises(ValueError, match="expected arrays, as the plan has none"):
-        one.run(inputs, scores, lists_of(one, with_slots=False))
+def test_sizes_that_cannot_be(device: torch.device) -> None:
+    for sizes, message in (((0, 1, 1, 1), "sizes of at least 1"), ((1, 1, 2**30, 1), "max_prefix_len < 2.30 / 1, got")):
+        with pytest.raises(ValueError, match=message):
+            AnchorSelection(ScoreShape(4, 1, 16), *sizes, CONFIG, device)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    made = problem(device, [((0,), 300, 30)])
-    one = AnchorSelection(made.shape, 1, 1, 300, 62, CONFIG, device, form=FORMS[0])
+    made = problem(device, [((0,), 301, 30)])
+    one = AnchorSelection(made.shape, 1, 1, 301, 62, CONFIG, device, form=FORMS[0])
     (scored,), (selected,) = made.scored, made.selected
+    _, codes, scale = scored.arrays
+    shifted = torch.zeros(codes.numel() + 8, dtype=torch.uint8, device=device)[8:].view(codes.shape)
     for of, group, message in (
         ([scored], [], "as many groups scored as selected, got 1 and 0"),
-        ([scored], [replace(selected, prefix_len=301)], r"at most .300, 62. tokens of a prefix and entries of"),
-        ([scored], [replace(selected, list_begin=1)], "got .300, 63."),
+        ([scored], [replace(selected, prefix_len=302)], r"at most .301, 62. tokens of a prefix and entries of"),
+        ([scored], [replace(selected, list_begin=1)], "got .301, 63."),
         ([scored], [replace(selected, head_stride=29)], "head_stride of at least 30, the tokens selected, got 29"),
         ([replace(scored, score_begins=(0, 301))], [selected], r"multiples of 4, .* got .0, 301."),
+        ([replace(scored, score_begins=(0,))], [selected], "for each of 2 KV heads"),
         ([scored] * 2, [selected] * 2, "at most 1 groups"),
         ([replace(scored, rows=(0, 0))], [selected], "expected at most 1 groups of 1 rows"),
-        ([replace(scored, rows=(1,))], [selected], "expected at most 1 groups of 1 rows"),
-        ([replace(scored, rows=(-1,))], [selected], "expected at most 1 groups of 1 rows"),
+        ([replace(scored, rows=(1,))], [selected], "1 to 1 each, below 1, got 1 groups"),
         ([replace(scored, rows=())], [selected], "expected at most 1 groups of 1 rows together, 1 to 1 each"),
-        ([replace(scored, score_begins=(0,))], [selected], "for each of 2 KV heads"),
-        ([replace(scored, first_rows=(1, 301))], [selected], "expected 601 rows of codes, got .*; are they of all KV"),
+        ([replace(scored, first_rows=(1, 302))], [selected], "expected 603 rows of codes, got .*; are they of all KV"),
+        ([replace(scored, arrays=(None, codes))], [selected], "expected 3 arrays"),
+        ([replace(scored, arrays=(None, None, scale))], [selected], "expected codes of a group's arrays, got none"),
+        ([replace(scored, arrays=(None, codes, scale.half()))], [selected], "expected scale"),
+        ([replace(scored, arrays=(None, codes.int(), scale))], [selected], "expected codes"),
+        ([replace(scored, arrays=(None, shifted, scale))], [selected], "at a multiple of 16 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
             one.plan(of, group)
-    _, codes, scale = scored.arrays
-    shifted = torch.zeros(codes.numel() + 8, dtype=torch.uint8, device=device)[8:].view(codes.shape)
-    for arrays, message in (
-        ((None, codes), "expected 3 arrays"),
-        ((None, None, scale), "expected codes of a group's arrays, got none"),
-        ((None, codes, scale.half()), "expected scale"),
-        ((None, codes.int(), scale), "expected codes"),
-        ((None, shifted, scale), "at a multiple of 16 bytes"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            one.plan([replace(scored, arrays=arrays)], [selected])
-    inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(600, device=device)
+    # Scores of tokens are read four at a time.
+    inputs, scores = ScoreInputs(made.q, SM_SCALE), torch.zeros(608, device=device)
     one.plan(made.scored, made.selected)
     lists, bare = lists_of(one), lists_of(one, with_slots=False)
     for arguments, table, message in (
-        ((inputs, scores[:599], bare), None, "contiguous float32 arena of 600 entries or more"),
-        ((inputs, torch.zeros(601, device=device)[1:], bare), None, "at a multiple of 16 bytes"),
+        ((inputs, scores[:605], bare), None, "contiguous float32 arena of 608 entries or more"),
+        ((inputs, torch.zeros(609, device=device)[1:], bare), None, "at a multiple of 16 bytes"),
+        ((inputs, scores.half(), bare), None, "contiguous float32 arena of 608 entries or more"),
         ((inputs, scores, lists), None, "both or none"),
-        ((inputs, scores, lists), made.slot_table[:299], "a slot_table of 300 entries, got 299"),
-        ((inputs, scores.half(), bare), None, "contiguous float32 arena of 600 entries or more"),
+        ((inputs, scores, lists), made.slot_table[:300], "a slot_table of 301 entries, got 300"),
         ((replace(inputs, q=made.q[:0]), scores, bare), None, "q .1 to 1, 8, 64. as planned"),
         ((replace(inputs, q=made.q[..., :32]), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
         ((replace(inputs, q=made.q.double()), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
-        ((replace(inputs, q=made.q.expand(2, -1, -1)), scores, bare), None, "q .1 to 1, 8, 64. as planned, in fp32"),
         ((replace(inputs, arrays=torch.zeros(1, 5).int()), scores, bare), None, "arrays .1, 5. int64 contiguous, got"),
     ):
         with pytest.raises(ValueError, match=message):
             one.run(*arguments, slot_table=table)
-    # Scores of tokens are read four at a time.
-    odd = problem(device, [((0,), 301, 30)])
-    other = AnchorSelection(odd.shape, 1, 1, 301, 62, CONFIG, device, form=FORMS[0])
-    other.plan([replace(odd.scored[0], score_begins=(0, 304))], odd.selected)
-    with pytest.raises(ValueError, match=r"float32 arena of 608 entries or more"):
-        other.run(ScoreInputs(odd.q, SM_SCALE), torch.zeros(605, device=device), lists_of(other, with_slots=False))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="programs wait for each other on a GPU only")

@@ -108,9 +108,7 @@ def test_tokens(dtype: torch.dtype, length: int, form: Form, device: torch.devic
 
 @pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(
-    ("subspaces", "centroids", "dim"), [(1, 1, 8), (3, 300, 24), (16, 16, 64), (32, 3, 32)], ids=str
-)
+@pytest.mark.parametrize(("subspaces", "centroids", "dim"), [(1, 1, 8), (3, 300, 24), (32, 3, 32)], ids=str)
 def test_tables_and_codes(
     subspaces: int, centroids: int, dim: int, bits: int, pooling: Pooling, form: Form, device: torch.device
 ) -> None:
@@ -121,20 +119,17 @@ def test_tables_and_codes(
     check(made, *select(runner(made, form), made))
 
 
-@pytest.mark.parametrize("clustered", [False, True], ids=["spread", "clustered"])
-@pytest.mark.parametrize("ratio", [0.12, 0.5, 1.0])
-def test_lists_of_any_length(ratio: float, clustered: bool, form: Form, device: torch.device) -> None:
-    """Up to all positions of a prefix; of clustered ones a list has all entries of a step or none."""
-    made = problem(device, [((0, 1), 2300, 200), ((2,), 17, 9)], ratio=ratio, clustered=clustered)
-    check(made, *select(runner(made, form), made))
-
-
-def test_positions_that_no_list_holds_come_last(form: Form, device: torch.device) -> None:
-    """Of clustered lists whole blocks are empty and others full; among positions without a score the last are taken."""
-    made = problem(device, [((0,), 2300, 1700)], ratio=0.11, clustered=True)
+@pytest.mark.parametrize(
+    ("ratio", "clustered", "budget"), [(0.11, True, 1700), (0.5, True, 200), (1.0, False, 200)], ids=str
+)
+def test_lists_of_any_length(ratio: float, clustered: bool, budget: int, form: Form, device: torch.device) -> None:
+    """Up to all positions of a prefix; of clustered ones a list has all entries of a step or none. Among positions
+    without a score the last are taken.
+    """
+    made = problem(device, [((0, 1), 2300, budget), ((2,), 17, 9)], ratio=ratio, clustered=clustered)
     scores, lists = select(runner(made, form), made)
     check(made, scores, lists)
-    assert int((scores[:2300] == -torch.inf).sum()) > 800
+    assert ratio > 0.2 or int((scores[:2300] == -torch.inf).sum()) > 2300 - budget
 
 
 def test_entries_are_added_a_few_at_a_time(form: Form, device: torch.device) -> None:
@@ -146,7 +141,7 @@ def test_entries_are_added_a_few_at_a_time(form: Form, device: torch.device) -> 
 
 def test_queries_of_all_lengths_keep_their_precision(form: Form, device: torch.device) -> None:
     """Each row has a unit of its own; a query of zeros says that all that is listed is equal."""
-    made = problem(device, [((0, 1, 2, 3), 300, 60)])
+    made = problem(device, [((0, 1, 2, 3), 150, 30)])
     made.q *= torch.tensor([1e-20, 0.0, 1.0, 30.0], device=device)[:, None, None]
     check(made, *select(runner(made, form), made))
 
@@ -162,8 +157,8 @@ def test_groups_share_the_programs(num_chunks: int, form: Form, device: torch.de
 
 
 def test_a_request_in_two_groups_and_another_layers_tables(form: Form, device: torch.device) -> None:
-    made = problem(device, [((0, 1), 300, 60), ((1,), 200, 50)])
-    other = problem(device, [((0, 1), 300, 60), ((1,), 200, 50)], ratio=0.1, clustered=True)
+    sizes = [((0, 1), 300, 60), ((1,), 200, 50)]
+    made, other = problem(device, sizes), problem(device, sizes, clustered=True)
     other.q = made.q
     one = runner(made, form, groups_of_a_row=2)
     addresses = torch.zeros(4, 6, dtype=torch.int64)
@@ -176,7 +171,6 @@ def test_what_cannot_be_planned_or_run_is_refused(device: torch.device) -> None:
     made = problem(device, SHORT)
     one, (of, *_), (group, *_) = runner(made, FORMS[0]), made.scored, made.selected
     for groups, selected, message in (
-        ([replace(of, rows=())], [group], "1 to 4 each"),
         ([replace(of, rows=(4,))], [group], "below 4, got 1 groups"),
         ([of], [replace(group, prefix_len=1302)], "at most .1301, 4000."),
         ([replace(of, arrays=of.arrays._replace(scale=of.arrays.scale.float()))], [group], "expected scale"),
@@ -184,11 +178,7 @@ def test_what_cannot_be_planned_or_run_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             one.plan(groups, selected)
-    for changes, message in (
-        ({"q": made.q[:3]}, r"expected q \[4 to 4, 4, 32\]"),
-        ({"q": made.q.double()}, "fp16 or bf16"),
-        ({"room": 2}, "expected scores"),
-    ):
+    for changes, message in (({"q": made.q[:3]}, r"expected q \[4 to 4, 4, 32\]"), ({"room": 2}, "expected scores")):
         with pytest.raises(ValueError, match=message):
             select(one, replace(made, **changes))
     with pytest.raises(ValueError, match="expected arrays"):
