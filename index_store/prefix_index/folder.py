@@ -188,6 +188,16 @@ def closing_fd(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def kept_fd(fd: int) -> Iterator[int]:
+    """The descriptor, which is closed where the block raises."""
+    try:
+        yield fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def folder_fd(folder: Path, flags: int = 0) -> contextlib.AbstractContextManager[int]:
     """A descriptor of a folder, closed in the end. Raises OSError."""
     return closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags))
@@ -244,12 +254,10 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
 
 def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0, *, dir_fd: int | None = None) -> int:
     """Opens a file of ours, never blocking. Raises OSError: EINVAL for a pipe or device, ELOOP for a link."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
-    with contextlib.ExitStack() as owned:
-        owned.callback(os.close, fd)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with kept_fd(os.open(path, flags, mode, dir_fd=dir_fd)) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "expected a regular file", str(path))
-        owned.pop_all()
     return fd
 
 
@@ -266,12 +274,11 @@ def open_named(folder: Path, digest: str) -> tuple[int, os.stat_result]:
     """
     path = path_in(folder, digest)
     try:
-        with shard_fd(folder, shard_of(digest)) as dir_fd, contextlib.ExitStack() as owned:
-            fd = open_fd(path.name, dir_fd=dir_fd, follow=False)
-            owned.callback(os.close, fd)
-            status = status_of(fd)
-            owned.pop_all()
-            return fd, status
+        with (
+            shard_fd(folder, shard_of(digest)) as dir_fd,
+            kept_fd(open_fd(path.name, dir_fd=dir_fd, follow=False)) as fd,
+        ):
+            return fd, status_of(fd)
     except IndexStoreError as err:
         raise err.at(path) from None
     except OSError as err:
@@ -303,11 +310,8 @@ def regular_size(fd: int) -> int:
 
 def owned_file(fd: int, mode: str) -> io.FileIO:
     """A file object that owns the descriptor, which is closed where none can be made. Raises OSError."""
-    try:
+    with kept_fd(fd):
         return io.FileIO(fd, mode, closefd=True)
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def unreadable(err: OSError, what: str = "file") -> IndexUnreadable:

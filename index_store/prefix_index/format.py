@@ -11,7 +11,7 @@ import math
 import re
 import string
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -355,23 +355,6 @@ def invalid(what: str, expected: object, found: object, remedy: str) -> InvalidP
 
 def _clip(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
-
-
-def lay_out(shapes: Iterable[tuple[ArrayKey, str, Sequence[int]]]) -> list[ArrayRecord]:
-    """Places (key, dtype tag, shape) rows one after the other, 4 KiB apart, unsummed. Raises InvalidPayload."""
-    records: list[ArrayRecord] = []
-    offset = 0
-    for key, tag, shape in shapes:
-        if tag not in DTYPES:
-            raise invalid(f"dtype of {tuple(key)}", f"one of {', '.join(DTYPES)}", tag, "cast it, or tag its raw bytes")
-        dims = tuple(int(d) for d in shape)
-        nbytes = math.prod(dims) * DTYPES[tag].itemsize
-        records.append(ArrayRecord(key.name, key.layer, key.kv_head, tag, dims, offset, nbytes, "0" * 16))
-        offset += aligned(nbytes)
-    problem = table_problem(records, offset)
-    if problem is not None:
-        raise invalid(*problem, "see the limits in docs/index-format.md")
-    return records
 
 
 def encode_sections(entry: Entry, table: Table) -> tuple[bytes, bytes]:

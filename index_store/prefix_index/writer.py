@@ -6,10 +6,11 @@ import contextlib
 import errno
 import fcntl
 import io
+import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -33,7 +34,7 @@ from .format import (
     encode_prelude,
     encode_sections,
     invalid,
-    lay_out,
+    table_problem,
     xxh3_hex,
 )
 
@@ -78,17 +79,26 @@ class IndexPayload:
     info: BuildInfo = field(default_factory=lambda: BuildInfo(created=time.time()))
 
     def records(self) -> list[ArrayRecord]:
-        """The array table in canonical order: layer, name, KV head. Raises InvalidPayload."""
+        """The array table, unsummed, in canonical order: layer, name, KV head. Raises InvalidPayload."""
         unknown = [tuple(key) for key in self.dtypes if key not in self.arrays]
         if unknown:
             raise invalid("dtypes", "keys of arrays only", unknown[0], "remove the tag or add the array")
-
-        def row(key: ArrayKey) -> tuple[ArrayKey, str, Sequence[int]]:
+        records: list[ArrayRecord] = []
+        offset = 0
+        for key in sorted(self.arrays, key=lambda k: (k.layer, k.name, k.kv_head)):
             array = self.arrays[key]
             tag = array.dtype if isinstance(array, LazyArray) else self.dtypes.get(key, array.dtype.name)
-            return key, tag, array.shape
-
-        return lay_out(map(row, sorted(self.arrays, key=lambda k: (k.layer, k.name, k.kv_head))))
+            if tag not in DTYPES:
+                expected = f"one of {', '.join(DTYPES)}"
+                raise invalid(f"dtype of {tuple(key)}", expected, tag, "cast it, or tag its raw bytes")
+            shape = tuple(int(size) for size in array.shape)
+            nbytes = math.prod(shape) * DTYPES[tag].itemsize
+            records.append(ArrayRecord(*key, tag, shape, offset, nbytes, "0" * 16))
+            offset += aligned(nbytes)
+        problem = table_problem(records, offset)
+        if problem is not None:
+            raise invalid(*problem, "see the limits in docs/index-format.md")
+        return records
 
 
 class IndexWriter:

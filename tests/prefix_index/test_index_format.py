@@ -1,9 +1,16 @@
-"""Round trips, golden bytes, slices, and what a writer refuses."""
+"""Round trips, golden bytes, slices, what a writer refuses. And bytes from outside: damaged, cut, foreign, newer, or
+made to hurt. An error with a name, never a wrong value.
+"""
 
 from __future__ import annotations
 
 import io
+import itertools
+import json
+import resource
+import struct
 import tracemalloc
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -12,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -20,17 +28,21 @@ from prefix_index import (
     DTYPES,
     ArrayKey,
     BuildInfo,
+    IndexCorrupt,
     IndexFile,
     IndexForeign,
+    IndexFormatError,
     IndexMismatch,
     IndexNotFound,
     IndexPayload,
+    IndexTooNew,
     IndexWriter,
     InvalidPayload,
     LazyArray,
     Retention,
     StoreClosed,
 )
+from prefix_index.format import ALIGN, PRELUDE, ArrayRecord, aligned, encode_footer, sealed, table_problem
 from tests.prefix_index.samples import sample_identity, sample_model, sample_payload
 from tests.prefix_index.small_stores import dump, in_memory
 
@@ -235,3 +247,264 @@ def test_retentions_are_plain_values() -> None:
             Retention(expires=bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pinned: expected True or False, found 1"):
         Retention(pinned=1)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def raw(tiny_payload: IndexPayload) -> bytes:
+    return dump(tiny_payload)
+
+
+def survivors(raw: bytes, bits: Iterable[int], use: Callable[[bytes], object]) -> list[int]:
+    """Those of the single-bit flips after which `use` raises nothing."""
+    data = bytearray(raw)
+    undetected = []
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+        try:
+            use(bytes(data))
+            undetected.append(bit)
+        except IndexFormatError:
+            pass
+        data[bit // 8] ^= 1 << bit % 8
+    assert bytes(data) == raw
+    return undetected
+
+
+def test_every_bit_of_header_and_footer_is_detected_by_opening(raw: bytes) -> None:
+    """Prelude, entry, table, the padding behind them, and the footer with its zeros: 65,536 flips."""
+    entry_nbytes, table_nbytes = struct.unpack_from("<II", raw, 12)
+    header = aligned(PRELUDE.size + entry_nbytes + table_nbytes)
+    bits = [*range(header * 8), *range((len(raw) - ALIGN) * 8, len(raw) * 8)]
+    assert len(bits) == 65_536
+    assert survivors(raw, bits, in_memory) == []
+
+
+def test_every_bit_of_arrays_and_every_byte_of_their_padding_is_detected(raw: bytes) -> None:
+    index = in_memory(raw)
+    start = len(raw) - ALIGN - sum(aligned(index.record(k).nbytes) for k in index.keys)
+    bits: list[int] = []
+    for record in map(index.record, index.keys):
+        first = start + record.offset
+        bits += range(first * 8, (first + record.nbytes) * 8)
+        padding = range(first + record.nbytes, first + aligned(record.nbytes))
+        bits += [byte * 8 + byte % 8 for byte in padding]
+    assert len(bits) > 12_000
+    assert survivors(raw, bits, lambda data: in_memory(data).verify()) == []
+
+
+def test_every_other_length_is_detected(raw: bytes) -> None:
+    for length in range(len(raw)):
+        with pytest.raises(IndexCorrupt, match="file length"):
+            in_memory(raw[:length])
+    for extra in (1, 4095, 4096, 8192):
+        with pytest.raises(IndexCorrupt, match="file length"):
+            in_memory(raw + bytes(extra))
+    with pytest.raises(IndexCorrupt, match="footer: expected"):  # a write that was never finished
+        in_memory(raw[:-4096] + bytes(4096))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"PK\x03\x04" + bytes(100), b"\x93NUMPY" + bytes(9000), bytes(8192), b"{}", b"\x89PNG\r\n\x1a\n" + bytes(99)],
+    ids=["zip", "npy", "zeros", "json", "png"],
+)
+def test_foreign_files_are_called_foreign(data: bytes) -> None:
+    with pytest.raises(IndexForeign, match=r"file type: expected a prefix index .*move it elsewhere"):
+        in_memory(data)
+
+
+def test_newer_version_is_not_called_corrupt(raw: bytes, tmp_path: Path) -> None:
+    data = reprelude(raw, version=7)
+    with pytest.raises(IndexTooNew, match=r"at most 1, found 7 \(written by a newer version\); upgrade"):
+        in_memory(data)
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(IndexTooNew, match="x: format version of file"):
+        IndexFile.open(tmp_path / "x")
+    with pytest.raises(IndexCorrupt, match="format version of file: expected 1, found 0"):
+        in_memory(reprelude(raw, version=0))
+    flipped = bytearray(raw)
+    flipped[8] ^= 2
+    with pytest.raises(IndexCorrupt, match="prelude checksum"):
+        in_memory(bytes(flipped))
+
+
+def reprelude(raw: bytes, **changes: int) -> bytes:
+    """The container with other prelude fields and right prelude and footer checksums."""
+    names = ["magic", "version", "entry_nbytes", "table_nbytes", "zero"]
+    names += ["total", "entry_xxh3", "table_xxh3", "zero2", "checksum"]
+    fields: dict[str, Any] = {**dict(zip(names, PRELUDE.unpack(raw[: PRELUDE.size]), strict=True)), **changes}
+    head = sealed(PRELUDE.pack(*fields.values()))
+    return head + raw[PRELUDE.size : -ALIGN] + encode_footer(int.from_bytes(head[-8:], "little"), fields["total"])
+
+
+def rebuild(entry: bytes, table: bytes, data: bytes) -> bytes:
+    """A container around any two sections, with every checksum of the frame right: what an attacker would send."""
+    header_nbytes = PRELUDE.size + len(entry) + len(table)
+    total = aligned(header_nbytes) + len(data) + ALIGN
+    prelude = PRELUDE.pack(b"\x89PFXIDX\n", 1, 0, 0, 0, 0, 0, 0, 0, 0)
+    body = (prelude + entry + table).ljust(aligned(header_nbytes), b"\0") + data + bytes(ALIGN)
+    return reprelude(
+        body,
+        entry_nbytes=len(entry),
+        table_nbytes=len(table),
+        total=total,
+        entry_xxh3=xxhash.xxh3_64_intdigest(entry),
+        table_xxh3=xxhash.xxh3_64_intdigest(table),
+    )
+
+
+def sections(raw: bytes) -> tuple[Any, Any, bytes]:
+    entry_nbytes, table_nbytes = struct.unpack_from("<II", raw, 12)
+    entry = raw[PRELUDE.size : PRELUDE.size + entry_nbytes]
+    table = raw[PRELUDE.size + entry_nbytes : PRELUDE.size + entry_nbytes + table_nbytes]
+    data = raw[aligned(PRELUDE.size + entry_nbytes + table_nbytes) : -ALIGN]
+    return msgspec.json.decode(entry), msgspec.json.decode(table), data
+
+
+def test_impossible_preludes(raw: bytes) -> None:
+    for field in ("zero", "zero2"):
+        with pytest.raises(IndexCorrupt, match="reserved prelude fields"):
+            in_memory(reprelude(raw, **{field: 1}))
+    for field, nbytes in itertools.product(("entry_nbytes", "table_nbytes"), (0, 1, 65536, 2**31, 2**32 - 1)):
+        with pytest.raises(IndexCorrupt):
+            in_memory(reprelude(raw, **{field: nbytes}))
+
+
+NAME, LAYER, KV_HEAD, DTYPE, SHAPE, OFFSET, NBYTES, XXH3 = range(8)
+
+
+def put(row: int, field: int, value: object) -> Callable[[list[list[Any]]], object]:
+    return lambda rows: rows[row].__setitem__(field, value)
+
+
+HOSTILE_ROWS: dict[str, Callable[[list[list[Any]]], object]] = {
+    "negative offset": put(1, OFFSET, -4096),
+    "offset past the end": put(1, OFFSET, 2**62),
+    "unaligned offset": put(2, OFFSET, 4100),
+    "overlap": put(2, OFFSET, 0),
+    "hole": lambda rows: rows.pop(2),
+    "missing last": lambda rows: rows.pop(),
+    "more data than there is": lambda rows: rows.append(["z", 0, 0, "uint8", [1], 12288, 1, "0" * 16]),
+    "huge dimension": put(1, SHAPE, [2**62, 2**62]),
+    "product that wraps in 64 bits": put(1, SHAPE, [2**32, 2**32, 6]),
+    "negative dimensions": put(1, SHAPE, [-2, -3]),
+    "zero behind sizes that no array can have": put(0, SHAPE, [2**46, 2**46, 0]),
+    "zero times huge": put(0, SHAPE, [0, 2**60]),
+    "too many dimensions": put(1, SHAPE, [6] + [1] * 1000),
+    "bytes other than shape": put(1, NBYTES, 20),
+    "huge bytes": put(1, NBYTES, 2**63 - 1),
+    "duplicate": lambda rows: rows[2].__setitem__(slice(0, 3), rows[1][:3]),
+    "unknown dtype": put(1, DTYPE, "object"),
+    "path as name": put(1, NAME, "../../etc"),
+    "no name": put(1, NAME, ""),
+    "negative layer": put(1, LAYER, -2),
+    "huge head": put(1, KV_HEAD, 2**40),
+    "checksum not hex": put(1, XXH3, "z" * 16),
+    "checksum not hex in the middle": put(1, XXH3, "0" * 7 + "g" + "0" * 8),
+    "checksum in upper case": put(1, XXH3, "A" * 16),
+    "checksum of other digits": put(1, XXH3, "\uff11" * 16),
+    "long checksum": put(1, XXH3, "0" * 17),
+    "checksum with a newline": put(1, XXH3, "0" * 15 + "\n"),
+    "short row": lambda rows: rows[1].pop(),
+    "long row": lambda rows: rows[1].append(0),
+    "float offset": put(1, OFFSET, 0.5),
+    "integer of a thousand digits": put(1, SHAPE, [10**1000]),
+    "string for shape": put(1, SHAPE, "6"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ROWS)
+def test_hostile_rows_with_right_checksums(raw: bytes, name: str) -> None:
+    entry, table, data = sections(raw)
+    assert in_memory(rebuild(msgspec.json.encode(entry), msgspec.json.encode(table), data))
+    HOSTILE_ROWS[name](table["arrays"])
+    hostile = rebuild(msgspec.json.encode(entry), json.dumps(table).encode(), data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(IndexCorrupt):
+        in_memory(hostile)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def rows_of(count: int) -> list[ArrayRecord]:
+    """A right table of many arrays, two names and two shapes in turn."""
+    forms = [("csa.ids", "int32", (3, 4), 48), ("csa.scores", "uint16", (5000,), 10_000)]
+    rows, offset = [], 0
+    for i in range(count):
+        name, dtype, shape, nbytes = forms[i % 2]
+        rows.append(ArrayRecord(name, i // 16, i // 2 % 8, dtype, shape, offset, nbytes, f"{i:016x}"))
+        offset += aligned(nbytes)
+    return rows
+
+
+LATE_PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
+    "array name": ({"name": "csa.Ids"}, "array name"),
+    "address": ({"layer": 1 << 16}, "address of array csa.ids"),
+    "known shape, other bytes": ({"nbytes": 49}, "bytes of"),
+    "known shape, other dtype": ({"dtype": "int64"}, "bytes of"),
+    "negative shape of the same product": ({"shape": (-3, -4)}, "shape of"),
+    "unknown dtype": ({"dtype": "bool"}, "dtype of"),
+    "offset": ({"offset": 4096}, "offset of"),
+    "checksum": ({"xxh3": "0" * 15}, "checksum of"),
+    "twice": ({"layer": 0, "kv_head": 0}, "array ('csa.ids', 0, 0)"),
+}
+
+
+@pytest.mark.parametrize("name", LATE_PROBLEMS)
+def test_a_bad_row_among_good_ones_of_its_name_and_shape(name: str) -> None:
+    at, rows = 50, rows_of(100)
+    total = rows[-1].offset + aligned(rows[-1].nbytes)
+    assert table_problem(rows, total) is None
+    changes, what = LATE_PROBLEMS[name]
+    rows[at] = msgspec.structs.replace(rows[at], **changes)
+    problem = table_problem(rows, total)
+    assert problem is not None
+    assert problem[0].startswith(what)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"spec":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+        b'{"spec":{},"stats":{},"arrays":[],"more":1}',
+        b'{"spec":{"x":' + b"9" * 100_000 + b'},"stats":{},"arrays":[]}',
+        b'{"spec":{},"stats":{},"arrays":[' + b"[]," * 100_000 + b"[]]}",
+    ],
+    ids=["empty", "null", "list", "not utf-8", "open", "deep", "unknown field", "long number", "empty rows"],
+)
+def test_hostile_tables(raw: bytes, table: bytes) -> None:
+    entry, _, _ = sections(raw)
+    with pytest.raises(IndexCorrupt):
+        in_memory(rebuild(msgspec.json.encode(entry), table, b""))
+
+
+def test_hostile_entries(raw: bytes) -> None:
+    entry, table, data = sections(raw)
+    changes: list[Callable[[Any], object]] = [
+        lambda e: e["identity"].__setitem__("num_tokens", 33),
+        lambda e: e["identity"].__setitem__("namespace", "../" * 20),
+        lambda e: e["identity"].__setitem__("format_version", 2),
+        lambda e: e["identity"].__setitem__("salt", "s"),
+        lambda e: e["identity"]["model"].__setitem__("head_dim", -1),
+        lambda e: e["info"].__setitem__("created", None),
+        lambda e: e["info"].__setitem__("build_seconds", -1),
+        lambda e: e.pop("info"),
+    ]
+    for change in changes:
+        copy = msgspec.json.decode(msgspec.json.encode(entry))
+        change(copy)
+        with pytest.raises(IndexCorrupt, match=r"header entry|identity.format_version"):
+            in_memory(rebuild(msgspec.json.encode(copy), msgspec.json.encode(table), data))
+
+
+@given(st.binary(max_size=300))
+def test_random_sections_never_crash(raw: bytes, table: bytes) -> None:
+    entry, _, data = sections(raw)
+    with pytest.raises(IndexFormatError):
+        in_memory(rebuild(msgspec.json.encode(entry), table, data))
+    with pytest.raises(IndexFormatError):
+        in_memory(rebuild(table, msgspec.json.encode({}), data))

@@ -214,5 +214,5 @@ TIERS: dict[str, Tier] = {
     "shared-memory": shared_with(lambda folder: ObjectBlobs("memory:///")),
     "shared-s3": shared_with(lambda folder: new_bucket()),
 }
-if mooncake_cluster.is_inside():  # test_remote_mooncake.py runs the suite again in a network namespace of its own
+if mooncake_cluster.is_inside():  # test_remote_failures.py runs the suite again in a network namespace of its own
     TIERS["shared-mooncake"] = shared_with(lambda folder: mooncake_cluster.shared_blobs())

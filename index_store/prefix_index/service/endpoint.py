@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import InvalidPayload, StoreFolderError
-from ..folder import pread, try_lock
+from ..folder import kept_fd, pread, try_lock
 
 SCHEME: Final = "ipc://"
 _LONGEST_PATH: Final = 107
@@ -93,8 +93,7 @@ class SocketPlace:
                 raise StoreFolderError("socket's folder", f"mode 0700 of user {mine}", found, remedy, folder)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(self.path.with_name(self.path.name + ".lock"), flags, 0o600)
-        with contextlib.ExitStack() as owned:
-            owned.callback(os.close, fd)
+        with kept_fd(fd):
             if not try_lock(fd):
                 pid = pread(fd, 20, 0).decode(errors="replace").strip()
                 remedy = "use that one, end it, or give another endpoint"
@@ -103,7 +102,6 @@ class SocketPlace:
                 os.ftruncate(fd, 0)
                 os.write(fd, f"{os.getpid()}\n".encode())
                 self._remove_socket()
-            owned.pop_all()
         self._lock_fd = fd
 
     def give_back(self) -> None:

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -102,44 +101,44 @@ def check_ends_well(service: Service, good: StoreClient) -> None:
     assert service.start()
 
 
-def nasty(rng: random.Random, valid: list[bytes]) -> bytes:
-    """One body: noise, a valid message bent, cut or lengthened, deep nesting, lengths that lie, path-like names."""
-    raw = bytearray(rng.choice(valid))
+VALID = [
+    messages.encode(messages.Hello(version=messages.PROTOCOL, pid=1, name="n")),
+    STATUS,
+    *(messages.encode(messages.Used(digest=identity_of(999_999).digest, copy=copy)) for copy in (False, True)),
+]
+NO_MESSAGES = [
+    *(b"", b"\xc1 rubbish", b"\x91" * 4000, b"\x81\xa4type" * 600, b"\x81\x91" * 2000),
+    *(bytes([length]) + b"\xff" * 4 for length in b"\xdb\xc6\xdd\xdf"),
+    *(messages.encode({"type": "Used", "digest": digest}) for digest in ("../" * 20 + "etcd", "A" * 64, "0" * 65)),
+    bytes(messages.MAX_REQUEST_NBYTES),
+]
+
+
+def bent(rng: random.Random) -> bytes:
+    """A valid message with other bytes, cut, or lengthened; at times noise, or what is none for another reason."""
+    raw = bytearray(rng.choice(VALID))
     at = rng.randrange(len(raw))
-    match rng.randrange(9):
+    match rng.randrange(5):
         case 0:
-            return rng.randbytes(rng.choice((0, 1, 7, 64, 1000)))
-        case 1 | 2:
-            for _ in range(rng.randint(1, 4)):
-                raw[rng.randrange(len(raw))] = rng.randrange(256)
-        case 3:
+            return rng.choice((*NO_MESSAGES, rng.randbytes(rng.choice((1, 7, 1000)))))
+        case 1:
+            raw[at] = rng.randrange(256)
+        case 2:
             del raw[at:]
-        case 4:
-            raw += rng.randbytes(rng.randint(1, 40))
-        case 5:
+        case 3:
             raw[at:at] = rng.randbytes(rng.randint(1, 9))
-        case 6:
-            one = rng.choice((b"\x91", b"\x81\xa4type", b"\xdc\x00\x01", b"\x81\x91"))
-            return bytes(raw[: rng.choice((0, 6))]) + one * rng.choice((10, 1000, 15_000))
-        case 7:
-            raw[at:at] = rng.choice((b"\xdb", b"\xc6", b"\xdd", b"\xdf")) + rng.choice((b"\xff", b"\x7f")) + b"\xff" * 3
-        case 8:
-            digest = rng.choice(("../" * 20 + "etcd", "A" * 64, "0" * 63 + "\n", "0" * 65, "\0" * 64, "/" * 64, ""))
-            return messages.encode({"type": rng.choice(("Used", "Hello", "Located")), "digest": digest, "copy": 1})
+        case _:
+            raw[at:at] = rng.choice(NO_MESSAGES)[:40]
     return bytes(raw)
 
 
-@pytest.mark.full
 def test_what_is_no_message_is_told_so_and_harms_nobody(tmp_path: Path) -> None:
-    rng, digest = random.Random(7), identity_of(999_999).digest
-    requests: list[Any] = [messages.Hello(version=messages.PROTOCOL, pid=1, name="n"), messages.GetStatus()]
-    requests += [messages.Used(digest=digest), messages.Used(digest=digest, copy=True)]
-    valid = [messages.encode(request) for request in requests]
+    rng = random.Random(7)
     store_of(tmp_path / "store", 20)
     with Service(tmp_path, rescan_s=1.0, max_file=16 << 20) as service, patient(service.endpoint) as good:
         wire, before = Wire(service.endpoint), 0
-        for sent in range(1, examples(12_000, 4_000) + 1):
-            send_one(service, wire, rng, valid)
+        for sent in range(1, examples(12_000, 1_500) + 1):
+            send_one(service, wire, rng)
             if sent % 500 == 0:
                 check_alive(wire, good, rng)
                 before = before or service.rss()
@@ -152,26 +151,24 @@ def test_what_is_no_message_is_told_so_and_harms_nobody(tmp_path: Path) -> None:
         balanced(store)
 
 
-def send_one(service: Service, wire: Wire, rng: random.Random, valid: list[bytes]) -> None:
+def send_one(service: Service, wire: Wire, rng: random.Random) -> None:
     kind = rng.random()
     if kind < 0.001:
-        wire.send(wire.number() + rng.randbytes(messages.MAX_REQUEST_NBYTES + rng.choice((1, 100, 1 << 20))))
+        wire.send(wire.number() + rng.randbytes(messages.MAX_REQUEST_NBYTES + rng.choice((1, 1 << 20))))
         wire.close()
         wire.connect()  # the service drops the connection, as it should
     elif kind < 0.004:
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 32)
-        raw = rng.choice((rng.randbytes(rng.randint(1, 2000)), greeting[: rng.randint(1, 64)] + rng.randbytes(200)))
         with socket.socket(socket.AF_UNIX) as plain, contextlib.suppress(OSError):
             plain.settimeout(5.0)
             plain.connect(service.endpoint.removeprefix("ipc://"))
-            plain.sendall(raw)
+            plain.sendall(greeting[: rng.randint(0, 64)] + rng.randbytes(200))
     elif kind < 0.1:
-        frames = [nasty(rng, valid)[:200] for _ in range(rng.choice((1, 1, 3, 4, 50)))]
-        wire.send(b"" if rng.random() < 0.3 else wire.number() + rng.choice(valid), *frames)
+        wire.send(wire.number() + rng.choice(VALID), *[bent(rng)[:200]] * rng.choice((1, 3, 50)))
     elif kind < 0.13:
         wire.send(rng.randbytes(rng.choice((0, 1, 7))))
     else:
-        wire.send(wire.number() + (rng.choice(valid) if kind < 0.2 else nasty(rng, valid)))
+        wire.send(wire.number() + bent(rng))
     for _ in wire.answers():
         pass
 
@@ -179,13 +176,12 @@ def send_one(service: Service, wire: Wire, rng: random.Random, valid: list[bytes
 def check_alive(wire: Wire, good: StoreClient, rng: random.Random) -> None:
     """The service answers the one that sends rubbish, tells it so, and serves the other as ever."""
     eventually(lambda: wire.ask(STATUS, 0.5))  # answers to a flood may be dropped
-    answer = wire.ask(b"\xc1 rubbish")
-    assert answer is not None
-    assert isinstance(messages.decode_answer(answer), messages.Failed)
-    began = time.monotonic()
+    for raw in NO_MESSAGES:
+        answer = wire.ask(raw)
+        assert answer is not None
+        assert isinstance(messages.decode_answer(answer), messages.Failed)
     assert read_fill(good, rng.randrange(20)) == 1
     assert len(good.list()) >= 20
-    assert time.monotonic() - began < SOON
 
 
 def test_a_folder_goes_under_a_service_and_comes_back(tmp_path: Path) -> None:

@@ -1,20 +1,27 @@
-"""Object stores that do not answer, or say absurd things, and a machine that lacks what asking takes."""
+"""Remote stores that do not answer, or say absurd things, and a machine that lacks what asking takes. And a real
+Mooncake: the conformance suite and ``mooncake_cases.py``, in a network namespace.
+"""
 
 from __future__ import annotations
 
 import errno
 import socket
+import sys
 import threading
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from prefix_index import IndexCorrupt, OutOfMemory, StoreUnavailable, link
-from prefix_index.remote import BlobsFailed, ObjectBlobs, RemoteStore
+from prefix_index import IndexCorrupt, InvalidPayload, OutOfMemory, StoreUnavailable, link
+from prefix_index.remote import BlobMissing, BlobsFailed, MooncakeBlobs, ObjectBlobs, RemoteStore
 from prefix_index.remote.values import Calls
 from prefix_index.store import Catalog
+from tests.prefix_index import mooncake_cluster
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, DIGEST, LONG, Make, Shaky, forge_manifest
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, refused
@@ -31,10 +38,10 @@ def silent() -> Iterator[ObjectBlobs]:
 
 
 def test_nobody_waits_for_a_silent_store(silent: ObjectBlobs) -> None:
-    silent.open(3.0)  # the client's own limit is far behind the store's, so that it is the store's that is met
-    store = RemoteStore(silent, timeout_s=0.5)
+    silent.open(1.0)  # the client's own limit is far behind the store's, so that it is the store's that is met
+    store = RemoteStore(silent, timeout_s=0.3)
     for _ in range(2):
-        with pytest.raises(StoreUnavailable, match=r"x: expected an answer within 0.5 s, found none; check"):
+        with pytest.raises(StoreUnavailable, match=r"x: expected an answer within 0.3 s, found none; check"):
             store.open()
         eventually(lambda: is_idle(store._calls), 25)  # without its limit the client asks for half a minute or more
 
@@ -194,3 +201,44 @@ def test_a_call_that_this_process_could_not_make_closes_no_tier(error: Exception
         one.ask(Mock(side_effect=error))
     assert isinstance(raised.value, OutOfMemory) == local
     assert one.is_away() is not local
+
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.full
+@pytest.mark.skipif(mooncake_cluster.why_not() is not None, reason=str(mooncake_cluster.why_not()))
+def test_everything_over_mooncake_in_a_network_namespace(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--hypothesis-profile=full"]
+    command += ["-k", "mooncake", f"--junitxml={report}"]
+    modules = ("mooncake_cases.py", "test_index_stores.py")
+    command += [*(str(HERE / name) for name in modules), "--durations=8"]
+    done = mooncake_cluster.run_inside(command, timeout_s=800)
+    assert done.returncode == 0, done.stdout[-20_000:]
+    suites = ET.parse(report).getroot().findall("testsuite")
+    count = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "skipped", "failures")}
+    print(done.stdout[-2000:])
+    assert count["tests"] >= 25
+    assert count["skipped"] == count["failures"] == 0
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(BlobsFailed, match=r"mooncake.store.*: install mooncake-transfer-engine and libibverbs1"):
+        MooncakeBlobs("127.0.0.1:1", host="127.0.0.1").open(1)
+
+
+@pytest.mark.parametrize(("code", "error"), [(-704, BlobMissing), (-707, BlobMissing), (-800, BlobsFailed)])
+def test_a_value_that_is_gone_before_it_is_read_or_meanwhile_is_a_miss(code: int, error: type[Exception]) -> None:
+    blobs = MooncakeBlobs("127.0.0.1:1")
+    registering = {"register_buffer": lambda *_: 0, "unregister_buffer": lambda _: 0}
+    blobs._client = SimpleNamespace(get_size=lambda _: 4, get_into=lambda *_: code, **registering)
+    with pytest.raises(error):
+        blobs.fetch("a", 10)
+
+
+@pytest.mark.parametrize("master", ["", "host", "host:", ":50051", "host:port"])
+def test_a_master_without_host_or_port(master: str) -> None:
+    with pytest.raises(InvalidPayload, match=r"Mooncake master: expected host:port, found "):
+        MooncakeBlobs(master)
