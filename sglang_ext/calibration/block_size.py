@@ -14,10 +14,6 @@ from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 TAU = 0.98
 """Recall retention of the paper's study (AB-Sparse, Figure 4)."""
 
-MIN_ORACLE_RECALL = 0.5
-"""A head whose best possible selection keeps less than this share of its attention is called near-uniform. Uniform
-attention reaches the keep ratio (0.05 to 0.1); heads that sparse attention is made for, 0.95 (Kascade, Figure 1)."""
-
 
 def block_sizes_by_tau(recall: Tensor, tau: float = TAU) -> Tensor:
     """The largest block size that keeps tau of the recall at the smallest one (Eq. 2).
@@ -78,10 +74,3 @@ def block_sizes_by_budget(recall: Tensor, target: float) -> Tensor:
         chosen.append(BLOCK_SIZES[i])
         left -= costs[i]
     return torch.tensor(chosen[::-1]).view(recall.shape[:-1])
-
-
-def near_uniform_heads(oracle_recall: Tensor) -> Tensor:
-    """[...] bool: heads that no selection serves. Even that of the best tokens at the budget keeps less than
-    `MIN_ORACLE_RECALL` of their attention (`oracle_recall` [...]).
-    """
-    return oracle_recall < MIN_ORACLE_RECALL

@@ -117,8 +117,7 @@ class PromptBuilder:
             try:
                 yield task[0], self.line(*task)
             except EngineDiedError as error:
-                line = {"id": task[0].id, "status": "failed", "reason": "engine_died", "detail": str(error)}
-                yield task[0], line
+                yield task[0], {"id": task[0].id, **_failed("engine_died", error)}
                 raise
 
     def line(self, prompt: Prompt, digest: str, wait: float) -> dict[str, Any]:
@@ -141,7 +140,7 @@ class PromptBuilder:
             if replace(old, **change) != old and not (unread and change.keys() <= {"name"}):
                 self._store.retain(line["digest"], replace(old, **change))
         except IndexStoreError as error:
-            return {**line, "status": "failed", "reason": "not_retained", "detail": str(error)}
+            return {**line, **_failed("not_retained", error)}
         return line
 
     def _after_others(self, prompt: Prompt, digest: str, wait: float) -> dict[str, Any]:
@@ -151,7 +150,7 @@ class PromptBuilder:
             try:
                 lease = self._store.lease(digest)
             except IndexStoreError as error:
-                return {"id": prompt.id, "status": "failed", "reason": type(error).__name__, "detail": str(error)}
+                return {"id": prompt.id, **_failed(type(error).__name__, error)}
             if lease is not None:  # the index is there, or its builder died; the engine leases it anew
                 lease.release()
                 line = self._one(prompt)
@@ -169,13 +168,13 @@ class PromptBuilder:
             return {"id": prompt.id, **self._build(prompt)}
         except Exception as error:  # one prompt must not end the job
             reason = error.reason if isinstance(error, StoreUnavailable) else type(error).__name__
-            return {"id": prompt.id, "status": "failed", "reason": reason, "detail": str(error) or repr(error)}
+            return {"id": prompt.id, **_failed(reason, str(error) or repr(error))}
 
     def _build(self, prompt: Prompt) -> dict[str, Any]:
         try:
             ids, warnings = prefix_tokens(prompt, self._engine.tokens)
         except ValueError as error:
-            return _refused_by_sglang(error)
+            return _failed("refused_by_sglang", error)
         line = self._build_tokens(prompt, ids)
         return {**line, "warnings": warnings} if warnings else line
 
@@ -198,7 +197,7 @@ class PromptBuilder:
         try:
             self._engine.prefill(rid, ids, prompt.extra_key, prompt.cache_salt)
         except ValueError as error:
-            return _refused_by_sglang(error)
+            return _failed("refused_by_sglang", error)
         event = reported(self._events, rid)
         with suppress(IndexStoreError):  # a report of what was built is not lost with the service
             self._store.rescan()
@@ -207,14 +206,14 @@ class PromptBuilder:
     def _refused(self, ids: Sequence[int]) -> dict[str, Any] | None:
         """Why a prompt is not sent to the engine, as a line of the report; None if it is."""
         if unknown := unknown_ids(ids, self._engine.vocab_size):
-            return {"status": "failed", "reason": "unknown_tokens", "detail": unknown}
+            return _failed("unknown_tokens", unknown)
         num_tokens, room = len(ids), self._engine.context_len - 1
         if num_tokens > room:
             detail = (
                 f"expected at most {room} tokens (context length less one), got {num_tokens}; "
                 "raise --context-length or shorten the prompt"
             )
-            return {"status": "failed", "reason": "too_long", "detail": detail}
+            return _failed("too_long", detail)
         least = max(self._config.min_sparse_prompt_len, self._config.build_align)
         if num_tokens < least:
             detail = f"expected at least {least} tokens (min_sparse_prompt_len), got {num_tokens}"
@@ -239,5 +238,5 @@ def open_builder(args: argparse.Namespace, settings: Settings, store: IndexStore
             yield PromptBuilder(engine, store, settings, events, args)
 
 
-def _refused_by_sglang(error: ValueError) -> dict[str, Any]:
-    return {"status": "failed", "reason": "refused_by_sglang", "detail": str(error)}
+def _failed(reason: str, detail: object) -> dict[str, Any]:
+    return {"status": "failed", "reason": reason, "detail": str(detail)}

@@ -43,7 +43,7 @@ def test_no_damage_reaches_a_decode_step(tmp_path: Path, sample: str) -> None:
 
 
 def test_without_the_check_damages_are_seen(tmp_path: Path) -> None:
-    status, (row, _) = hostile(tmp_path / "rows", "--unchecked", "--methods", "token_index", "--sample", "40")
+    status, (row, _) = hostile(tmp_path / "rows", "--unchecked", "--methods", "token_index", "--sample", "20")
     assert status == 1
     assert row["exceptions"] > 0
     assert row["accepted"] > row["refused"]

@@ -143,34 +143,20 @@ APART = {"ld": {1}, "st": {0}}
 
 
 def phases(ptx: str, path: Path, lines: set[int]) -> dict[str, set[int]]:
-    """When shared memory is read and written where warp groups are started.
-
-    Args:
-        ptx: of a kernel.
-        path: of its source file.
-        lines: of that file, as `sanitize.parts` names them.
-
-    Returns:
-        Of reads ("ld") and writes ("st") at these lines, how many `barrier.sync 1` there are before them, modulo
-        `START_TO_END`, on any way from the beginning. All threads take part in each of them, so what is in another
-        phase is at another time.
-
-    Raises:
-        ValueError: that barrier is used by some of the threads, or the file is not in the text once.
+    """Of reads ("ld") and writes ("st") of shared memory at these lines of a kernel's source: how many `barrier.sync 1`
+    there are before them, modulo `START_TO_END`, on any way from the beginning. All threads take part in each of them,
+    so what is in another phase is at another time.
     """
-    numbers = re.findall(rf'^\s*\.file\s+(\d+) "[^"]*{path.parent.name}/{path.name}"', ptx, re.MULTILINE)
-    if len(numbers) != 1:
-        raise ValueError(f"expected {path.name} in the PTX's table of files, once, got it {len(numbers)} times")
+    (number,) = re.findall(rf'^\s*\.file\s+(\d+) "[^"]*{path.parent.name}/{path.name}"', ptx, re.MULTILINE)
     code = [re.sub(r"\s*//.*", "", line).strip() for line in ptx[ptx.index("\n{") :].splitlines()]
     labels: dict[str, list[int]] = defaultdict(list)
     here: list[bool] = []
     for at, line in enumerate(code):
         if found := _LABEL.match(line):
             labels[found[1]].append(at)
-        if re.match(r"barrier\.sync\s+1,|bar\.sync\s+1\b|barrier\.cta", line):
-            raise ValueError(f"expected barrier 1 as one of all threads, got {line}")
+        assert not re.match(r"barrier\.sync\s+1,|bar\.sync\s+1\b|barrier\.cta", line), "barrier 1 is one of all threads"
         place = re.match(r"\.loc\s+(\d+) (\d+)", line)
-        here.append((place[1] == numbers[0] and int(place[2]) in lines) if place else bool(here) and here[-1])
+        here.append((place[1] == number and int(place[2]) in lines) if place else bool(here) and here[-1])
     known: list[set[int]] = [set() for _ in code]
     todo = [(0, 0)]
     while todo:

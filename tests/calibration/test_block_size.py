@@ -1,4 +1,4 @@
-"""Block sizes from recall: Eq. 2 literally, exhaustive search at a given average, near-uniform heads."""
+"""Block sizes from recall: Eq. 2 literally, exhaustive search at a given average."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.calibration.block_size import block_sizes_by_budget, block_sizes_by_tau, near_uniform_heads
+from sglang_ext.calibration.block_size import block_sizes_by_budget, block_sizes_by_tau
 from tests.examples import examples
 
 SIZES = (16, 32, 64)
@@ -50,11 +50,6 @@ def test_a_target_that_rounding_puts_just_out_of_reach_is_met():
     assert 64 / target * 9 < 11
     recall = torch.tensor([[0.9, 0.9, 0.1]] * 2 + [[0.9, 0.9, 0.9]] * 7)
     assert block_sizes_by_budget(recall, target).tolist() == [32] * 2 + [64] * 7
-
-
-def test_near_uniform_heads():
-    oracle = torch.tensor([[0.049, 0.5], [0.97, 0.4999]])
-    assert near_uniform_heads(oracle).tolist() == [[True, False], [False, True]]
 
 
 @pytest.mark.parametrize("target", [65.0, float("nan")])

@@ -60,11 +60,6 @@ def test_bad_data_is_refused_with_its_line(tmp_path, lines, message):
         read_calibration_prompts(write(tmp_path / "d.jsonl", *lines))
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(PromptError, match=r"expected a readable JSONL file.*check --data"):
-        read_calibration_prompts(tmp_path / "none.jsonl")
-
-
 def test_every_second_prompt_of_each_task_is_held_out():
     prompts = [CalibrationPrompt(id=f"{task}{i}", text=f"{task}{i}", task=task) for i in range(5) for task in "abc"]
     held = held_out_ids(prompts)

@@ -31,17 +31,12 @@ def layers_of(capture, rows):
     return [capture.layer(layer, rows) for layer in range(capture.num_layers)]
 
 
-def test_tokens_behind_the_prefix_are_measured_the_last_one_always():
+def test_tokens_behind_the_prefix_are_measured_the_last_one_always_and_without_them_the_latest():
     capture = make_capture(asked=30)
     assert capture.positions[measured_tokens(capture, 100)].tolist() == list(range(256, 286))
     some = capture.positions[measured_tokens(capture, 4)].tolist()
-    assert (len(some), some[-1]) == (4, 285)
-    assert some == sorted(set(some))
-
-
-def test_without_tokens_behind_the_prefix_the_latest_are_measured():
-    capture = make_capture(asked=0)
-    assert measured_tokens(capture, 3).tolist() == [37, 38, 39]
+    assert (len(set(some)), sorted(some), some[-1]) == (4, some, 285)
+    assert measured_tokens(make_capture(asked=0), 3).tolist() == [37, 38, 39]
 
 
 def test_a_measurement_holds_what_the_single_functions_say():

@@ -42,11 +42,6 @@ def test_anchors_against_exhaustive_search(data, size):
     assert (len(choice), choice[0], objective(choice)) == (count, first, best)
 
 
-def test_assigned_anchors():
-    assert list(assigned_anchors((0, 2, 5), 7).values()) == [0, 0, 2, 2, 2, 5, 5]
-    assert assigned_anchors((1, 2), 4) == {1: 1, 2: 2, 3: 2}
-
-
 @given(st.integers(1, 6).flatmap(lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1)))
 def test_every_head_has_its_best_partner(rows):
     chosen = best_head_map(torch.tensor(rows, dtype=torch.float32))

@@ -41,12 +41,10 @@ def count(number: int) -> str:
 
 def span(seconds: float) -> str:
     """`0s`, `59s`, `12m`, `3h`, `45d`, `3y`: at most 4 characters for a century. A time to come is `0s`."""
-    seconds = max(0.0, seconds)
-    for unit, length in (("y", 2 * 365.25 * 86400), ("d", 2 * 86400), ("h", 2 * 3600), ("m", 120)):
-        if seconds >= length:
-            per = {"y": 365.25 * 86400, "d": 86400, "h": 3600, "m": 60}[unit]
-            return f"{int(seconds // per)}{unit}"
-    return f"{int(seconds)}s"
+    for unit, length in (("y", 365.25 * 86400), ("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{max(0, int(seconds))}s"
 
 
 def retention(pinned: bool, expires: float | None, now: float) -> str:
