@@ -297,17 +297,13 @@ class QuerySamples:
 
 
 def _without_overlap(used: Sequence[tuple[QuerySample, range]]) -> list[tuple[QuerySample, range]]:
-    """Of samples that cover the same tokens, one: the longest first, each for what no other one has."""
+    """Of samples that cover the same tokens, one: that which begins first, and of those the longest."""
     chosen: list[tuple[QuerySample, range]] = []
-    for sample, span in sorted(used, key=lambda one: -len(one[1])):
-        free = span
-        for _, taken in chosen:
-            if taken.start <= free.start < taken.stop:
-                free = range(min(taken.stop, free.stop), free.stop)
-            elif free.start < taken.start < free.stop:
-                free = range(free.start, taken.start)
-        if free:
-            chosen.append((sample, free))
+    end = 0
+    for sample, span in sorted(used, key=lambda one: (one[1].start, -one[1].stop)):
+        if span.stop > end:
+            chosen.append((sample, range(max(span.start, end), span.stop)))
+            end = span.stop
     return chosen
 
 

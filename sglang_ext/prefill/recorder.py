@@ -231,7 +231,7 @@ class QueryRecorder:
 
         Args:
             rids: requests of the step, in batch order.
-            first_positions: position of each request's first token in this step; 0 starts a capture anew.
+            first_positions: position of each request's first token in this step.
             num_tokens: tokens of each request in this step. Tokens past the prompt (decode rows of a mixed
                 batch) are never part of the sample.
         """
@@ -240,9 +240,6 @@ class QueryRecorder:
         for rid, first, count in zip(rids, first_positions, num_tokens, strict=True):
             capture = self._captures.get(rid)
             if capture is not None and min(capture.seen) < capture.end:
-                if first == 0 and capture.seen[0]:
-                    self.start(rid, capture.prompt_len)
-                    capture = self._captures[rid]
                 wanted = min(count, capture.end - first)
                 if first != capture.seen[0]:
                     capture.broken = (

@@ -63,6 +63,9 @@ class PrefixDirectory:
         profile_digest: digest of how this server expects indexes to be built.
         publish: receives (usable indexes, bytes of all, problems) now and then, for exported metrics.
 
+    Attributes:
+        problems: what in the store is no usable index, as last known (`known`); what readers found damaged among it.
+
     Raises:
         IndexStoreError: the store cannot be used, or its service or remote tier does not answer.
     """
@@ -89,10 +92,10 @@ class PrefixDirectory:
         self._publish = publish
         self._next_rescan = self._next_publish = 0.0
         self._listed: tuple[Sequence[IndexEntry], Counter[str | None]] = (), Counter()
-        self._problems: list[str] = []
+        self.problems: list[str] = []
         self._scan_problem: str | None = None
         self._look()
-        for problem in self._problems:
+        for problem in self.problems:
             logger.warning("sparse attention: ignored in the store: %s", problem)
 
     def lookup(self, namespace_fields: Mapping[str, str | None], prompt: Sequence[int]) -> Lookup:
@@ -160,10 +163,10 @@ class PrefixDirectory:
     def _look(self) -> None:
         try:
             self._list()
-            self._problems = [str(problem.error) for problem in self.store.problems()]
-            self._tell(len(self._problems))
+            self.problems = [str(problem.error) for problem in self.store.problems()]
+            self._tell(len(self.problems))
         except Exception as error:  # the server lives on
-            self._problems = [str(error) if isinstance(error, IndexStoreError) else repr(error)]
+            self.problems = [str(error) if isinstance(error, IndexStoreError) else repr(error)]
 
     def summary(self) -> str:
         """One line for people: how many indexes are usable here, of how many, and what the others are."""
@@ -183,11 +186,6 @@ class PrefixDirectory:
                 self._looking = self._workers.submit(self._look)
             late = bool(wait([self._looking], _PATIENCE_S).not_done)
         return self._listed[0], late
-
-    @property
-    def problems(self) -> Sequence[str]:
-        """What in the store is no usable index, as last known (`known`); what readers found damaged among it."""
-        return self._problems
 
     def change(self, how: Callable[[IndexStore], object]) -> str:
         """Change something in the store, on a thread of its own.
@@ -210,7 +208,7 @@ class PrefixDirectory:
         list, and the rest is as last known.
         """
         _, late = self.known()
-        problems = self._problems
+        problems = self.problems
         if self._scan_problem is not None and self._scan_problem not in problems:
             problems = [self._scan_problem, *problems]
         entries, fitting = self._listed

@@ -161,6 +161,15 @@ def test_a_file_that_another_server_removed_is_looked_for_again(tmp_path: Path) 
     assert eventually(lambda: (served.offloading.before_batch(queue, SLOTS), events["loaded"])[1] == 1)
 
 
+def test_a_file_that_cannot_be_read_is_not_tried_again_at_once(tmp_path: Path) -> None:
+    served, file = stored(tmp_path, "wait_complete")
+    file.unlink()
+    file.mkdir()
+    assert served.offloading.before_batch(waiting(), SLOTS)
+    happens(served, "load_failed")
+    assert served.offloading.before_batch(waiting(), SLOTS) == []
+
+
 class Long:
     """A prompt that has no room without its prefix, in the queue behind others."""
 

@@ -253,39 +253,27 @@ def test_a_request_whose_index_does_not_serve_stays_on_the_device(why: str) -> N
 
 def test_rows_are_asked_for_once_until_a_slot_changes() -> None:
     """Where a batch has them on the device only, asking waits for it."""
-    served = Served()
+    served, asked = Served(), []
     served.slots(0, 0, PREFIX)
     for _ in range(2):
         served.decode(0, attachment())
     served.behind(3, attachment(), Request())
-    asked = []
 
-    class Rows:
-        def __getitem__(self, part: slice) -> Any:
-            return self
-
-        def tolist(self) -> list[int]:
-            asked.append(1)
-            return rows
-
-    def hosted(*rids: str) -> list[bool]:
-        batch = SimpleNamespace(req_pool_indices=Rows(), batch_size=len(rids), rids=list(rids))
+    def hosted(rids: str, *rows: int) -> list[bool]:
+        indices = SimpleNamespace(tolist=lambda: (asked.append(rids), list(rows))[1])
+        batch = SimpleNamespace(req_pool_indices=indices, batch_size=len(rids), rids=list(rids))
         return [one is not None for one in served.offloading.hosts(batch)]
 
-    rows = [3, 4]
     for _ in range(3):
-        assert hosted("a", "b") == [True, False]
-    assert len(asked) == 1
-    rows = [4, 3]
-    assert hosted("b", "a") == [False, True]
+        assert hosted("ab", 3, 4) == [True, False]
+    assert hosted("ba", 4, 3) == [False, True]
     for _ in range(2):
-        assert hosted("a", "a") == [False, True], "two requests of one id"
-    assert len(asked) == 4
+        assert hosted("aa", 4, 3) == [False, True], "two requests of one id"
+    assert asked == ["ab", "ba", "aa", "aa"]
     served.behind(5, attachment(), Request())
-    rows = [3, 5]
-    assert hosted("a", "b") == [True, True]
+    assert hosted("ab", 3, 5) == [True, True]
     served.offloading.slot_freed(5)
-    assert hosted("a", "b") == [True, False]
+    assert hosted("ab", 3, 5) == [True, False]
 
 
 def test_a_copy_that_fails_is_not_tried_again() -> None:

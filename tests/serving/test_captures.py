@@ -17,17 +17,9 @@ HEADS, PROMPT = KV_HEADS * GQA, 12
 
 
 def _captures(folder: Path) -> PrefillCaptures:
-    config = config_from_dict(
-        {
-            "build": "capture",
-            "capture_folder": str(folder),
-            "build_report": str(folder / "events.jsonl"),
-            "query_samples": 8,
-            "capture_tail": 2,
-            "capture_steps": 3,
-        }
-    )
-    return PrefillCaptures(config, Model(None))
+    fields = {"build": "capture", "capture_folder": str(folder), "build_report": str(folder / "events.jsonl")}
+    sizes = {"query_samples": 8, "capture_tail": 2, "capture_steps": 3}
+    return PrefillCaptures(config_from_dict({**fields, **sizes}), Model(None))
 
 
 def _run(captures: PrefillCaptures, rid: str, steps: int, layers_of_last_step: int = LAYERS) -> torch.Tensor:

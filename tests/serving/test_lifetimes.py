@@ -133,21 +133,10 @@ def test_a_log_of_steps_says_what_became_of_the_tokens_that_were_given() -> None
 @pytest.mark.parametrize(("stream", "incremental"), [(True, True), (True, False), (False, True)])
 def test_what_is_told_comes_last_and_once(stream: bool, incremental: bool) -> None:
     """SGLang asks for slices by the numbers of tokens; of an incremental stream it cuts what it was given by them."""
-
-    class Request:
-        ended = False
-
-        def __init__(self) -> None:
-            self.stream = stream
-
-        def finished(self) -> bool:
-            return self.ended
-
-    request = Request()
+    request, ended = Request(), [False, True]
+    request.stream, request.finished = stream, lambda: ended.pop(0)
     told = Told(request, Attachment("r", prompt_len=5), incremental)
-    found = told[0:3]
-    request.ended = True
-    found = [*found, *told[3:5]]
+    found = [*told[0:3], *told[3:5]]
     summary = {"steps": {"sparse": 0, "cascade": 0, "dense": 4}, "index": None}
     summary |= {"prefix_tokens": 0, "selected_tokens": 0, "guarded_steps": 0, "reasons": []}
     assert found == ([None] * 4 if stream and incremental else []) + [summary]

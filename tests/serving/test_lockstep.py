@@ -18,7 +18,7 @@ from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.ranks import Ranks
 from tests.serving.admitting import Request, entered
 from tests.serving.meeting import Meeting
-from tests.serving.planning import LONGEST, PREFIX, blank_index, forward_of, path_of, planner
+from tests.serving.planning import LONGEST, PREFIX, blank_index, capture_all, forward_of, path_of, planner
 
 ROWS, LAYERS = 8, 4
 
@@ -46,9 +46,7 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
     config = config_from_dict({"share_prefixes": True, "min_shared_tokens": PREFIX, "min_top_k": 16, **fields})
     steps = planner(config, requests, counters, LayerPlan.default(LAYERS, 1), ROWS, 2, ranks)
     for size in (8, 4, 2, 1):
-        for path in (StepPath.CASCADE, StepPath.SPARSE):
-            with steps.capturing(size, path):
-                pass
+        capture_all(steps, size)
 
     def release(attachment: Attachment) -> None:
         attachment.index = None
@@ -87,6 +85,22 @@ def _run(ranks: Ranks, seed: int, joins: float = 0.2, **fields: Any) -> list[Any
     return seen
 
 
+def _alike(seed: int, **fields: Any) -> list[Any]:
+    """What two ranks saw in each step, which is the same."""
+    one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, **fields))
+    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
+        assert mine == theirs, f"step {step}"
+    return list(one)
+
+
+@pytest.fixture
+def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse step is as good as free."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
+    monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
+
+
 class _Clock:
     """Of attention and of a selection, behind few tokens and behind more; another time for each rank and size."""
 
@@ -101,17 +115,12 @@ class _Clock:
         return self._random.uniform(*self.RANGES[number % len(self.RANGES)])
 
 
+@pytest.mark.usefixtures("selecting")
 @pytest.mark.parametrize("seed", range(2))
 def test_two_ranks_have_indexes_of_the_same_own_tokens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there are too few bytes for all, and requests leave while theirs grow."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
-    monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
-    fields = {"suffix_dense_tokens": 32, "suffix_index_bytes": 150 * 100}
     monkeypatch.setattr(ResidentIndex, "nbytes", PREFIX * 100, raising=False)
-    one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, **fields))
-    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
-        assert mine == theirs, f"step {step}"
+    one = _alike(seed, suffix_dense_tokens=32, suffix_index_bytes=150 * 100)
     own = [kept[kept.index("own") + 1 :] for _, kept, _, _ in one if kept is not None]
     assert {len(of_step) for of_step in own} >= {0, 1, 2}
     assert all(sum(one.prefix_len for one in of_step) <= 150 for of_step in own)
@@ -125,23 +134,16 @@ def test_two_ranks_take_one_path_in_every_step(seed: int, period: int, monkeypat
     pytest.importorskip("triton")
     monkeypatch.setattr(sparse, "measure_us", _Clock(seed))
     joins = 0.2 if period == 1 else 0.05  # a batch that changes is searched
-    one, two = Meeting(2).run(lambda ranks: _run(ranks, seed, joins, search_period=period))
-    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
-        assert mine == theirs, f"step {step}"
+    one = _alike(seed, joins=joins, search_period=period)
     assert (StepPath.KEPT in {path for path, _, _, _ in one}) == (period > 1)
     assert all(problem is None for _, _, problem, _ in one)
     assert {path for path, _, _, _ in one} >= {StepPath.CASCADE, StepPath.SPARSE}
     assert one[-1][3]["votes"] < len(one)
 
 
-def test_two_ranks_judge_an_index_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("selecting")
+def test_two_ranks_judge_an_index_alike() -> None:
     """Each measures the error of its own heads, in its own time."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
-    monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
-    fields = {"quality_slo": 0.4, "guard_every": 3, "guard_share": 1.0, "quality_recovery_s": 3600.0}
-    one, two = Meeting(2).run(lambda ranks: _run(ranks, 0, **fields))
-    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
-        assert mine == theirs, f"step {step}"
+    one = _alike(0, quality_slo=0.4, guard_every=3, guard_share=1.0, quality_recovery_s=3600.0)
     assert one[-1][3]["steps"] >= 8
     assert one[-1][3]["events"]["raised"] > 0

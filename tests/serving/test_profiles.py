@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 from prefix_index import ArrayKey, ModelFingerprint
 from sglang_ext.administration import BAD, CONFLICT, GOOD, Answer, answered
 from sglang_ext.config import ConfigError, Settings, make_settings, settings_from_env
-from sglang_ext.methods import make_builder, method_specs
-from sglang_ext.methods.profile import Profile, ProfileError, layer_profile
+from sglang_ext.methods import method_specs
+from sglang_ext.methods.profile import Profile, ProfileError
 from sglang_ext.prefill.builder import IndexFactory, profile_digest
 from sglang_ext.profiles import PROFILE_FILE, check_profile, find_profile, layer_plan_of_rank, local_folder
 from sglang_ext.runtime import SparseRuntime
@@ -214,16 +215,12 @@ def test_an_index_is_built_with_each_layers_part_of_the_profile(settle: Settle, 
     factory = IndexFactory(bench.store, config, profile)
     built = factory.assemble(identity, lambda layer: bench.keys(prompt, layer), None, DIM**-0.5)
     entry, _ = factory.keep(*built, prompt)
-    spec = method_specs(config)["two_level"]
     with bench.store.get(entry.identity) as file:
-        for layer in range(LAYERS):
-            built = make_builder(spec, layer_profile(profile, layer)).build_layer(bench.keys(prompt, layer), None)
-            for head in range(KV_HEADS):
-                names = ("first.block_sizes", "second.channels")
-                sizes, channels = file.read_many(ArrayKey(f"two_level.{name}", layer, head) for name in names).values()
-                assert int(sizes) == profile.block_sizes[layer][head]
-                assert channels.tolist() == list(profile.channels[layer][head])
-                assert channels.tolist() == built["second.channels"][head].tolist()
+        for layer, head in product(range(LAYERS), range(KV_HEADS)):
+            names = ("first.block_sizes", "second.channels")
+            sizes, channels = file.read_many(ArrayKey(f"two_level.{name}", layer, head) for name in names).values()
+            assert int(sizes) == profile.block_sizes[layer][head]
+            assert channels.tolist() == list(profile.channels[layer][head])
 
 
 def test_of_a_profile_that_is_read_again_the_keep_ratio_counts_and_all_else_needs_a_restart(settle: Settle) -> None:

@@ -124,13 +124,6 @@ def test_no_device_memory_for_queries_ends_the_capture_and_not_the_forward(monke
     assert len(asked) == 1, "it is not tried again in every layer"
 
 
-def test_a_prefill_that_starts_over_forgets_the_first_one() -> None:
-    recorder = _started(8, 50)
-    _feed(recorder, "a", 50, [20])
-    _feed(recorder, "a", 50, [30, 20])
-    assert _taken(recorder).problem() is None
-
-
 def test_decode_rows_of_a_mixed_batch_are_not_recorded_and_do_not_spoil_the_capture() -> None:
     recorder = _started(8, 50)
     recorder.start("b", 30)
@@ -145,18 +138,6 @@ def test_decode_rows_of_a_mixed_batch_are_not_recorded_and_do_not_spoil_the_capt
             recorder.record(step, layer, q)
     for rid in ("a", "b"):
         assert (_taken(recorder, rid).queries(2) >= 0).all()
-
-
-def test_a_prefill_repeated_after_a_retraction_leaves_a_complete_capture_alone() -> None:
-    recorder = _started(8, 50)
-    _feed(recorder, "a", 50, [50])
-    before = recorder._captures["a"].samples
-    assert before is not None
-    for first, count in ((48, 7), (0, 55)):  # from the cache, and from the start, generated tokens included
-        assert recorder.begin_step(["a"], [first], [count], CPU) == []
-    capture = _taken(recorder)
-    assert capture.problem() is None
-    assert capture.samples is before
 
 
 def test_requests_of_one_step_are_told_apart_by_their_rows() -> None:

@@ -156,8 +156,9 @@ def sample(tokens: list[int], begin: int, value: float, rows: int = 8) -> QueryS
 def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly(keep: Keep) -> None:
     samples = keep(
         sample([*PROMPT[:32], *range(700, 732)], 0, 1000.0),  # begins as it does, then differs
-        sample([*PROMPT, *range(100, 132)], 32, 2000.0),  # computed from 32 on
+        sample([*PROMPT, *range(100, 132)], 20, 2000.0),  # computed from 20 on
         sample(list(range(9, 99)), 0, 9000.0),  # another prompt
+        sample([*PROMPT, *range(800, 832)], 48, 8000.0),  # nothing that the others have not
     )
     found = samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4)
     assert found.shape[:2] == (LAYERS, KV_HEADS)
