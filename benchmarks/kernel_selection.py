@@ -32,7 +32,7 @@ from prefix_kernels.grouped_attention import AttentionShape, Segment, has_specia
 from prefix_kernels.top_k_selection import NUM_KEYS
 from prefix_kernels.types import Selection, SelectionGroup, list_stride, new_lists, pack_lists
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.select_op import ListSizes, graph_op
+from sglang_ext.decode.select_op import ListSizes, OpContext, graph_op
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, ABSparseSpec
 from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile
@@ -219,7 +219,7 @@ class Ours:
         count = len(prefixes.rows)
         entries, room = count * heads * list_stride(prefixes.budget), count * (length + 4)
         sizes = ListSizes(count, entries, prefixes.batch, length, room, 1, tuple(range(layers)) if ahead else ())
-        self._op: Any = graph_op(prefixes.shape, prefixes.config, prefixes.spec, layers, sizes, device)
+        self._op: Any = graph_op(prefixes.spec, OpContext(prefixes.shape, prefixes.config, layers, sizes, device))
         if not self._op.fits([length] * count, [prefixes.budget] * count):
             raise NoRoomError(f"expected room for {count} prefixes of {length} tokens, got none: they attend exactly")
         indexes: list[Any] = [_Index(arrays, length, layers) for arrays in prefixes.arrays]

@@ -20,7 +20,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, Selection, SelectionGroup, pack_lists
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.select_op import ListSizes, ReferenceOp, SelectOp, op_maker
+from sglang_ext.decode.select_op import ListSizes, OpContext, ReferenceOp, SelectOp, make_op
 from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
@@ -122,16 +122,15 @@ class Server:
         every = self.config.summed_every
         selector = RoundedQueries(SPEC, every) if specialized and of_tokens else make_selector(spec, every)
 
-        def make_op(sizes: ListSizes) -> SelectOp:
-            pooling = Pooling(self.config.pooling)
+        def made(sizes: ListSizes) -> SelectOp:
             if not kernels:
-                return ReferenceOp(selector, pooling, sizes.ahead)
-            return op_maker(self.shape, self.config, spec, LAYERS, device, captured=True)(sizes)
+                return ReferenceOp(selector, Pooling(self.config.pooling), sizes.ahead)
+            return make_op(spec, OpContext(self.shape, self.config, LAYERS, sizes, device), captured=True)
 
         self.sparse = SparseDecode(
             self.shape,
             self.config,
-            make_op,
+            made,
             self.plan,
             self.tracker,
             arena_size=size * 8192,

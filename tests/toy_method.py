@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from prefix_index import PAGE_TOKENS
-from sglang_ext.decode.select_op import ReferenceOp
+from sglang_ext.decode.select_op import OpContext, ReferenceOp
 from sglang_ext.methods.arrays import Form
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, Selector
 
@@ -35,10 +35,11 @@ class EveryNthSelector(Selector[EveryNthSpec]):
 class EveryNthOp(ReferenceOp):
     """Lists are written by `plan`, for any index and any queries alike; a captured `run` copies them."""
 
-    def __init__(self, layer: Any, config: Any, spec: EveryNthSpec, num_layers: int, sizes: Any, device: Any):
-        super().__init__(EveryNthSelector(spec), config.pooling)
-        self.counts = torch.zeros(sizes.max_groups, layer.num_kv_heads, dtype=torch.int32, device=device)
-        self.positions, self.at = torch.zeros(2, sizes.list_entries, dtype=torch.int32, device=device)
+    def __init__(self, spec: EveryNthSpec, context: OpContext) -> None:
+        super().__init__(EveryNthSelector(spec), context.config.pooling)
+        shape, sizes, on = context.shape, context.sizes, {"dtype": torch.int32, "device": context.device}
+        self.counts = torch.zeros(sizes.max_groups, shape.num_kv_heads, **on)
+        self.positions, self.at = torch.zeros(2, sizes.list_entries, **on)
         self.index: Any = SimpleNamespace(layers=[{"first": self.counts.T}])
 
     def plan(self, size: int, rows: Any, groups: Any, indexes: Any = ()) -> None:

@@ -22,7 +22,7 @@ from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.guard import GuardedStep, QualityGuard
-from sglang_ext.decode.select_op import graph_refusal, op_maker
+from sglang_ext.decode.select_op import ListSizes, OpContext, SelectOp, graph_refusal, make_op
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, HostPrefix, StepPath
@@ -191,13 +191,17 @@ class DecodePlanner:
         """What attends by indexes; None, and a warning, where decode graphs cannot hold it or its spec."""
         view, graphs = self._view, self._view.decode_graphs
         longest = view.req_to_token.shape[1]
+
+        def made(sizes: ListSizes) -> SelectOp:
+            return make_op(spec, OpContext(shape, config, len(layer_plan), sizes, view.device), captured=graphs)
+
         message = graph_refusal(spec.method) if graphs else None
         if message is None:
             try:
                 return SparseDecode(
                     shape,
                     config,
-                    op_maker(shape, config, spec, len(layer_plan), view.device, captured=graphs),
+                    made,
                     layer_plan,
                     self._tracker,
                     arena_size=self._room(arena_size),

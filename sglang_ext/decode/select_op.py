@@ -6,7 +6,7 @@ import itertools
 import pkgutil
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,6 +53,25 @@ class ListSizes:
     def hold(self, lengths: Sequence[int]) -> bool:
         """Whether groups of so many tokens can be scored in one step."""
         return max(lengths) <= self.max_prefix_len and sum(n + ALIGNED for n in lengths) <= self.room
+
+
+@dataclass(frozen=True)
+class OpContext:
+    """What an operation is made for.
+
+    Attributes:
+        shape: of a layer.
+        config: pooling, and how many tokens enter its sums.
+        num_layers: of the model.
+        sizes: what it must hold.
+        device: of the KV pool.
+    """
+
+    shape: AttentionShape
+    config: SparseAttnConfig
+    num_layers: int
+    sizes: ListSizes
+    device: torch.device
 
 
 class SelectOp(ABC):
@@ -299,15 +318,8 @@ def graph_refusal(method: str) -> str | None:
     return f"method {method} has no kernels for decode graphs, as {others} have"
 
 
-def graph_op(
-    shape: AttentionShape,
-    config: SparseAttnConfig,
-    spec: IndexSpec,
-    num_layers: int,
-    sizes: ListSizes,
-    device: torch.device,
-) -> SelectOp:
-    """A method's operation for decode graphs; see `op_maker`.
+def graph_op(spec: IndexSpec, context: OpContext) -> SelectOp:
+    """A method's operation for decode graphs: `METHODS[...].decode_op`, called with these.
 
     Raises:
         ValueError: it has none, or none for this spec.
@@ -315,35 +327,19 @@ def graph_op(
     refusal, named = graph_refusal(spec.method), METHODS[spec.method].decode_op
     if named is None:
         raise ValueError(f"{refusal}; name one of these")
-    op: SelectOp = pkgutil.resolve_name(named)(shape, config, spec, num_layers, sizes, device)
+    op: SelectOp = pkgutil.resolve_name(named)(spec, context)
     return op
 
 
-def op_maker(
-    shape: AttentionShape,
-    config: SparseAttnConfig,
-    spec: IndexSpec,
-    num_layers: int,
-    device: torch.device,
-    *,
-    captured: bool,
-) -> Callable[[ListSizes], SelectOp]:
-    """What makes the operation of a method, once the sizes of lists are known.
-
-    A method's own maker is called with `(shape, config, spec, num_layers, sizes, device)`.
+def make_op(spec: IndexSpec, context: OpContext, *, captured: bool) -> SelectOp:
+    """The operation of a method. What `graph_refusal` names has the reference only.
 
     Args:
-        shape: of a layer.
-        config: pooling, and how many tokens enter its sums.
-        spec: of the method. What `graph_refusal` names has the reference only.
-        num_layers: of the model.
-        device: of the KV pool.
+        spec: of the method.
+        context: what it is made for.
         captured: whether decode steps replay graphs.
     """
-
-    def make(sizes: ListSizes) -> SelectOp:
-        if captured and graph_refusal(spec.method) is None:
-            return graph_op(shape, config, spec, num_layers, sizes, device)
-        return ReferenceOp(make_selector(spec, config.summed_every), Pooling(config.pooling), sizes.ahead)
-
-    return make
+    if captured and graph_refusal(spec.method) is None:
+        return graph_op(spec, context)
+    selector = make_selector(spec, context.config.summed_every)
+    return ReferenceOp(selector, Pooling(context.config.pooling), context.sizes.ahead)

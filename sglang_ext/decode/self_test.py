@@ -12,7 +12,7 @@ from prefix_kernels.grouped_attention import AttentionShape, Segment, default_co
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, list_stride, new_lists, pack_lists
-from sglang_ext.decode.select_op import ListSizes, graph_op, graph_refusal, selection_group
+from sglang_ext.decode.select_op import ListSizes, OpContext, graph_op, graph_refusal, selection_group
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.base import LayerProfile, SelectArgs
 from sglang_ext.options import SparseAttnConfig
@@ -81,7 +81,8 @@ def _selected(
     index: Any = _Index(builder.build_layer(keys, samples))
     (group,) = pack_lists([selection_group(config, TOKENS, BUDGET)], KV_HEADS)
     entries = KV_HEADS * list_stride(BUDGET)
-    op = graph_op(shape, config, spec, 1, ListSizes(1, entries, ROWS, TOKENS, TOKENS + 4, 1), q.device)
+    sizes = ListSizes(1, entries, ROWS, TOKENS, TOKENS + 4, 1)
+    op = graph_op(spec, OpContext(shape, config, 1, sizes, q.device))
     op.number_of(index)
     op.plan(ROWS, [tuple(range(ROWS))], [group], [index])
     lists = new_lists(entries, (1, KV_HEADS), q.device, with_slots=True)

@@ -330,8 +330,9 @@ class Method(Generic[S]):
         spec: its parameters.
         builder: called with a spec and, where it is known, a `LayerProfile`.
         selector: called with a spec. The reference of the decode operation.
-        decode_op: `module:function` that makes the operation which decode graphs hold, imported where one is made (see
-            `decode.select_op`). None: the method has none, and its indexes are used without decode graphs only.
+        decode_op: `module:function` that makes the operation which decode graphs hold of a spec and an `OpContext`
+            (see `decode.select_op`), imported where one is made. None: the method has none, and its indexes are used
+            without decode graphs only.
         samples_sums: whether the selector takes `sum_every` beside the spec (see `pooling.pool_scores`).
     """
 

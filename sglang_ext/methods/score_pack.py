@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorSelection
-from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.pooled_scores import Layers, ScoreInputs, array_addresses
 from prefix_kernels.types import ALIGNED, SelectedLists, SelectionGroup, list_stride, place_scores
-from sglang_ext.decode.select_op import ListSizes
+from sglang_ext.decode.select_op import OpContext
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
 from sglang_ext.prefix.residency import LayerArrays
@@ -36,15 +35,12 @@ class ScorePack:
 
     Args:
         op: whose arrays are scored.
-        shape: of a layer.
-        sizes: of the operation; `ahead` has the layers.
+        context: of the operation; `sizes.ahead` has the layers.
         list_entries: from the lists of one layer to those of the next.
-        device: of the KV pool.
     """
 
-    def __init__(
-        self, op: ScoredOp, shape: AttentionShape, sizes: ListSizes, list_entries: int, device: torch.device
-    ) -> None:
+    def __init__(self, op: ScoredOp, context: OpContext, list_entries: int) -> None:
+        shape, sizes, device = context.shape, context.sizes, context.device
         self._op, self._sizes, self._list_entries = op, sizes, list_entries
         self._layers, self._heads = list(sizes.ahead), shape.num_kv_heads
         count = len(self._layers)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, Form, ScoredTokens, default_config
-from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooled_scores import (
     ARRAYS,
@@ -26,7 +25,7 @@ from prefix_kernels.pooled_scores import (
     check_group,
 )
 from prefix_kernels.types import CandidateForm, SelectedLists, SelectionGroup, list_stride, place_scores
-from sglang_ext.decode.select_op import ListSizes, ScoringOp
+from sglang_ext.decode.select_op import OpContext, ScoringOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
 from sglang_ext.methods.base import IndexSpec
@@ -85,9 +84,8 @@ class ScoredOp(ScoringOp):
 
     Args:
         spec: of the method.
-        layer: shape of a layer. Hopper's own kernel, which multiplies in halves, scores no queries of fp32.
         shape: what is scored.
-        num_layers, sizes, device: see `decode.select_op.op_maker`.
+        context: see there. Hopper's own kernel, which multiplies in halves, scores no queries of fp32.
         alike: whether all layers have blocks of the same sizes.
 
     Attributes:
@@ -98,17 +96,8 @@ class ScoredOp(ScoringOp):
     ends_in_lists = True
     candidates: Tensor | None = None
 
-    def __init__(
-        self,
-        spec: IndexSpec,
-        layer: AttentionShape,
-        shape: ScoreShape,
-        num_layers: int,
-        sizes: ListSizes,
-        device: torch.device,
-        *,
-        alike: bool = True,
-    ) -> None:
+    def __init__(self, spec: IndexSpec, shape: ScoreShape, context: OpContext, *, alike: bool = True) -> None:
+        layer, num_layers, sizes, device = context.shape, context.num_layers, context.sizes, context.device
         self.shape = shape
         self._spec, self._head_dim, self._sizes, self._device = spec, layer.head_dim, sizes, device
         self._specialized = device.type == "cuda" and layer.dtype is not torch.float32

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import CandidateForm
-from sglang_ext.decode.select_op import ListSizes
+from sglang_ext.decode.select_op import OpContext
 from sglang_ext.methods.ab_sparse.spec import ABSparseSpec, ragged_name
 from sglang_ext.methods.arrays import ROW_INDPTR
 from sglang_ext.methods.channels import CHANNELS
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
-from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays
 
 _FORMS = {"mean": CandidateForm.MEAN, "minmax": CandidateForm.MINMAX, "ball": CandidateForm.BALL}
@@ -25,34 +23,23 @@ _FORMS = {"mean": CandidateForm.MEAN, "minmax": CandidateForm.MINMAX, "ball": Ca
 class ABSparseOp(ScoredOp):
     """Scores blocks; a block's tokens share its score. Entries of lists are scored by their blocks' mean keys as tokens
     are.
-
-    Args:
-        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
     """
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        config: SparseAttnConfig,
-        spec: ABSparseSpec,
-        num_layers: int,
-        sizes: ListSizes,
-        device: torch.device,
-    ) -> None:
-        self._ab_sparse = spec
-        of_entries = spec.representation == "mean" and sizes.entry_tokens > 1
+    def __init__(self, spec: ABSparseSpec, context: OpContext) -> None:
+        self._ab_sparse, shape, entry_tokens = spec, context.shape, context.sizes.entry_tokens
+        of_entries = spec.representation == "mean" and entry_tokens > 1
         scored = ScoreShape(
             shape.num_qo_heads,
             shape.num_kv_heads,
             channels=spec.kept_channels(shape.head_dim),
             bits=spec.bits,
             listed_channels=spec.selects_channels(shape.head_dim),
-            pooling=Pooling(config.pooling),
+            pooling=Pooling(context.config.pooling),
             form=CandidateForm.TOKEN if of_entries else _FORMS[spec.representation],
-            entry_tokens=1 if of_entries else sizes.entry_tokens,
+            entry_tokens=1 if of_entries else entry_tokens,
             shared_rows=of_entries,
         )
-        super().__init__(spec, shape, scored, num_layers, sizes, device, alike=spec.sizes == "uniform")
+        super().__init__(spec, scored, context, alike=spec.sizes == "uniform")
 
     def rows(self, layers: Sequence[LayerArrays], prefix_len: int) -> list[LayerRows]:
         if self._ab_sparse.sizes == "profile":

@@ -19,14 +19,12 @@ from prefix_kernels.csa_selection import (
     array_addresses,
     default_config,
 )
-from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.launching import send
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import SelectedLists, SelectionGroup, place_scores
-from sglang_ext.decode.select_op import ListSizes, ScoringOp
+from sglang_ext.decode.select_op import OpContext, ScoringOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.csattention.spec import CSAttentionSpec
-from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import LayerArrays
 
 _numbers = itertools.count()
@@ -35,24 +33,14 @@ _numbers = itertools.count()
 class CSAttentionOp(ScoringOp):
     """What anchor layers select with: in three launches on a GPU.
 
-    Args:
-        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
-
     Raises:
         ValueError: heads do not divide into subspaces.
     """
 
     ends_in_lists = True
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        config: SparseAttnConfig,
-        spec: CSAttentionSpec,
-        num_layers: int,
-        sizes: ListSizes,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: CSAttentionSpec, context: OpContext) -> None:
+        shape, sizes, device = context.shape, context.sizes, context.device
         spec.subspace_dim(shape.head_dim)
         self._spec, self._sizes, self._device = spec, sizes, device
         self.shape = CsaShape(
@@ -62,7 +50,7 @@ class CSAttentionOp(ScoringOp):
             spec.num_subspaces,
             spec.num_centroids,
             spec.score_bits,
-            Pooling(config.pooling),
+            Pooling(context.config.pooling),
         )
         on_gpu = device.type == "cuda"
         self._selection = CsaSelection(
@@ -78,9 +66,8 @@ class CSAttentionOp(ScoringOp):
             num_programs=None if on_gpu else 2 * shape.num_kv_heads,
         )
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
-        self._addresses = torch.zeros(
-            num_layers, sizes.max_groups, len(CsaArrays._fields), dtype=torch.int64, device=device
-        )
+        tables = (context.num_layers, sizes.max_groups, len(CsaArrays._fields))
+        self._addresses = torch.zeros(tables, dtype=torch.int64, device=device)
         self._probed: list[CsaArrays] = []
         self._known: WeakKeyDictionary[Index, tuple[int, Tensor]] = WeakKeyDictionary()
 

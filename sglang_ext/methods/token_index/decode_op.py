@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import CandidateForm
-from sglang_ext.decode.select_op import ListSizes
+from sglang_ext.decode.select_op import OpContext
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
-from sglang_ext.methods.token_index.spec import TokenIndexSpec
-from sglang_ext.options import SparseAttnConfig
+from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.prefix.residency import LayerArrays
 
 
@@ -22,22 +19,19 @@ class TokenIndexOp(ScoredOp):
     """Scores every token by the codes of its kept channels.
 
     Args:
-        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
+        spec, context: see `decode.select_op.graph_op`.
         form: of candidates: all tokens, or listed ones.
         entry_tokens: of their lists, see `ScoreShape`.
     """
 
     def __init__(
         self,
-        shape: AttentionShape,
-        config: SparseAttnConfig,
         spec: TokenIndexSpec,
-        num_layers: int,
-        sizes: ListSizes,
-        device: torch.device,
+        context: OpContext,
         form: CandidateForm = CandidateForm.TOKEN,
         entry_tokens: int = 1,
     ) -> None:
+        shape, config = context.shape, context.config
         scored = ScoreShape(
             shape.num_qo_heads,
             shape.num_kv_heads,
@@ -49,7 +43,7 @@ class TokenIndexOp(ScoredOp):
             form=form,
             entry_tokens=entry_tokens,
         )
-        super().__init__(spec, shape, scored, num_layers, sizes, device)
+        super().__init__(spec, scored, context)
 
     def arrays(self, layer: LayerArrays) -> tuple[Tensor | None, ...]:
         return layer["channels"], layer["keys_packed"], layer["keys_scale"]

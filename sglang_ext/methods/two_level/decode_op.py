@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.types import (
     ALIGNED,
     CandidateForm,
@@ -19,7 +18,7 @@ from prefix_kernels.types import (
     new_lists,
     pack_lists,
 )
-from sglang_ext.decode.select_op import AheadOp, ListSizes, graph_op
+from sglang_ext.decode.select_op import AheadOp, OpContext, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.score_pack import ScorePack
@@ -27,7 +26,6 @@ from sglang_ext.methods.scored_op import ScoredOp
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.token_index.decode_op import TokenIndexOp
 from sglang_ext.methods.two_level import TwoLevelSpec
-from sglang_ext.options import SparseAttnConfig
 
 CANDIDATE_BYTES = 256 << 20
 """Of the candidates of all layers that are named a step ahead, at most."""
@@ -38,9 +36,6 @@ class TwoLevelOp(CombinedOp, AheadOp):
 
     Candidates of each layer that are named a step ahead lie in lists of its own (`ListSizes.ahead`).
 
-    Args:
-        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
-
     Raises:
         ValueError: the second method is another one, the first has no operation for decode graphs, or none that names
             candidates ahead; or there is no room for these.
@@ -48,32 +43,24 @@ class TwoLevelOp(CombinedOp, AheadOp):
 
     ends_in_lists = True
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        config: SparseAttnConfig,
-        spec: TwoLevelSpec,
-        num_layers: int,
-        sizes: ListSizes,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: TwoLevelSpec, context: OpContext) -> None:
+        sizes, device = context.sizes, context.device
         if not isinstance(spec.second, TokenIndexSpec):
             raise ValueError(
                 f"expected token_index as two_level.second in decode graphs, got {spec.second.method}; name it"
             )
-        self._spec, self._heads = spec, shape.num_kv_heads
+        self._spec, self._heads = spec, context.shape.num_kv_heads
         # Each step asks for all of its groups.
         self._first_level = functools.lru_cache(1 << 10)(lambda *of: spec.first_level(SelectionGroup(*of)))
         # Of each prefix no more candidates than tokens.
         each = spec.entry_tokens
         entries = self._heads * (-(-sizes.room // each) + sizes.max_groups * list_stride(1))
         if sizes.ahead:
-            longest = self._first_levels([sizes.max_prefix_len], [config.budget(sizes.max_prefix_len)])[0].count
+            longest = self._first_levels([sizes.max_prefix_len], [context.config.budget(sizes.max_prefix_len)])[0].count
             entries = _entries_of_a_layer(entries, len(sizes.ahead), self._heads * list_stride(longest))
         of_first = replace(sizes, list_entries=entries, entry_tokens=each)
-        self._first = graph_op(shape, config, spec.first, num_layers, of_first, device)
-        of_lists = CandidateForm.LISTED
-        self._second = TokenIndexOp(shape, config, spec.second, num_layers, sizes, device, of_lists, each)
+        self._first = graph_op(spec.first, replace(context, sizes=of_first))
+        self._second = TokenIndexOp(spec.second, context, CandidateForm.LISTED, each)
         self._entries, count = entries, max(1, len(sizes.ahead))
         self._pack: ScorePack | None = None
         self._lists = new_lists(count * entries, (count * sizes.max_groups, self._heads), device, with_slots=False)
@@ -87,7 +74,7 @@ class TwoLevelOp(CombinedOp, AheadOp):
                     "expected two_level.first in decode graphs with select_ahead as ab_sparse or token_index, got "
                     f"{spec.first.method}; name one of these, or set select_ahead to false"
                 )
-            self._pack = ScorePack(self._first, shape, sizes, entries, device)
+            self._pack = ScorePack(self._first, context, entries)
         super().__init__(self._first, self._second)
 
     def plan(

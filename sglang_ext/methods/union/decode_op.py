@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.types import SelectedLists, SelectionGroup
 from prefix_kernels.union_selection import UnionSelection
-from sglang_ext.decode.select_op import ListSizes, ScoringOp, graph_op
+from sglang_ext.decode.select_op import OpContext, ScoringOp, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.union import UnionSpec
-from sglang_ext.options import SparseAttnConfig
 
 
 class UnionOp(CombinedOp):
     """Selects by two methods whose operations can score.
-
-    Args:
-        shape, config, spec, num_layers, sizes, device: see `decode.select_op.op_maker`.
 
     Raises:
         ValueError: a method has no such operation for decode graphs.
@@ -29,18 +23,10 @@ class UnionOp(CombinedOp):
 
     ends_in_lists = True
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        config: SparseAttnConfig,
-        spec: UnionSpec,
-        num_layers: int,
-        sizes: ListSizes,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: UnionSpec, context: OpContext) -> None:
         made = []
         for name, part in spec.nested.items():
-            op = graph_op(shape, config, part, num_layers, sizes, device)
+            op = graph_op(part, context)
             if not isinstance(op, ScoringOp):
                 raise ValueError(
                     f"expected union.{name} in decode graphs as a method that scores, got {part.method}; name "
@@ -49,8 +35,9 @@ class UnionOp(CombinedOp):
             made.append(op)
         self._first, self._second = made
         super().__init__(*made)
+        sizes = context.sizes
         self._groups_of_a_row = sizes.groups_of_a_row
-        self._selection = UnionSelection(shape.num_kv_heads, sizes.max_groups, sizes.room, device)
+        self._selection = UnionSelection(context.shape.num_kv_heads, sizes.max_groups, sizes.room, context.device)
 
     def plan(
         self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]

@@ -12,7 +12,7 @@ from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.types import SelectionGroup, pack_lists
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.select_op import ListSizes
+from sglang_ext.decode.select_op import ListSizes, OpContext
 from sglang_ext.decode.types import GroupRead
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
@@ -106,7 +106,7 @@ def test_latent_keys_that_all_query_heads_read(spec: IndexSpec, device: torch.de
 
 def test_both_levels_of_latent_keys_are_for_hoppers_own_kernel(device: torch.device) -> None:
     shape, config = AttentionShape(16, 1, 576, 512, torch.bfloat16, torch.bfloat16), config_from_dict({})
-    op = TwoLevelOp(shape, config, TwoLevelSpec(), 1, ListSizes(1, 4096, 1, 4096, 8192, 1), device)
+    op = TwoLevelOp(TwoLevelSpec(), OpContext(shape, config, 1, ListSizes(1, 4096, 1, 4096, 8192, 1), device))
     levels = [op._first.shape, op._second.shape]
     assert [(level.channels, level.listed_channels, fits_specialized(level)) for level in levels] == [
         (128, True, True)
