@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ def device_refusal(heads: int, dtype: torch.dtype, device: torch.device) -> str 
 
 def absorptions(model: Any) -> dict[Any, Callable[[Tensor], Tensor]]:
     """RadixAttention -> `absorb` with its weights, of those that are called without absorption."""
-    return {one.attn_mha: lambda q, of=one: absorb(q, of.w_kc) for one in attention_modules(model)}
+    return {one.attn_mha: partial(lambda of, q: absorb(q, of.w_kc), one) for one in attention_modules(model)}
 
 
 def absorb(q: Tensor, w_kc: Tensor) -> Tensor:
