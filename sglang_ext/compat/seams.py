@@ -19,30 +19,21 @@ _BEFORE, _AFTER, _AROUND = HookType.BEFORE, HookType.AFTER, HookType.AROUND
 _ARGS = "sglang.srt.server_args.ServerArgs"
 _MEMORY = "sglang.srt.mem_cache"
 _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
-_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_MANAGERS = "sglang.srt.managers"
+_REQUESTS = f"{_MANAGERS}.tokenizer_manager.TokenizerManager.generate_request"
+_WEIGHTS = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_BACKEND = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+_KV_POOL = f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(f"{_ARGS}.add_cli_args", _AFTER, server_args.after_add_cli_args, "every"),
     Seam(f"{_ARGS}.from_cli_args", _AROUND, server_args.around_from_cli_args, "every"),
     Seam(f"{_ARGS}.check_server_args", _AFTER, server_args.after_check_server_args, "every"),
     Seam("sglang.srt.utils.auth.decide_request_auth", _AROUND, administration.around_decide_request_auth, "every"),
-    Seam(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-        _AFTER,
-        response.after_generate_request,
-        "every",
-    ),
-    Seam(
-        "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
-        _AROUND,
-        hooks.around_attn_backend_wrapper,
-    ),
-    Seam(
-        f"{_MEMORY}.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
-        _AFTER,
-        memory.after_profile_available_bytes,
-    ),
+    Seam(_REQUESTS, _AFTER, response.after_generate_request, "every"),
+    Seam(_BACKEND, _AROUND, hooks.around_attn_backend_wrapper),
+    Seam(_KV_POOL, _AFTER, memory.after_profile_available_bytes),
     Seam(f"{_MEMORY}.memory_pool.MHATokenToKVPool._create_buffers", _AROUND, host_pool.around_create_buffers),
     Seam(f"{_MEMORY}.registry.create_tree_cache", _AFTER, hooks.after_create_tree_cache),
     Seam("sglang.srt.model_executor.model_runner.ModelRunner.forward", _AROUND, hooks.around_model_runner_forward),
@@ -51,7 +42,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_GRAPHS}._resolve_lora_variant", _AFTER, hooks.after_resolve_lora_variant),
     Seam(f"{_MEMORY}.memory_pool.ReqToTokenPool.alloc", _AFTER, hooks.after_req_to_token_alloc),
     Seam(f"{_MEMORY}.memory_pool.ReqToTokenPool.free", _BEFORE, hooks.before_req_to_token_free),
-    Seam("sglang.srt.managers.schedule_batch.Req.update_finish_state", _AROUND, hooks.around_update_finish_state),
+    Seam(f"{_MANAGERS}.schedule_batch.Req.update_finish_state", _AROUND, hooks.around_update_finish_state),
     Seam(f"{_WEIGHTS}.update_weights_from_disk", _AFTER, hooks.after_weights_update),
     Seam(f"{_WEIGHTS}.update_weights_from_distributed", _AFTER, hooks.after_weights_update),
     Seam(f"{_WEIGHTS}.update_weights_from_tensor", _AFTER, hooks.after_weights_update),
@@ -60,7 +51,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_SCHEDULER}.__init__", _AFTER, hooks.after_scheduler_init),
     Seam(f"{_SCHEDULER}.get_internal_state", _AFTER, hooks.after_get_internal_state),
     Seam(f"{_SCHEDULER}.init_req_max_new_tokens", _AROUND, hooks.around_init_req_max_new_tokens),
-    Seam("sglang.srt.managers.scheduler.validate_input_length", _AROUND, hooks.around_validate_input_length),
+    Seam(f"{_MANAGERS}.scheduler.validate_input_length", _AROUND, hooks.around_validate_input_length),
     Seam(f"{_SCHEDULER}.get_new_batch_prefill", _AROUND, hooks.around_get_new_batch_prefill),
     Seam(f"{_SCHEDULER}.handle_dumper_control", _AROUND, hooks.around_dumper_control),
 )

@@ -11,7 +11,7 @@ from sglang_ext.compat.residual_stream import observe_residual_stream
 
 
 class Attention(torch.nn.Module):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, forward_batch: object = None) -> torch.Tensor:
         return hidden_states * 0.5
 
 
@@ -25,40 +25,15 @@ class Layer(torch.nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual = hidden_states.clone()
-        else:
-            residual.add_(hidden_states)
+        residual = hidden_states.clone() if residual is None else residual.add_(hidden_states)
         hidden_states.copy_(residual).mul_(2)
-        attended = self.self_attn(hidden_states=hidden_states)
-        return attended, residual
+        return self.self_attn(hidden_states=hidden_states), residual
 
 
-class Decoder(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.nn.Module()
-        self.model.layers = torch.nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, x: torch.Tensor) -> None:
-        hidden, residual = x, None
-        for layer in self.model.layers:
-            hidden, residual = layer(torch.arange(len(x)), hidden, residual=residual)
-
-
-class BoundaryAttention(torch.nn.Module):
-    def forward(self, hidden_states: torch.Tensor, forward_batch: SimpleNamespace) -> torch.Tensor:
-        return hidden_states * 0.5
-
-
-class BoundaryLayer(torch.nn.Module):
+class BoundaryLayer(Layer):
     """As in releases that keep the stream in the batch: the boundary adds what the stage before produced, in place."""
 
     attn_boundary = object()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn = BoundaryAttention()
 
     def forward(self, hidden_states: torch.Tensor, forward_batch: SimpleNamespace) -> torch.Tensor:
         stream = forward_batch.residual_stream
@@ -66,20 +41,25 @@ class BoundaryLayer(torch.nn.Module):
         return self.self_attn(hidden_states=stream.residual * 2, forward_batch=forward_batch)
 
 
-@pytest.mark.parametrize("boundary", [False, True], ids=["fused norms", "kept in the batch"])
-def test_x_and_y_are_the_stream_before_and_behind_attention(boundary: bool) -> None:
+def decoder_of(layer: type[Layer]) -> torch.nn.Module:
+    decoder = torch.nn.Module()
+    decoder.model = torch.nn.Module()
+    decoder.model.layers = torch.nn.ModuleList([layer(), layer()])
+    return decoder
+
+
+@pytest.mark.parametrize("of", [Layer, BoundaryLayer], ids=["fused norms", "kept in the batch"])
+def test_x_and_y_are_the_stream_before_and_behind_attention(of: type[Layer]) -> None:
     seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    decoder = Decoder()
-    if boundary:
-        decoder.model.layers = torch.nn.ModuleList([BoundaryLayer(), BoundaryLayer()])
+    decoder = decoder_of(of)
     observe_residual_stream(decoder, lambda layer, x, y: seen.append((layer, x, y)))
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    if boundary:
-        hidden, batch = x.clone(), SimpleNamespace(residual_stream=SimpleNamespace(residual=None))
-        for layer in decoder.model.layers:
+    hidden, residual, batch = x.clone(), None, SimpleNamespace(residual_stream=SimpleNamespace(residual=None))
+    for layer in decoder.model.layers:
+        if of is Layer:
+            hidden, residual = layer(torch.arange(len(x)), hidden, residual=residual)
+        else:
             hidden = layer(hidden, batch)
-    else:
-        decoder(x.clone())
     assert [layer for layer, *_ in seen] == [0, 1]
     for (_, x_seen, y_seen), (x_expected, y_expected) in zip(seen, [(x, 2 * x), (2 * x, 4 * x)], strict=True):
         torch.testing.assert_close(x_seen, x_expected)
@@ -88,9 +68,9 @@ def test_x_and_y_are_the_stream_before_and_behind_attention(boundary: bool) -> N
 
 @pytest.mark.parametrize("name", ["residual_multiplier", "post_self_attn_layernorm", "pre_feedforward_layernorm"])
 def test_layers_that_change_the_output_before_adding_it_are_refused(name: str) -> None:
-    decoder = Decoder()
+    decoder = decoder_of(Layer)
     setattr(decoder.model.layers[1], name, torch.nn.Identity())
-    with pytest.raises(RuntimeError, match=r"as it is, got Decoder; calibration does not support"):
+    with pytest.raises(RuntimeError, match=r"as it is, got Module; calibration does not support"):
         observe_residual_stream(decoder, lambda *_: None)
 
 

@@ -1,6 +1,6 @@
 """The quality guard in a real server: planted faults are noticed within a stated number of tokens, and answers are
-those of dense attention from then on; a guard that measures changes no answer, and reports what an offline computation
-of the same steps says.
+those of dense attention from then on; it reports what an offline computation of the same steps says. By day, without a
+server: `tests/serving/test_guard.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ CONFIG: dict[str, Any] = {
 """With that share no early step is left out, however long guarded ones take here."""
 TOKENS = 40
 
+pytestmark = pytest.mark.full
+
 
 def noticed(server: Server, prompts: list[str]) -> None:
     """The first of these prompts behind one bad index is served by it for a while, the others' answers are dense."""
@@ -53,7 +55,6 @@ def faults(built: Prebuilt, tmp_path: Path) -> Path:
     return store
 
 
-@pytest.mark.boot("guard")
 def test_planted_faults_are_noticed_and_answers_are_dense_from_then_on(serve: Pool, faults: Path, texts: Any) -> None:
     server = serve(faults, CONFIG, fresh=True, disable_overlap_schedule=None, enable_metrics="")
     for text, questions in ((texts.large.text, texts.large.questions), (texts.long, texts.first.questions)):
@@ -73,35 +74,6 @@ def test_planted_faults_are_noticed_and_answers_are_dense_from_then_on(serve: Po
     assert "quality guard: index" in server.log.read_text()
 
 
-@pytest.mark.full
-@pytest.mark.boot("guard")
-def test_a_budget_of_half_a_percent_is_noticed(serve: Pool, store: Path, texts: Any) -> None:
-    """Also four times as much is too little."""
-    server = serve(store, {**CONFIG, "keep_ratio": 0.005, "min_top_k": 8}, fresh=True)
-    noticed(server, [f"{texts.large.text} {question.text}" for question in texts.large.questions[:3]])
-    assert server.state()["guard"]["events"]["dense"] == 1
-
-
-@pytest.mark.full
-@pytest.mark.boot("guard")
-def test_a_guard_that_measures_every_step_changes_no_answer(serve: Pool, store: Path, texts: Any) -> None:
-    prompts = [
-        texts.ask(texts.first, 0),
-        texts.ask(texts.second, 1),
-        f"{texts.large.text} {texts.large.questions[2].text}",
-    ]
-    found = []
-    for fields in ({"guard_every": 0}, {"guard_every": 1, "guard_share": 1.0}):
-        server = serve(store, {**CONFIG, **fields, "quality_slo": None}, fresh=True)
-        answers = [server.generate(prompt, TOKENS, return_logprob=True) for prompt in prompts]
-        found.append([answer.meta["output_token_logprobs"] for answer in answers])
-        assert [answer.told["steps"]["sparse"] for answer in answers] == [TOKENS - 1] * 3
-    assert [answer.told["guarded_steps"] for answer in answers] == [TOKENS - 1] * 3
-    assert found[0] == found[1], "to the last bit of each logarithm"
-
-
-@pytest.mark.full
-@pytest.mark.boot("guard")
 def test_reported_recall_is_what_the_model_computes_of_the_same_steps(
     serve: Pool, built: Prebuilt, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

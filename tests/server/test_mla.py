@@ -104,17 +104,6 @@ def test_some_positions_are_selected_in_every_step(serve: Any, stored: Prebuilt,
 
 
 @pytest.mark.full
-def test_both_levels_keep_the_same_channels(stored: Prebuilt) -> None:
-    arrays = {(key.name, key.layer): array for key, array in stored.index("first").arrays.items()}
-    for layer in range(LAYERS):
-        first = arrays["two_level.first.channels", layer]
-        assert first.shape == (KEPT,)
-        assert np.array_equal(first, arrays["two_level.second.channels", layer])
-        assert arrays["two_level.first.mean_packed", layer].shape == (len(FIRST) // 16, KEPT // 2)
-        assert np.array_equal(arrays["ab_sparse.channels", layer], first)
-
-
-@pytest.mark.full
 def test_two_ranks_attend_the_one_head_that_both_hold(serve: Any, stored: Prebuilt, model: Path) -> None:
     server = serve(stored.store, CONFIG, model=model, tp_size="2", environment={"SGLANG_CPU_OMP_THREADS_BIND": cores()})
     _, delta = server.compared([ask(FIRST, number) for number in range(2)], TOKENS)

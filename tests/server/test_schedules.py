@@ -1,4 +1,7 @@
-"""Schedules that move requests about: retraction under memory pressure, no prefix cache."""
+"""Schedules that move requests about: retraction under memory pressure, no prefix cache.
+
+By day: requests retracted by a pause (`test_exact`), and ones that wait, without a server (`serving/test_lifetimes`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, Answer, Delta, Server
+
+pytestmark = pytest.mark.full
 
 #: Room for the first document and 256 tokens more, and an admission that expects short answers.
 SMALL_POOL: dict[str, Any] = {
@@ -66,7 +71,6 @@ def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(serve
     assert server.generate(texts.ask(texts.first, 0), 4).decode_steps == 3
 
 
-@pytest.mark.full
 @pytest.mark.boot("no-radix")
 def test_no_radix_cache_means_groups_of_one_and_equals_dense(serve: Any, store: Any, texts: Any) -> None:
     server = serve(store, EXACT_CONFIG, disable_radix_cache="")
