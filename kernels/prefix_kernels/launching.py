@@ -53,7 +53,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
     Args:
         kernel: a Triton function.
         grid: programs, up to three axes; nothing happens where one is 0.
-        arguments: by parameter name.
+        arguments: by parameter name; those that the kernel does not have are left out.
         options: num_warps, num_stages, maxnreg, enable_fp_fusion; launch_cooperative_grid for programs that wait for
             each other.
     """
@@ -61,6 +61,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **o
         return
     # Triton 3.10 will have another default: products rounded before they are added, everywhere.
     options = {"enable_fp_fusion": True} | options
+    arguments = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     kept = _recording.get()
     if kept is not None:
         kept.launches.append(Launch(kernel, grid, arguments, options))
@@ -78,11 +79,6 @@ def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, An
     if overlapped:
         options["launch_pdl"] = True
     launch(kernel, grid, {**arguments, "OVERLAPPED": overlapped}, **options)
-
-
-def arguments_of(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the kernel has."""
-    return {name: arguments[name] for name in kernel.arg_names if name in arguments}
 
 
 @functools.cache

@@ -318,12 +318,14 @@ def check_lists(
         raise ValueError(f"expected a slot_table of {slots_end} entries, got {slot_table.shape[0]}")
 
 
-def check_table(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> None:
-    """Raise ValueError unless a tensor is contiguous, of this shape and dtype."""
+def check_table(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int32, advice: str = ""
+) -> None:
+    """Raise ValueError, with this advice, unless a tensor is contiguous, of this shape and dtype."""
     if tuple(tensor.shape) != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
         raise ValueError(
             f"expected {name} {shape} {str(dtype).removeprefix('torch.')} contiguous, got {tuple(tensor.shape)} "
-            f"{tensor.dtype} of strides {tensor.stride()}"
+            f"{tensor.dtype} of strides {tensor.stride()}{advice}"
         )
 
 

@@ -282,7 +282,7 @@ class ScoredOp(ScoringOp):
         self._of(size).run(self._inputs(size, q, sm_scale, layer), self._scores, lists, slot_table=slot_table)
 
     def stretches(self, size: int) -> dict[int, tuple[int, int]]:
-        return self._of(size).stretches
+        return self._of(size).programs.stretches
 
     def score(self, size: int, q: Tensor, sm_scale: float, layer: int | None) -> ScoredTokens:
         return self._of(size).score(self._inputs(size, q, sm_scale, layer), self._scores)

@@ -202,16 +202,15 @@ class Problem:
 #: Of 4,203 candidates one in 8 is summed. Queries may all be 0, or some of the least unit that there
 #: is; the last ones are in a larger one.
 SIZES: list[dict[str, Any]] = [
-    *({"count": count} for count in (41, 64, 128, 193, 333)),
+    *({"count": count} for count in (41, 128, 193, 333)),
     *({"count": count, "sum_every": 16} for count in (333, 4203)),
-    *({"count": 333, "programs": programs} for programs in (1, 3)),
-    *({"count": 4203, "sum_every": 16, "programs": programs} for programs in (1, 3)),
-    *({"count": count, "by_list": True, "entry_tokens": each} for count in (41, 333) for each in (1, 16)),
-    *({"count": 4203, "sum_every": 16, "by_list": True, "programs": programs} for programs in (0, 3)),
+    *({"count": count, "sum_every": every, "programs": 3} for count, every in ((333, 1), (4203, 16))),
+    *({"count": count, "by_list": True, "entry_tokens": each} for count, each in ((41, 1), (41, 16), (333, 16))),
+    {"count": 4203, "sum_every": 16, "by_list": True},
     {"count": 4203, "sum_every": 16, "by_list": True, "entry_tokens": 16, "programs": 3},
-    *({"count": count, "row_tokens": 4} for count in (41, 333)),
+    {"count": 333, "row_tokens": 4},
     {"count": 4203, "sum_every": 16, "row_tokens": 2},
-    *({"count": 333, "size": size} for size in (0.0, 2.0**-22, 2.0**-18, 2.0**-14)),
+    *({"count": 333, "size": size} for size in (0.0, 2.0**-22, 2.0**-14)),
 ]
 
 
@@ -255,8 +254,7 @@ def test_scores_that_leave_the_first_step_far_behind(requests: int) -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 8, 32])
-@pytest.mark.parametrize(("count", "sum_every"), [(41, 1), (41, 16), (200, 1)])
-@pytest.mark.parametrize("way", [-8.0, 8.0])
+@pytest.mark.parametrize(("count", "sum_every", "way"), [(41, 1, -8.0), (41, 16, 8.0), (200, 1, 8.0)])
 def test_scores_that_are_all_far_from_zero(way: float, count: int, sum_every: int, requests: int) -> None:
     """Exponentials of them would all be 0, or leave fp32. Of few candidates many threads have none."""
     made = Problem(requests, count, sum_every)

@@ -13,7 +13,7 @@ from triton import knobs
 
 from prefix_kernels.anchor_selection.kernels import list_kernel
 from prefix_kernels.kernels import COARSE, NUM_BINS, ROW
-from prefix_kernels.launching import arguments_of, launch, launch_behind, send
+from prefix_kernels.launching import launch, launch_behind, send
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import ALIGNED, CandidateForm, SelectedLists, SelectionGroup, check_lists
 
@@ -219,7 +219,7 @@ class Programs:
         options |= {"launch_cooperative_grid": True} if joined else {}
         for first, last in ((1, 2),) if joined else ((1, 1), (2, 2)):
             phases = {"FIRST_PHASE": first, "LAST_PHASE": last}
-            launch(kernel, self.grid, arguments_of(kernel, arguments | self.arguments | phases), **options)
+            launch(kernel, self.grid, arguments | self.arguments | phases, **options)
 
     def make_lists(
         self,
@@ -260,7 +260,7 @@ class Programs:
             "OVERLAPPED": False,
         }
         start = launch_behind if behind else launch
-        start(list_kernel, self.grid, arguments_of(list_kernel, arguments), num_warps=self._list_warps)
+        start(list_kernel, self.grid, arguments, num_warps=self._list_warps)
 
 
 def check_sizes(max_prefix_len: int, num_kv_heads: int, **others: int) -> None:

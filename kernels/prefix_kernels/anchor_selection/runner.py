@@ -25,7 +25,7 @@ from prefix_kernels.anchor_selection.programs import (
     check_rows,
     check_sizes,
 )
-from prefix_kernels.grouped_attention.config import has_specialized
+from prefix_kernels.grouped_attention.config import check_hopper
 from prefix_kernels.launching import block_of, check_power_of_2, programs_at_once, send, shared_registers
 from prefix_kernels.pooled_scores.tables import (
     ARRAYS,
@@ -105,20 +105,6 @@ class AnchorConfig:
     def stretch(self) -> int:
         """Candidates that a program's stretch is a multiple of. Those of a batch of many rows may be of few."""
         return max(self.block_n, _FEW_ROWS_BLOCK_N) if self.specialized else self.block_n
-
-    def arguments(self, shape: ScoreShape) -> dict[str, int]:
-        """What kernels are told of it, by parameter name."""
-        halves = self.halves and shape.bits == 4 and shape.row_units == 24
-        return {
-            "BLOCK_K": 16 if halves else block_of(shape.row_units, 16),
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            # Not of the number of programs, on which the order of sums would depend.
-            "BLOCK_CHUNKS": 32,
-            # Sixteen candidates to a warp, see the kernel's sums.
-            "LANES": min(self.num_warps, self.block_n // 16),
-            "STAGES": self.num_stages,
-        }
 
 
 def fits_specialized(shape: ScoreShape) -> bool:
@@ -354,8 +340,14 @@ class AnchorSelection:
 
     def _arguments(self, inputs: ScoreInputs) -> dict[str, Any]:
         """What kernels are told of the plan, the queries and the index, by parameter name."""
-        self._check_queries(inputs)
         shape, q, arrays = self.shape, inputs.q, inputs.arrays
+        width = None if shape.listed_channels else shape.channels
+        check_queries(q, (self._most_rows, self.max_batch), shape.num_qo_heads, width)
+        if arrays is None and not self._own_arrays:
+            raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
+        for name, table, like in (("arrays", arrays, self._arrays), ("heads", inputs.heads, self._heads)):
+            if table is not None:
+                check_table(name, table, tuple(like.shape), torch.int64)
         half = q.dtype is not torch.float32
         return {
             "q_ptr": q,
@@ -383,21 +375,6 @@ class AnchorSelection:
             "ASSEMBLY": half and not knobs.runtime.interpret,
         }
 
-    def _check_queries(self, inputs: ScoreInputs) -> None:
-        shape = self.shape
-        width = None if shape.listed_channels else shape.channels
-        check_queries(inputs.q, (self._most_rows, self.max_batch), shape.num_qo_heads, width)
-        if inputs.arrays is None and not self._own_arrays:
-            raise ValueError("expected arrays, as the plan has none, got none; hand in a layer's `array_addresses`")
-        for name, table, like in (("arrays", inputs.arrays, self._arrays), ("heads", inputs.heads, self._heads)):
-            if table is not None:
-                check_table(name, table, tuple(like.shape), torch.int64)
-
-    @property
-    def stretches(self) -> dict[int, tuple[int, int]]:
-        """Of each planned group the number of its first item, and of its items."""
-        return self.programs.stretches
-
     def _scoring(self) -> tuple[Any, dict[str, Any]]:
         """The kernel of scores, and what it is told beside tables and buffers."""
         config = self.config
@@ -415,8 +392,15 @@ class AnchorSelection:
                 "LEAST_BLOCK_N": least,
                 "LEAST_LAYOUT": words_layout(least, config.num_warps),
             }
+        halves = config.halves and self.shape.bits == 4 and self.shape.row_units == 24
         return score_kernel, {
-            **config.arguments(self.shape),
+            "BLOCK_K": 16 if halves else block_of(self.shape.row_units, 16),
+            "BLOCK_M": config.block_m,
+            # Not of the number of programs, on which the order of sums would depend.
+            "BLOCK_CHUNKS": 32,
+            # Sixteen candidates to a warp, see the kernel's sums.
+            "LANES": min(config.num_warps, config.block_n // 16),
+            "STAGES": config.num_stages,
             "POOL": POOL[self.shape.pooling],
             "TILE": 32 * config.num_warps * TOKENS_OF_A_THREAD,
         }
@@ -451,9 +435,7 @@ def _check_fits(shape: ScoreShape, config: AnchorConfig, device: torch.device) -
             f"expected steps of at most {_MOST_CODES} codes for sm_90's own kernel, got {config.stretch} candidates of "
             f"{shape.channels} channels; take a lower block_n"
         )
-    if device.type == "cuda" and not has_specialized(device):
-        name = torch.cuda.get_device_name(device)
-        raise ValueError(f"expected sm_90 for sm_90's own kernel, got {name}; use a configuration not specialized")
+    check_hopper(device)
 
 
 def _check_inputs(inputs: ScoreInputs) -> None:

@@ -27,7 +27,6 @@ from prefix_kernels.anchor_selection.programs import (
 from prefix_kernels.csa_scores import BLOCK_POSITIONS
 from prefix_kernels.csa_selection.kernels import STEP_POSITIONS, pick_kernel, score_kernel
 from prefix_kernels.launching import (
-    arguments_of,
     block_of,
     check_power_of_2,
     launch,
@@ -231,7 +230,7 @@ class CsaSelection:
         groups = list(zip(scored, selected, strict=True))
         addresses = [array_addresses(self.shape, of.arrays, group.prefix_len) for of, group in groups]
         self.programs.plan(selected)
-        stretches = self.stretches
+        stretches = self.programs.stretches
         members = torch.full(self._members.shape, -1, dtype=torch.int32)
         tables = torch.zeros(self._groups.shape, dtype=torch.int64)
         begins = torch.zeros(self._heads.shape, dtype=torch.int64)
@@ -254,11 +253,6 @@ class CsaSelection:
         self._most_rows = max(rows, default=-1) + 1
         ends = (max(of.score_begins) + group.prefix_len for of, group in groups)
         self._scores_end = -(-max(ends, default=0) // ALIGNED) * ALIGNED
-
-    @property
-    def stretches(self) -> dict[int, tuple[int, int]]:
-        """Of each planned group the number of its first item, and of its items."""
-        return self.programs.stretches
 
     def run(
         self,
@@ -290,7 +284,7 @@ class CsaSelection:
             check_table("arrays", arrays, tuple(self._arrays.shape), torch.int64)
         arguments, shape, config = self._arguments(q, float(sm_scale), scores, arrays), self.shape, self.config
         picks = (q.shape[0] * self.groups_of_a_row * shape.gqa, shape.num_kv_heads)
-        launch(pick_kernel, picks, arguments_of(pick_kernel, arguments), num_warps=LIST_WARPS)
+        launch(pick_kernel, picks, arguments, num_warps=LIST_WARPS)
         options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
         self.programs.score(score_kernel, self.form, arguments, **options)
         return ScoredTokens(scores, self._heads, self.programs.at_least, CandidateForm.TOKEN)
@@ -353,10 +347,5 @@ def array_addresses(shape: CsaShape, arrays: CsaArrays, prefix_len: int) -> list
         (),
     )
     for name, array, dtype, end in zip(CsaArrays._fields, arrays, dtypes, ends, strict=True):
-        if array.shape != (*lead, *end) or array.dtype is not dtype or not array.is_contiguous():
-            raise ValueError(
-                f"expected {name} {(*lead, *end)} {dtype}, contiguous, for {prefix_len} tokens, got "
-                f"{tuple(array.shape)} {array.dtype} of strides {array.stride()}; is the index of another prefix or "
-                "spec?"
-            )
+        check_table(name, array, (*lead, *end), dtype, "; is the index of another prefix or spec?")
     return [array.data_ptr() for array in arrays]

@@ -121,6 +121,13 @@ def has_specialized(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
+def check_hopper(device: torch.device) -> None:
+    """Raise ValueError where sm_90's own kernels cannot run; not of a CPU, for which they can be compiled only."""
+    if device.type == "cuda" and not has_specialized(device):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"expected sm_90 for its own kernel, got {name}; use a configuration that is not specialized")
+
+
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> None:
     """Raise unless queries and keys of these dtypes can be multiplied on a device.
 

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention.config import (
-    AttentionConfig,
-    AttentionShape,
-    has_specialized,
-)
+from prefix_kernels.grouped_attention.config import AttentionConfig, AttentionShape, check_hopper
 from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, check_rows, cut
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
-from prefix_kernels.launching import arguments_of, block_of, launch, launch_behind, programs_at_once, send
+from prefix_kernels.launching import block_of, launch, launch_behind, programs_at_once, send
 from prefix_kernels.types import PagedKV, check_arena, check_table
 
 _MERGED_AT_ONCE = 32
@@ -265,9 +261,8 @@ class GroupedAttention:
         block_h = max(1, min(wanted, _MERGED_NUMBERS // block_v))
         most = max(one.target for one in self._launches) + self._spans.shape[1] - 1
         sizes = {"BLOCK_H": block_h, "BLOCK_S": min(_MERGED_AT_ONCE, block_of(most, _LEAST_BLOCK))}
-        merged = arguments_of(merge_items_kernel, arguments | sizes)
         warps = 4 if 2 * block_h * block_v <= _MERGED_NUMBERS else 8
-        launch_behind(merge_items_kernel, (-(-heads // block_h), batch), merged, num_warps=warps)
+        launch_behind(merge_items_kernel, (-(-heads // block_h), batch), arguments | sizes, num_warps=warps)
 
     def _attend(self, one: _Launch, arguments: dict[str, Any]) -> None:
         config = one.config
@@ -281,25 +276,16 @@ class GroupedAttention:
             "RING": config.num_stages,
         }
         grid = (self.shape.num_kv_heads, one.programs)
-        if not config.specialized:
-            launch(
-                attend_items_kernel,
-                grid,
-                arguments_of(attend_items_kernel, arguments),
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                maxnreg=config.max_registers,
-            )
-            return
-        from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
+        if config.specialized:
+            from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
 
-        launch_behind(
-            attend_items_sm90_kernel,
-            grid,
-            arguments_of(attend_items_sm90_kernel, arguments),
-            num_warps=config.num_warps,
-            maxnreg=config.max_registers,
-        )
+            options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+            launch_behind(attend_items_sm90_kernel, grid, arguments, **options)
+        else:
+            launch(
+                attend_items_kernel, grid, arguments, num_warps=config.num_warps, num_stages=config.num_stages,
+                maxnreg=config.max_registers,
+            )  # fmt: skip
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, head_slots: Tensor, out: Tensor, lse: Tensor) -> None:
         shape = self.shape
@@ -350,9 +336,7 @@ def _check_fits(config: AttentionConfig, shape: AttentionShape, device: torch.de
             "expected a shape that the specialized kernel has (bf16 or fp16, also the KV; 64 or 128 channels; "
             f"at most {config.block_m} query heads to a KV head), got {shape}; use a portable configuration"
         )
-    if device.type == "cuda" and not has_specialized(device):
-        name = torch.cuda.get_device_name(device)
-        raise ValueError(f"expected sm_90 for the specialized kernel, got {name}; use a portable one")
+    check_hopper(device)
 
 
 def _check_inputs(q: Tensor, kv: PagedKV, scale: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_kernels.launching import arguments_of, block_of, launch_behind, runs_triton, send
+from prefix_kernels.launching import block_of, launch_behind, runs_triton, send
 from prefix_kernels.residents import reference
 from prefix_kernels.residents.state import PAGE_TOKENS, ResidentGroup, ResidentShape, ResidentState
 from prefix_kernels.types import PagedKV, SelectedLists, check_table
@@ -157,7 +157,7 @@ class Residents:
         }
         heads = self.shape.num_kv_heads
         for kernel, grid in (look_up_kernel, (heads * _STRETCHES,)), (count_kernel, (heads, _STRETCHES)):
-            launch_behind(kernel, grid, arguments_of(kernel, arguments), num_warps=_LOOK_UP_WARPS)
+            launch_behind(kernel, grid, arguments, num_warps=_LOOK_UP_WARPS)
         self._fetch(number, host, pool, None, lists.slots)
 
     def fetch(self, number: int, host: Tensor, pool: PagedKV, head_map: Tensor | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prefix_kernels.anchor_selection.programs import LIST_WARPS, TOKENS_OF_A_THREAD, Programs, ScoredTokens
 from prefix_kernels.kernels import NUM_BINS
-from prefix_kernels.launching import arguments_of, launch, programs_at_once, send
+from prefix_kernels.launching import launch, programs_at_once, send
 from prefix_kernels.types import ALIGNED, CandidateForm, SelectedLists, SelectionGroup, place_scores
 from prefix_kernels.union_selection.kernels import depth_kernel, merge_kernel
 
@@ -119,7 +119,7 @@ class UnionSelection:
         }
         depths = (_PARTS * min(num_groups or self._max_groups, self._max_groups), self._heads, 2)
         for kernel, grid in ((depth_kernel, depths), (merge_kernel, self._programs.grid)):
-            launch(kernel, grid, arguments_of(kernel, arguments), num_warps=LIST_WARPS)
+            launch(kernel, grid, arguments, num_warps=LIST_WARPS)
         found = ScoredTokens(self._scores, self._tables, self._programs.at_least, CandidateForm.TOKEN)
         self._programs.make_lists(found, lists, slot_table)
 

@@ -133,7 +133,7 @@ class CSAttentionOp(ScoringOp):
         self._selection.run(q[:size], sm_scale, self._scores, lists, arrays=arrays, slot_table=slot_table)
 
     def stretches(self, size: int) -> dict[int, tuple[int, int]]:
-        return self._selection.stretches
+        return self._selection.programs.stretches
 
     def score(self, size: int, q: Tensor, sm_scale: float, layer: int | None) -> ScoredTokens:
         arrays = None if layer is None else self._addresses[layer]

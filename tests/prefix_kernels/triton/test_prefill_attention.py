@@ -11,21 +11,20 @@ from prefix_kernels.prefill_attention import Reference, Span
 from prefix_kernels.prefill_attention.runner import PrefillAttention
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
-STAGING, SPARE = 96, 5
+SPARE = 5
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
 """The interpreter multiplies bf16 wrongly."""
-#: Query heads, KV heads, widths of a key and a value, dtype of queries and of KV, tolerance.
+#: Query heads, KV heads, widths of a key and a value, dtype, tolerance.
 SHAPES = [
-    pytest.param((4, 2, 16, 16, torch.float32, torch.float32, 2e-5), id="fp32"),
-    pytest.param((8, 2, 64, 64, torch.float16, torch.float16, 2e-3), id="fp16"),
-    pytest.param((7, 1, 24, 40, HALF, HALF, 2e-2), id="odd heads and widths"),
+    pytest.param((4, 2, 16, 16, torch.float32, 2e-5), id="fp32"),
+    pytest.param((8, 2, 64, 64, torch.float16, 2e-3), id="fp16"),
+    pytest.param((7, 1, 24, 40, HALF, 2e-2), id="odd heads and widths"),
 ]
 #: Tokens of each request and how many of them are new; which requests have what before them; its pieces.
 BATCHES = [
     pytest.param(([(1, 1)], [[0]], [[1]]), id="one row"),
     pytest.param(([(70, 70), (1, 1), (150, 41), (90, 1)], [[0, 3], [1]], [[6, 2], [1]]), id="extend"),
     pytest.param(([(1, 1), (129, 1), (64, 1)], [[2, 0]], [[4, 4, 4]]), id="decode"),
-    pytest.param(([(40, 40)], [[0]], [[9]]), id="one prompt"),
 ]
 
 
@@ -33,12 +32,12 @@ BATCHES = [
 @pytest.mark.parametrize("batch", BATCHES)
 def test_as_the_reference(
     batch: tuple[list[tuple[int, int]], list[list[int]], list[list[int]]],
-    sizes: tuple[int, int, int, int, torch.dtype, torch.dtype, float],
+    sizes: tuple[int, int, int, int, torch.dtype, float],
     device: torch.device,
 ) -> None:
     """Slots that nobody names, pages behind a piece, and queries beyond the batch hold NaN."""
     requests, members, pieces = batch
-    heads, kv_heads, dim, v_dim, dtype, kv_dtype, tolerance = sizes
+    heads, kv_heads, dim, v_dim, dtype, tolerance = sizes
     scales = 0.5, 1.5
     gen = torch.Generator().manual_seed(len(requests) + heads)
     total = sum(length for length, _ in requests)
@@ -55,7 +54,7 @@ def test_as_the_reference(
     q[:rows] = torch.randn(rows, heads, dim + 8, generator=gen)
     q = q.to(device, dtype)[..., :dim]
 
-    kv = PagedKV(k_cache.to(device, kv_dtype), v_cache.to(device, kv_dtype), *scales)
+    kv = PagedKV(k_cache.to(device, dtype), v_cache.to(device, dtype), *scales)
     forms = Reference(spans, groups, device), PrefillAttention(spans, groups, AttentionShape.of(q, kv), device)
     # The reference attends NaN of no request: it gives 0 there, too.
     states = [form.own(q, kv, 0.3) for form in forms]
@@ -66,7 +65,7 @@ def test_as_the_reference(
         for size in sizes_of_pieces:
             pages = torch.full((size + 1, kv_heads, 16, dim + v_dim), torch.nan)
             pages[:size] = torch.randn(size, *pages.shape[1:], generator=gen)
-            pages = pages.to(device, kv_dtype)[:size]
+            pages = pages.to(device, dtype)[:size]
             for form, state in zip(forms, states, strict=True):
                 form.fold(state, group - 1, q, kv, pages, 0.3)
         expected, found = states

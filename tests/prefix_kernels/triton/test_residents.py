@@ -81,11 +81,9 @@ def test_steps_as_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pages, heads, num_cells, dims, dtype, most = case
-    monkeypatch.setattr(residents_runner, "_STRETCHES", 3)
-    monkeypatch.setattr(residents_runner, "_LOOK_UP_TILE", 32)
-    monkeypatch.setattr(residents_runner, "_CELL_TILE", 32)
-    monkeypatch.setattr(residents_runner, "_FETCH_TOKENS", 4)
-    monkeypatch.setattr(residents_runner, "_COPYING", 3)
+    few = {"_STRETCHES": 3, "_LOOK_UP_TILE": 32, "_CELL_TILE": 32, "_FETCH_TOKENS": 4, "_COPYING": 3}
+    for name, size in few.items():
+        monkeypatch.setattr(residents_runner, name, size)
     prefixes = Prefixes.of(pages, heads, dtype, dims)
     steps = steps_of(prefixes, 8, num_cells, most)
     num_cells = max(num_cells, most_wanted(steps))
@@ -113,10 +111,8 @@ def test_layers_that_reuse_a_selection_fetch_by_their_heads(device: torch.device
     other = Prefixes.of([6, 3], 3, torch.float32)
     other.host.mul_(3)
     steps = steps_of(prefixes, 4, 0, 2)
-    of, head_map = (
-        Steps(pinned(prefixes), most_wanted(steps), "triton", device),
-        torch.tensor([2, 0, 0], device=device),
-    )
+    head_map = torch.tensor([2, 0, 0], device=device)
+    of = Steps(pinned(prefixes), most_wanted(steps), "triton", device)
     pool = PagedKV(torch.full_like(of.pools[0].k_cache, torch.nan), torch.full_like(of.pools[0].v_cache, torch.nan))
     host = pinned(other).host
     for wanted in steps:

@@ -32,13 +32,10 @@ def test_lists_follow_the_lengths_on_the_device(dtype: torch.dtype, device: torc
         dtype=torch.int32,
         device=device,
     )
-    results = []
-    for implementation in ("reference", "triton"):
-        slots = torch.full((9000,), -7, dtype=torch.int32, device=device)
-        counts = torch.full((8, 3), -7, dtype=torch.int32, device=device)
-        copy_slot_lists(table, rows, seq_lens, lists, slots, counts, implementation=implementation)
-        results.append((slots, counts))
-    (slots, counts), (wanted_slots, wanted_counts) = results[1], results[0]
+    slots, wanted_slots = torch.full((2, 9000), -7, dtype=torch.int32, device=device)
+    counts, wanted_counts = torch.full((2, 8, 3), -7, dtype=torch.int32, device=device)
+    copy_slot_lists(table, rows, seq_lens, lists, wanted_slots, wanted_counts, implementation="reference")
+    copy_slot_lists(table, rows, seq_lens, lists, slots, counts, implementation="triton")
     assert torch.equal(slots, wanted_slots)
     assert torch.equal(counts, wanted_counts)
     assert counts[:, 0].tolist() == [4982, 6, 0, 2048, 33, 0, -7, -7]

@@ -202,49 +202,26 @@ def copied(server: Server, slots: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def test_one_index_on_other_slots_is_another_group(device: torch.device) -> None:
-    """Two cold prefills of one prompt: equal tokens, one index, but no slot in common."""
-    server = Server(device)
-    slots, index = server.prefix(128)
-    copy = copied(server, slots)
-    server.join(1, slots, index, 3)
-    server.join(2, copy, index, 5)
-    for _ in range(4):
-        assert server.step([1, 2]) == [GroupRead(1, 128, 32)] * 2
-
-
-def test_slots_that_the_prefix_cache_replaces_are_read_anew(device: torch.device) -> None:
-    """A duplicate prefill: behind its first step a request is moved to the other one's slots, and its own are given
-    away. Every row is compared with what its slots hold in that very step.
+def test_groups_are_of_slots_and_not_of_tokens(device: torch.device) -> None:
+    """Two cold prefills of one prompt: equal tokens, one index, but no slot in common. A third one is moved to the
+    first one's slots behind its first step, as the prefix cache does, and its own are given away: every row is compared
+    with what its slots hold in that very step.
     """
     server = Server(device)
     slots, index = server.prefix(128)
-    copy = copied(server, slots)
     server.join(1, slots, index, 3)
-    server.join(2, copy, index, 5)
-    server.step([1, 2])
-    server.table[server.rows[2], :128] = slots
+    server.join(2, copied(server, slots), index, 5)
+    for _ in range(3):
+        assert server.step([1, 2]) == [GroupRead(1, 128, 32)] * 2
+    copy = copied(server, slots)
+    server.join(3, copy, index, 4)
+    server.step([1, 2, 3])
+    server.table[server.rows[3], :128] = slots
     for cache in server.caches:
         cache.v_cache[copy.long()] += 100
-    server.step([1, 2])
-    server.step([1, 2])
-    assert server.step([1, 2]) == [GroupRead(2, 128, 46)]
-
-
-@pytest.mark.full
-def test_a_request_that_comes_back_on_other_slots_is_read_there(device: torch.device) -> None:
-    """A retraction: the same request and index, the same row, and nothing is known of its slots either time."""
-    server = Server(device)
-    slots, index = server.prefix(128)
-    server.join(1, slots, index, 3)
-    server.step([1])
-    server.leave(1)
-    copy = copied(server, slots)
-    for cache in server.caches:
-        cache.v_cache[slots.long()] += 100
-    server.join(1, copy, index, 3)
-    for _ in range(4):
-        server.step([1])
+    server.step([1, 2, 3])
+    server.step([1, 2, 3])
+    assert server.step([1, 2, 3]) == [GroupRead(2, 128, 46), GroupRead(1, 128, 32)]
 
 
 @pytest.mark.parametrize("spec", [SPEC, CENTROIDS], ids=lambda spec: spec.method)

@@ -19,6 +19,7 @@ from tests.prefix_kernels.triton.conftest import INTERPRETED
 
 HEADS, KV_HEADS, LAYERS, STAGING, SPARE = 8, 2, 3, 64, 3
 DIM = 16 if INTERPRETED else 128
+SCALE = DIM**-0.5
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
 
 
@@ -31,15 +32,9 @@ class Row(NamedTuple):
 
 
 class Forward:
-    """Rows behind prefixes of so many pages each.
+    """Rows behind prefixes of so many pages each. Of the first one no two pages lie side by side on the host."""
 
-    Args:
-        fragmented: whether no two pages of a prefix lie side by side on the host.
-    """
-
-    def __init__(
-        self, prefixes: list[int], rows: list[Row], dtype: torch.dtype, device: torch.device, *, fragmented: bool = True
-    ) -> None:
+    def __init__(self, prefixes: list[int], rows: list[Row], dtype: torch.dtype, device: torch.device) -> None:
         torch.manual_seed(len(rows))
         own = sum(row.own for row in rows)
         pages, tokens = sum(prefixes), sum(prefixes) * PAGE_TOKENS
@@ -48,17 +43,12 @@ class Forward:
         order = (torch.randperm(slots - PAGE_TOKENS) + PAGE_TOKENS).to(device)
         self.groups, self.whole, begin = list[tuple[Offload, torch.Tensor]](), [], 0
         for number, count in enumerate(prefixes):
-            places = torch.arange(begin, begin + count) if not fragmented else 2 * torch.arange(begin, begin + count)
-            offload = Offload(str(number), count * PAGE_TOKENS, places.flip(0) if fragmented else places)
+            places = torch.arange(2 * begin, 2 * begin + count) if number else 2 * torch.arange(count).flip(0)
+            offload = Offload(str(number), count * PAGE_TOKENS, places)
             of_prefix = order[begin * PAGE_TOKENS : (begin + count) * PAGE_TOKENS]
             self.pools.backup(of_prefix, offload.pages)
-            behind = [torch.zeros(0, dtype=torch.int64)]
-            at = 0
-            for row in rows:
-                if row.prefix == number:
-                    behind.append(torch.arange(at, at + row.new))
-                at += row.new
-            self.groups.append((offload, torch.cat(behind)))
+            of_queries = torch.tensor([row.prefix == number for row in rows for _ in range(row.new)])
+            self.groups.append((offload, of_queries.nonzero().flatten()))
             self.whole.append(of_prefix)
             begin += count
         self.spans, seen, at, query = list[Span](), list[Span](), tokens, 0
@@ -69,9 +59,7 @@ class Forward:
             at, query = at + row.own, query + row.new
         self.q = torch.randn(LAYERS, query + SPARE, HEADS, DIM, dtype=dtype, device=device) * 2
         oracle = Reference(seen, [], device)
-        scale = DIM**-0.5
-        self.scale = scale
-        self.expected = [oracle.own(self.q[layer], self.pools.kv(layer), scale).out for layer in range(LAYERS)]
+        self.expected = [oracle.own(self.q[layer], self.pools.kv(layer), SCALE).out for layer in range(LAYERS)]
         # What lay on the device only to be copied is not read again.
         for layer in self.pools.device:
             layer[:, order[:tokens]] = torch.nan
@@ -82,13 +70,10 @@ class Forward:
     def step(self, attention: StagedAttention) -> StagedStep:
         return attention.plan(self.spans, [group for group in self.groups if len(group[1])])
 
-    def check(self, attention: StagedAttention, dtype: torch.dtype, before: Callable[[], None] = lambda: None) -> None:
+    def check(self, attention: StagedAttention, dtype: torch.dtype) -> None:
         """All layers."""
         step = self.step(attention)
-        found = []
-        for layer in range(LAYERS):
-            before()
-            found.append(attention.run(step, self.q[layer], self.pools.kv(layer), layer, self.scale))
+        found = [attention.run(step, self.q[layer], self.pools.kv(layer), layer, SCALE) for layer in range(LAYERS)]
         for out, expected in zip(found, self.expected, strict=True):
             torch.testing.assert_close(out.float(), expected, rtol=0, atol=TOLERANCE[dtype])
             assert not out[-SPARE:].any()
@@ -99,16 +84,13 @@ DTYPES = [torch.float16] if INTERPRETED else [torch.float32, torch.float16, torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fragmented", [True, False], ids=["fragmented", "contiguous"])
 @pytest.mark.parametrize(
     "rows",
     [[Row(0, 1, 1)], EXTEND, [Row(0, 9, 1), Row(1, 1, 1), Row(None, 130, 1)]],
     ids=["one row", "extend, some with a cached suffix", "decode"],
 )
-def test_as_if_all_slots_were_on_the_device(
-    rows: list[Row], fragmented: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    forward = Forward([9, 6], rows, dtype, device, fragmented=fragmented)
+def test_as_if_all_slots_were_on_the_device(rows: list[Row], dtype: torch.dtype, device: torch.device) -> None:
+    forward = Forward([9, 6], rows, dtype, device)
     attention = forward.attention(device, implementation="triton")
     for _ in range(2):
         forward.check(attention, dtype)
@@ -138,7 +120,7 @@ def test_a_forward_that_was_given_up_leaves_nothing_to_the_next(device: torch.de
     attention = forward.attention(device, implementation="triton")
     step = forward.step(attention)
     for layer in (0, 2, 1):
-        out = attention.run(step, forward.q[layer], forward.pools.kv(layer), layer, forward.scale)
+        out = attention.run(step, forward.q[layer], forward.pools.kv(layer), layer, SCALE)
         torch.testing.assert_close(out.float(), forward.expected[layer], rtol=0, atol=4e-3)
     forward.check(attention, torch.float16)
 
@@ -201,6 +183,6 @@ def test_no_layer_waits_for_the_device(device: torch.device) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for layer in range(LAYERS):
-            attention.run(step, forward.q[layer], forward.pools.kv(layer), layer, forward.scale)
+            attention.run(step, forward.q[layer], forward.pools.kv(layer), layer, SCALE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
