@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -59,26 +59,32 @@ class _Rows(NamedTuple):
     seq_lens_cpu: Tensor
 
 
-def may_draft(req: Any, *, chained: bool) -> bool:
+def may_draft(req: Any) -> bool:
     """Whether a request's next token is the most probable one by the model, or drawn as `Sampling` says, and nothing
     else is asked of its step.
 
     Args:
         req: SGLang's.
-        chained: whether min_p is taken of what top_k and top_p have left, as by flashinfer.
     """
     params = req.sampling_params
     defaults = SamplingParams()
     fields = (name for name in params.__struct_fields__ if name not in _NO_CHOICE)
     asked = req.return_logprob or req.grammar is not None or req.custom_logit_processor
-    if chained and params.top_k > 1 and params.min_p > 0:
-        asked = asked or params.top_k < TOP_K_ALL or params.top_p < 1
     return not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
 
 
-def _sampling(req: Any) -> Sampling | None:
+def sampling_of(req: Any, backend: str) -> Sampling | None:
+    """How a request's tokens are drawn; None: each is the most probable one.
+
+    Args:
+        req: SGLang's.
+        backend: that samples, as --sampling-backend names it.
+    """
     params = req.sampling_params
-    return None if params.top_k == 1 else Sampling(params.temperature, params.top_k, params.top_p, params.min_p)
+    if params.top_k == 1:
+        return None
+    chained = params.min_p > 0 and backend != "pytorch"
+    return Sampling(params.temperature, params.top_k, params.top_p, params.min_p, chained)
 
 
 class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -137,7 +143,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         rows = list(range(len(batch.reqs)))
         last = batch.spec_info.accept_tokens
-        draws = Draws([_sampling(req) for req in batch.reqs])
+        backend = self.model_runner.server_args.sampling_backend
+        draws = Draws([sampling_of(req, backend) for req in batch.reqs])
         drafts = self._drafts(batch, last, draws)
         counts = [len(one) for one in drafts]
         self._rounds.append(([req.rid for req in batch.reqs], counts))
@@ -198,9 +205,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             may: per request, what its index may draft.
         """
         single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
-        chained = self.model_runner.server_args.sampling_backend != "pytorch"
         pairs = zip(may, batch.reqs, strict=True)
-        free = [one if one is not None and may_draft(req, chained=chained) else None for one, req in pairs]
+        free = [one if one is not None and may_draft(req) else None for one, req in pairs]
         drafting = 0 if single else sum(one is not None and one.most > 0 for one in free)
         room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(may)
         found: list[Drafting | None] = []

@@ -18,19 +18,22 @@ from torch import Tensor
 
 
 class Sampling(NamedTuple):
-    """How a request's tokens are drawn, as SGLang's pytorch backend draws them.
+    """How a request's tokens are drawn, as SGLang's sampling backends draw them.
 
     Attributes:
         temperature: above 0.
         top_k: at least 1; as many of the most probable tokens count.
         top_p: at most 1; tokens count as long as those before them have no more than this together.
         min_p: tokens count that have at least this part of the most probable one's.
+        chained: whether `top_p` is of what `top_k` leaves, as flashinfer's filters have it beside a `min_p`; else of
+            all tokens.
     """
 
     temperature: float
     top_k: int
     top_p: float = 1.0
     min_p: float = 0.0
+    chained: bool = False
 
 
 class Draws:
@@ -67,14 +70,15 @@ class Draws:
         asked = [one for request, _ in places if (one := self._sampling[request]) is not None]
         asked = [one._replace(top_k=min(one.top_k, size)) for one in asked]
         fields = placed(list(zip(*asked, strict=True)), logits.device, torch.float32)
-        temperature, top_k, top_p, min_p = fields[..., None]
+        temperature, top_k, top_p, min_p, chained = fields[..., None]
         probs = logits.float().div_(temperature).softmax(dim=-1)
-        some = [row for row, one in enumerate(asked) if one[1:] != (size, 1.0, 0.0)]
+        some = [row for row, one in enumerate(asked) if one[1:4] != (size, 1.0, 0.0)]
         if some:
             rows = placed(some, logits.device)
             best, tokens = probs[rows].topk(max(asked[row].top_k for row in some))
             left = torch.arange(best.shape[1], device=probs.device) >= top_k[rows]
-            left |= (best.cumsum(dim=-1) - best > top_p[rows]) | (best < best[:, :1] * min_p[rows])
+            whole = torch.where(chained[rows] > 0, best.masked_fill(left, 0.0).sum(dim=-1, keepdim=True), 1.0)
+            left |= (best.cumsum(dim=-1) - best > top_p[rows] * whole) | (best < best[:, :1] * min_p[rows])
             probs[rows] = 0.0
             probs[rows[:, None], tokens] = best.masked_fill_(left, 0.0)
         new = [place for place in places if place not in self._noise]

@@ -10,10 +10,11 @@ import torch
 
 pytest.importorskip("sglang")
 
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.compat import flags, lossless_algorithm, lossless_worker
+from sglang_ext.decode.draws import Sampling
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
@@ -31,19 +32,23 @@ OTHERS: list[dict[str, Any]] = [
 ASKED = ({"return_logprob": True}, {"grammar": "g"}, {"custom_logit_processor": "p"})
 
 
-def drafts(given: dict[str, Any], *, chained: bool = False, **asked: Any) -> bool:
-    """Whether a request with these parameters does."""
+def request(given: dict[str, Any], **asked: Any) -> Any:
     nothing = {"return_logprob": False, "grammar": None, "custom_logit_processor": None}
-    request = SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | asked)
-    return lossless_worker.may_draft(request, chained=chained)
+    return SimpleNamespace(sampling_params=SamplingParams(**given), **nothing | asked)
+
+
+def drafts(given: dict[str, Any], **asked: Any) -> bool:
+    """Whether a request with these parameters does."""
+    return lossless_worker.may_draft(request(given, **asked))
 
 
 def test_requests_draft_whose_next_token_follows_from_what_the_model_says() -> None:
-    """The most probable one, or drawn; but not where flashinfer's order of filters would draw otherwise."""
-    assert [drafts(one, chained=chained) for one in GREEDY for chained in (True, False)] == [True] * 2 * len(GREEDY)
-    assert [drafts(one) for one in DRAWN] == [True] * len(DRAWN)
-    assert [drafts(one, chained=True) for one in DRAWN] == [True, False]
-    assert all(drafts(one, chained=True) for one in ({"min_p": 0.1}, {"top_k": 20, "top_p": 0.8}))
+    """The most probable one, or drawn, in the order of the backend's filters."""
+    assert all(map(drafts, GREEDY + DRAWN))
+    assert not any(lossless_worker.sampling_of(request(one), "flashinfer") for one in GREEDY)
+    drawn = [lossless_worker.sampling_of(request(DRAWN[1]), backend) for backend in ("flashinfer", "pytorch")]
+    assert drawn == [Sampling(0.5, 20, 0.8, 0.1, chained) for chained in (True, False)]
+    assert lossless_worker.sampling_of(request(DRAWN[0]), "flashinfer") == Sampling(1.0, TOP_K_ALL, 1.0, 0.0)
     assert [drafts(one) for one in OTHERS] == [False] * len(OTHERS)
     assert not any(drafts(of, **one) for one in ASKED for of in (GREEDY[0], DRAWN[0]))
     assert set(SamplingParams.__struct_fields__) >= lossless_worker._NO_CHOICE, "names that this SGLang does not have"

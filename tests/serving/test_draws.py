@@ -29,9 +29,10 @@ def wanted_shares(logits: list[float], one: Sampling) -> list[float]:
     """Of each token, by the definitions of the parameters."""
     weights = torch.tensor(logits, dtype=torch.float64).div(one.temperature).softmax(0).tolist()
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    whole = sum(weights[token] for token in order[: one.top_k]) if one.chained else 1.0
     kept, before = {}, 0.0
     for rank, token in enumerate(order):
-        if rank < one.top_k and before <= one.top_p and weights[token] >= one.min_p * weights[order[0]]:
+        if rank < one.top_k and before <= one.top_p * whole and weights[token] >= one.min_p * weights[order[0]]:
             kept[token] = weights[token]
         before += weights[token]
     return [kept.get(token, 0.0) / sum(kept.values()) for token in range(len(weights))]
@@ -48,6 +49,7 @@ LOGITS = [0.4, 2.0, -1.0, 1.2, -3.0, 0.9]
         Sampling(1.5, 3),
         Sampling(1.0, ALL, top_p=0.8),
         Sampling(0.8, 4, top_p=0.75, min_p=0.05),
+        *(Sampling(1.5, 3, top_p=0.7, min_p=0.05, chained=chained) for chained in (False, True)),
         Sampling(1.0, ALL, min_p=0.3),
         Sampling(1.0, 1),
     ],
