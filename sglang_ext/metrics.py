@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 logger = logging.getLogger(__name__)
 
-#: The words under which dense decode is counted (docs/architecture.md).
+#: The words under which dense decode is counted (docs/operating.md).
 REASONS = (
     "no_index",
     "index_loading",

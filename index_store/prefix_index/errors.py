@@ -1,7 +1,7 @@
 """Everything that this package raises, and text from outside made printable where it leaves for a log or a terminal.
 
 Every message has the form "what: expected E, found F; remedy". ``reason`` is the word under which a serving
-process counts the dense fallback that the error leads to (docs/architecture.md, "Fallback reasons").
+process counts the dense fallback that the error leads to (docs/operating.md, "Why a request decoded dense").
 """
 
 # ruff: noqa: N818 (a name says what is the matter; that it is an error, the base class says)
