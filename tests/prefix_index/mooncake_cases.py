@@ -1,6 +1,6 @@
 """The remote tier over a real Mooncake: a master, holders, clients over TCP, and what goes wrong with them.
 
-``test_remote_failures.py`` runs this file, in a network namespace where nothing but loopback is.
+``test_remote_objects.py`` runs this file, in a network namespace where nothing but loopback is.
 """
 
 from __future__ import annotations

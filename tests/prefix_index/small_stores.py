@@ -61,31 +61,26 @@ def in_threads(*works: Callable[[], object]) -> None:
             work.result()
 
 
-def refuse_call(patch: pytest.MonkeyPatch, name: str, when: Callable[..., bool], error: int) -> None:
-    """A call of ``os`` fails from now on where ``when`` says so of its arguments."""
+def refuse(
+    patch: pytest.MonkeyPatch, what: str | Path, error: int, when: Callable[..., bool] = lambda *_: True
+) -> None:
+    """From now on a call of ``os`` fails where ``when`` says so of its arguments; or that of opening a path does."""
+    name = what if isinstance(what, str) else "open"
     real = getattr(os, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if when(*args):
+        if when(*args) if isinstance(what, str) else Path(args[0]).name == what.name and not args[1] & os.O_CREAT:
             raise OSError(error, os.strerror(error))
         return real(*args, **kwargs)
 
     patch.setattr(os, name, call)
 
 
-def refuse(patch: pytest.MonkeyPatch, path: Path, error: int) -> None:
-    """Opening this file, or folder, fails from now on, whoever asks."""
-    refuse_call(patch, "open", lambda at, flags, *_: Path(at).name == path.name and not flags & os.O_CREAT, error)
-
-
 @contextlib.contextmanager
 def refused(what: str | Path, when: Callable[..., bool] = lambda *_: True, error: int = errno.EIO) -> Iterator[None]:
-    """The same in the block: of a call of ``os``, or of opening a path."""
+    """The same in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        if isinstance(what, Path):
-            refuse(patch, what, error)
-        else:
-            refuse_call(patch, what, when, error)
+        refuse(patch, what, error, when)
         yield
 
 

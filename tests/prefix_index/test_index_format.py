@@ -193,6 +193,11 @@ DEEP: list[Any] = reduce(lambda inner, _: [inner], range(10_000), [])
         ({"spec": {"x": [b"raw"]}}, "spec: expected a JSON value"),
         ({"spec": {"x": DEEP}}, "spec: expected a JSON value"),
         ({"stats": {"x": {1: 2}}}, "stats: expected a JSON value .*, found .*1: 2"),
+        ({"stats": {"\ud800": 1}}, "stats"),
+        ({"stats": {"a": [{"b": "\ud800"}]}}, "stats"),
+        ({"stats": {"a": np.float64(1.5)}}, "stats"),
+        ({"stats": {"a": type("F", (float,), {})(1.0)}}, "stats"),
+        ({"stats": {"a": [{"b": type("I", (int,), {})(1)}]}}, "stats"),
         ({"identity": OF_VERSION_2}, r"identity.format_version: expected 1, found 2"),
     ],
 )
@@ -221,17 +226,6 @@ def test_times_are_floats_so_that_an_index_written_again_has_the_same_bytes(seco
     assert type(payload.info.created) is type(payload.info.build_seconds) is float
     raw = dump(payload)
     assert dump(in_memory(raw).payload()) == raw
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["\ud800", np.float64(1.5), type("F", (float,), {})(1.0), type("I", (int,), {})(1)],
-    ids=repr,
-)
-def test_what_json_cannot_say_is_refused(value: Any) -> None:
-    for stats in ({"a": value}, {"a": [{"b": value}]}, *([{value: 1}] if isinstance(value, str) else [])):
-        with pytest.raises(InvalidPayload, match="stats"):
-            IndexWriter(replace(sample_payload(), stats=stats)).write(io.BytesIO())
 
 
 @pytest.mark.parametrize("name", ["kv_dtype", "config_digest"])

@@ -58,6 +58,26 @@ def test_get_tells_a_refusal_from_absence(folder: Path, error: int, what: str) -
         store.get(IDS[0]).close()
 
 
+@pytest.mark.parametrize("suffix", [".pfxindex", ".pfxkeep"])
+def test_a_scan_asks_again_for_what_it_was_refused(folder: Path, suffix: str) -> None:
+    holding(folder, IDS[0], retention=PINNED).close()
+    settled(folder)
+    path = index_file(folder, IDS[0]).with_suffix(suffix)
+    with refused(path):
+        store = opened(folder)
+        assert paths(store) == [path]
+        assert isinstance(store.problems()[0].error, IndexUnreadable)
+        balanced(store)
+    with store:
+        store.rescan()
+        assert retentions(store) == [PINNED]
+        assert list(store.problems()) == []
+        with refused(keep_file(folder, IDS[0])):
+            store.rescan(full=True)
+            assert retentions(store) == [PINNED]
+        balanced(store)
+
+
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EACCES, errno.EIO])
 def test_a_shard_that_cannot_be_listed_stays_as_known_and_is_a_problem(folder: Path, error: int) -> None:
     with holding(folder, IDS[0], retention=PINNED) as store, opened(folder) as other:

@@ -130,6 +130,17 @@ def test_a_damaged_copy_here_is_replaced_by_the_remote_stores(store: SharedStore
     assert read_fill(store.local) == 5
 
 
+def test_a_report_about_an_older_index_changes_nothing(store: SharedStore) -> None:
+    with store.get(DIGEST) as old:
+        store.put(sample_payload(fill=2))
+    assert not store.report(old, ERROR)
+    assert flushed(store)
+    assert read_fill(store) == 2
+    store.local.delete(DIGEST)
+    assert read_fill(store) == 5, "the remote store's"
+    assert list(store.problems()) == []
+
+
 def test_what_is_wrong_though_its_bytes_are_whole_goes_there_too_and_is_put_again(make: Make, blobs: Shaky) -> None:
     store, other = make("a"), make("b", max_bytes=4096)
     blobs.gate.clear()

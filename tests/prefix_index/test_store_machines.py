@@ -39,7 +39,7 @@ from tests.examples import examples
 from tests.prefix_index.remote_stores import CHUNK_NBYTES, Shaky, flushed, machine
 from tests.prefix_index.samples import read_fill, sample_identity, sample_model, sample_payload
 from tests.prefix_index.small_stores import ONE, SOON, Clock, balanced
-from tests.prefix_index.tiers import TIERS, new_bucket
+from tests.prefix_index.tiers import TIERS
 
 PROMPT = tuple(range(64))
 TENANTS = (None, "", "t")
@@ -456,15 +456,8 @@ class RemoteMachine(RuleBasedStateMachine):
         self.stores[at].open()
 
 
-class RemoteS3Machine(RemoteMachine):
-    def blobs(self) -> Blobs:
-        return new_bucket()
-
-
 TestRemoteMachine = RemoteMachine.TestCase
 TestRemoteMachine.settings = STEPS
-TestRemoteS3Machine = pytest.mark.full(RemoteS3Machine.TestCase)
-TestRemoteS3Machine.settings = settings(STEPS, max_examples=examples(3, day=4), stateful_step_count=12)
 
 
 class SharedMachine(StoreMachine):

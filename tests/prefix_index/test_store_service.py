@@ -306,7 +306,7 @@ def test_a_service_outlives_more_connections_than_it_may_have_descriptors(tmp_pa
                     assert service.poll() is None, f"the service ended at connection {number}"
             assert client.status().counts["cut"] > 0
             with pytest.raises(StoreUnavailable):
-                patient(endpoint, timeout_s=5.0).open()
+                patient(endpoint, timeout_s=1.0).open()
             for one in held:
                 one.close()
             client.get(OTHER).close()

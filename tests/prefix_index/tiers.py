@@ -75,18 +75,8 @@ def set_credentials() -> None:
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "test-secret")
 
 
-@contextlib.contextmanager
-def file(tmp_path: Path) -> Iterator[IndexStore]:
-    yield FileStore(tmp_path / "store", create=True)
-
-
-@contextlib.contextmanager
-def copied(tmp_path: Path) -> Iterator[IndexStore]:
-    """With room for two of the suite's indexes in a second folder, in real life on a tmpfs."""
-    yield FileStore(tmp_path / "store", create=True, copies=copies_in(tmp_path / "dram"))
-
-
 def copies_in(folder: Path, max_bytes: int = 150 << 10) -> Copies:
+    """In a second folder, in real life on a tmpfs, with room for two of the suite's indexes."""
     return Copies(folder, keeper=FileStore(folder, create=True, max_bytes=max_bytes))
 
 
@@ -207,12 +197,12 @@ class Service:
 
 
 TIERS: dict[str, Tier] = {
-    "file": file,
-    "copied": copied,
+    "file": lambda folder: contextlib.nullcontext(FileStore(folder / "store", create=True)),
+    "copied": lambda folder: contextlib.nullcontext(two_tiers(folder)),
     "service": service,
     "shared-file": shared_file_file,
     "shared-memory": shared_with(lambda folder: ObjectBlobs("memory:///")),
     "shared-s3": shared_with(lambda folder: new_bucket()),
 }
-if mooncake_cluster.is_inside():  # test_remote_failures.py runs the suite again in a network namespace of its own
+if mooncake_cluster.is_inside():  # test_remote_objects.py runs the suite again in a network namespace of its own
     TIERS["shared-mooncake"] = shared_with(lambda folder: mooncake_cluster.shared_blobs())

@@ -110,7 +110,7 @@ NO_MESSAGES = [
     *(b"", b"\xc1 rubbish", b"\x91" * 4000, b"\x81\xa4type" * 600, b"\x81\x91" * 2000),
     *(bytes([length]) + b"\xff" * 4 for length in b"\xdb\xc6\xdd\xdf"),
     *(messages.encode({"type": "Used", "digest": digest}) for digest in ("../" * 20 + "etcd", "A" * 64, "0" * 65)),
-    bytes(messages.MAX_REQUEST_NBYTES),
+    bytes(messages.MAX_REQUEST_NBYTES - messages.ID_NBYTES),
 ]
 
 
