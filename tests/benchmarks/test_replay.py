@@ -17,24 +17,19 @@ PLAN = LayerPlan.from_dict({"layers": ROLES}, num_layers=6, num_kv_heads=2)
 Masks = dict[int, np.ndarray[Any, Any]]
 
 
-def test_the_documented_recall_of_guarded_steps_is_the_rows() -> None:
+def test_the_documented_figures_of_the_guard_are_the_rows() -> None:
+    text = prose("quality")
     off: dict[int, float] = {}
     for row in rows_of(RESULTS / "guard-h100.jsonl"):
         off[row["tokens"]] = max(off.get(row["tokens"], 0.0), row["off"]["recall"])
     said = "is {:.4f} (shipped model, 4,096 tokens) and {:.4f} (Qwen2.5-Coder-0.5B, 8,192 tokens)"
-    assert said.format(off[4096], off[8192]) in prose("quality")
-
-
-def test_the_documented_cost_of_the_guard_is_the_rows() -> None:
+    assert said.format(off[4096], off[8192]) in text
     rates: dict[bool, list[float]] = {True: [], False: []}
     for row in sorted(rows_of(RESULTS / "guard-h100-cost.jsonl"), key=lambda row: row["start"]):
         rates[row["guard"]].append(row["tokens_per_s"])
     costs = sorted(100 * (1 - guarded / plain) for guarded, plain in zip(rates[True], rates[False], strict=True))
     whole = 100 * (1 - sum(rates[True]) / sum(rates[False]))
-    assert f"it costs {whole:.1f}% of the tokens per second ({costs[0]:.1f}% and {costs[1]:.1f}%" in prose("quality")
-
-
-def test_the_documented_faults_that_the_guard_noticed_are_the_rows() -> None:
+    assert f"it costs {whole:.1f}% of the tokens per second ({costs[0]:.1f}% and {costs[1]:.1f}%" in text
     by_fault = {row["fault"]: row for row in rows_of(RESULTS / "guard-h100-faults.jsonl")}
     assert all(row["good"] for row in by_fault.values())
     assert {row["sparse_steps"][0] for name, row in by_fault.items() if name != "none"} == {9}
@@ -43,7 +38,7 @@ def test_the_documented_faults_that_the_guard_noticed_are_the_rows() -> None:
         assert all(by_fault[name]["alike_dense"][1:])
     tiny = by_fault["a budget of 0.5%"]
     assert (tiny["standing"], tiny["factor"]) == ("serving", 4)
-    assert "served 9 tokens of the shipped model behind 16,384, then every answer was dense" in prose("quality")
+    assert "served 9 tokens of the shipped model behind 16,384, then every answer was dense" in text
 
 
 def masks(seed: int, kept: float = 0.3) -> Masks:
@@ -88,19 +83,18 @@ def test_a_damaged_selection_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "dtype", "wrong_dense", "wanted"),
+    ("verdict", "dtype", "wrong_dense", "sparse", "wanted"),
     [
-        ("good", "bfloat16", 3, True),
-        ("worse", "bfloat16", 0, False),
-        ("too few to tell", "bfloat16", 0, False),
-        ("good", "float32", 0, True),
-        ("good", "float32", 1, False),
+        ("good", "bfloat16", 3, 9, True),
+        ("good", "bfloat16", 3, 0, False),
+        ("worse", "bfloat16", 0, 9, False),
+        ("too few to tell", "bfloat16", 0, 9, False),
+        ("good", "float32", 0, 9, True),
+        ("good", "float32", 1, 9, False),
     ],
 )
 def test_a_replay_is_good_by_its_verdict_and_where_something_was_sparse(
-    bench: Any, verdict: str, dtype: str, wrong_dense: int, wanted: bool
+    bench: Any, verdict: str, dtype: str, wrong_dense: int, sparse: int, wanted: bool
 ) -> None:
-    row = {"verdict": verdict, "dtype": dtype, "dense": {"wrong": wrong_dense}, "sparse": {"tokens of sparse steps": 9}}
-    assert bench.replay.replay_good(row) is wanted
-    row["sparse"] = {"tokens of sparse steps": 0}
-    assert not bench.replay.replay_good(row)
+    found = {"dense": {"wrong": wrong_dense}, "sparse": {"tokens of sparse steps": sparse}}
+    assert bench.replay.replay_good({"verdict": verdict, "dtype": dtype, **found}) is wanted

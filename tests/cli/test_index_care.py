@@ -103,17 +103,6 @@ def test_gc_frees_what_it_can_of_a_limit_out_of_reach_and_says_so(shelf: Any, in
         assert f"limit not reached: {too_few} bytes too few" in said.message
 
 
-def test_gc_with_a_limit_in_reach_removes_what_is_pinned_last(shelf: Any, index: Any) -> None:
-    pinned = {entry.digest for entry in shelf.entries[:2]}
-    index("pin", *pinned)
-    plan, done = (index("gc", *flags, "--json", "--max-bytes", "0") for flags in (["--dry-run"], []))
-    assert (plan.status, done.status) == (0, 0)
-    removed = [entry["digest"] for entry in done.lines[0]["removed"]]
-    assert removed == [entry["digest"] for entry in plan.lines[0]["removed"]]
-    assert set(removed[3:]) == pinned
-    assert shelf.digests() == []
-
-
 def test_a_dry_run_lives_with_files_that_go_meanwhile(shelf: Any, index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real, victim = Path.lstat, shelf.path(2)
 

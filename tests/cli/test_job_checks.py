@@ -48,6 +48,7 @@ def refused(ran: tuple[int, str], *words: str) -> None:
 MODELS = ("/nowhere/model", "./nowhere", "models/nowhere", "a/b/c", "s3://bucket/model")
 BAD: list[tuple[dict[str, str], list[str]]] = [
     *(({"model_path": path}, ["expected --model-path to be a folder", repr(path)]) for path in MODELS),
+    ({"model_path": "nobody/nothing"}, ["expected --model-path", "'nobody/nothing'"]),  # nothing is downloaded here
     ({"report": "/tmp"}, ["expected a --report that can be written", "/tmp"]),
     ({"report": "/nowhere/report.jsonl"}, ["/nowhere/report.jsonl"]),
     ({"store": "ipc:///nowhere/none", "sparse_attn_config": '{"store_timeout_s": 0.2}'}, ["/nowhere/none"]),
@@ -63,12 +64,8 @@ def test_what_is_not_there_or_not_right(
     prebuild: Any, changes: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(MODEL.parents[1])
-    refused(prebuild(*ON_CPU, **changes), *words)
-
-
-def test_a_name_on_the_hub_where_nothing_is_downloaded(prebuild: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refused(prebuild(*ON_CPU, model_path="nobody/nothing"), "expected --model-path", "'nobody/nothing'")
+    refused(prebuild(*ON_CPU, **changes), *words)
 
 
 def test_a_cluster_without_ray(prebuild: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +80,10 @@ def test_no_gpu(prebuild: Any, flags: tuple[str, ...]) -> None:
     refused(prebuild(*flags), "expected a GPU", "--device cpu")
 
 
-def test_the_device_is_read_off_sglangs_flags() -> None:
+def test_what_is_read_off_sglangs_flags() -> None:
     on_cpu = ("--device cpu", "--device=cpu --dtype float32", "--device cuda --device=cpu")
     others = ("", "--device cuda", "--dtype cpu", "--device")
     assert [flags for flags in (*on_cpu, *others) if names_cpu(flags.split())] == [*on_cpu]
-
-
-def test_revision_and_download_folder_are_read_off_sglangs_flags() -> None:
     assert checkpoint_options(["--revision=v2", "--download-dir", "/x"]) == ("v2", "/x")
     assert checkpoint_options(["--page-size", "16"]) == (None, None)
 

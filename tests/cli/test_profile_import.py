@@ -103,16 +103,13 @@ def test_what_was_never_measured_is_not_served(run: Import) -> None:
         make_settings(json.dumps(config), "store")
 
 
-def test_flags_reach_sglang(run: Import, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+@pytest.mark.parametrize(("accelerator", "device"), [(False, ["--device", "cpu"]), (True, [])])
+def test_flags_reach_sglang(
+    run: Import, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch, accelerator: bool, device: list[str]
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: accelerator)
     assert run("--", "--quantization", "fp8")[0] == 0
-    assert asked[-1] == [
-        *("--model-path", "model", "--log-level", "error"),
-        *("--quantization", "fp8", "--device", "cpu"),
-    ]
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    assert run("--replace")[0] == 0
-    assert "--device" not in asked[-1]
+    assert asked == [["--model-path", "model", "--log-level", "error", "--quantization", "fp8", *device]]
 
 
 def test_a_profile_that_is_there_stays_unless_forced(run: Import, tmp_path: Path) -> None:
@@ -120,7 +117,7 @@ def test_a_profile_that_is_there_stays_unless_forced(run: Import, tmp_path: Path
     status, said = run()
     assert (status, (tmp_path / "profile.json").read_text()) == (2, "mine")
     assert "expected no file at --out, got 'profile.json'; name another one, or overwrite it with --replace" in said
-    assert run("--replace")[0] == 0
+    assert run("--replace", "--anchors", "0,1", file="map.npy")[0] == 0
     assert load_profile(tmp_path / "profile.json").layer_plan == {"layers": PLAN}
 
 
@@ -144,7 +141,3 @@ def test_what_is_refused(run: Import, places: dict[str, str], said: list[str], t
     for word in said:
         assert word in line
     assert not (tmp_path / "profile.json").exists()
-
-
-def test_anchors_that_the_name_lacks(run: Import) -> None:
-    assert run("--anchors", "0,1", file="map.npy")[0] == 0

@@ -15,7 +15,6 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.cli.arguments import parse_bytes, parse_seconds
-from sglang_ext.cli.index import _SUBCOMMANDS
 from sglang_ext.cli.index.text import retention, size, span
 from tests.cli.conftest import fill
 
@@ -86,18 +85,6 @@ def test_a_listing_imports_neither_torch_nor_sglang(shelf: Any) -> None:
         "sys.exit(f'loaded {loaded}' if loaded else status)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=120).returncode == 0
-
-
-@pytest.mark.parametrize("command", _SUBCOMMANDS)
-def test_every_command_has_help_with_examples(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit, match="0"):
-        main(["index", command, "--help"])
-    text = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert f"sglang-ext index {command}" in text.split("examples:")[1]
 
 
 KEPT = {(False, None): "-", (True, None): "pin", (False, 8200.0): "2h left", (True, 8200.0): "pin 2h"}

@@ -11,7 +11,7 @@ import pytest
 from scripts.needle.facts import KINDS, FactMaker, ask, lay_out, lines_length
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from needle_data import CODES, batch, sequence
+from needle_data import sequence
 
 
 def generator(seed: int = 0) -> np.random.Generator:
@@ -48,15 +48,3 @@ def test_training_sequences_are_exact_and_their_answers_stand_in_the_document(le
         assert set(ids[codes > 0].tolist()) <= document
         assert others.shape == (int((codes >= 0).sum()), 3)
         assert set(others[others >= 0].tolist()) <= document
-
-
-def test_a_batch_points_at_the_token_before_each_target() -> None:
-    made = batch(generator(1), 4, 512)
-    flat = made.ids.reshape(-1)
-    assert made.ids.shape == (4, 512)
-    assert (flat[made.positions + 1] == made.targets).all()
-    assert made.codes.max() < len(CODES)
-    assert len(made.others) == len(made.codes) == len(made.targets)
-    assert (made.codes[(made.others >= 0).any(1)] == CODES.index("list")).all()
-    again = batch(generator(1), 4, 512)
-    assert (again.ids == made.ids).all()
