@@ -46,3 +46,10 @@ class ModelView(Protocol):
         head_dim], by which the KV pool's keys are scored. None: it got such.
         """
         ...
+
+
+def on_host(forward_batch: Any, name: str) -> list[int]:
+    """A batch's numbers: from SGLang's copy on the host (`name`_cpu), where this release has one."""
+    found = getattr(forward_batch, f"{name}_cpu", None)
+    found = getattr(forward_batch, name) if found is None else found
+    return [int(one) for one in (found if isinstance(found, list) else found.tolist())]

@@ -23,7 +23,7 @@ from prefix_kernels.prefill_attention import Span
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.types import HostPrefix
-from sglang_ext.model_view import ModelView
+from sglang_ext.model_view import ModelView, on_host
 from sglang_ext.offload.agreement import NOTHING, WAIT_S, OffloadAgreement, Word
 from sglang_ext.offload.attention import StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
@@ -318,7 +318,7 @@ class Offloading:
         return fronts
 
     def _rows_of(self, forward_batch: Any) -> list[int]:
-        return _on_host(forward_batch, "req_pool_indices_cpu", "req_pool_indices")[: forward_batch.batch_size]
+        return on_host(forward_batch, "req_pool_indices")[: forward_batch.batch_size]
 
     def begin(self, forward_batch: Any) -> StagedStep | None:
         """How a forward is attended exactly; None: no row of it has virtual slots.
@@ -336,10 +336,10 @@ class Offloading:
                 f"offload: expected a decode or extend step for rows whose prefix lies in host memory; got {mode}. "
                 "SGLang's own kernels must not read their slots: remove offload from --sparse-attn-config"
             )
-        lens = _on_host(forward_batch, "seq_lens_cpu", "seq_lens")
+        lens = on_host(forward_batch, "seq_lens")
         counts = [1] * len(rows)
         if mode == "EXTEND":
-            counts = _on_host(forward_batch, "extend_seq_lens_cpu", "extend_seq_lens")
+            counts = on_host(forward_batch, "extend_seq_lens")
             self._check_rows(rows, fronts)
         return self._staged(rows, lens, counts, fronts)
 
@@ -492,10 +492,3 @@ class Offloading:
         counts["residents"] = None if self.swap is None else self.swap.counted()
         counts["problem"] = self.directory.problem()
         return {**self.directory.snapshot(), "events": dict(self.directory.events), **counts}
-
-
-def _on_host(forward_batch: Any, mirror: str, name: str) -> list[int]:
-    """A batch's numbers: from the copy on the host, where this release has one."""
-    found = getattr(forward_batch, mirror, None)
-    found = getattr(forward_batch, name) if found is None else found
-    return [int(one) for one in (found if isinstance(found, list) else found.tolist())]

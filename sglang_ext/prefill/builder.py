@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -288,10 +289,9 @@ class IndexAssembly:
 
     def method_bytes(self) -> dict[str, int]:
         """Bytes of the arrays that are there, by method."""
-        methods: dict[str, int] = {}
+        methods: Counter[str] = Counter()
         for key, array in self.arrays.items():
-            method = key.name.split(".")[0]
-            methods[method] = methods.get(method, 0) + array.nbytes
+            methods[key.name.split(".")[0]] += array.nbytes
         return methods
 
 

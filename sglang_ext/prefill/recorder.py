@@ -24,7 +24,7 @@ from torch import Tensor
 
 from prefix_index import printable_values
 from sglang_ext.metrics import Figures
-from sglang_ext.model_view import ModelView
+from sglang_ext.model_view import ModelView, on_host
 from sglang_ext.options import SparseAttnConfig
 
 logger = logging.getLogger(__name__)
@@ -357,10 +357,7 @@ class Recording(ABC):
         """Before the layers of a prefill step run, of SGLang's batch: what it leaves behind."""
         if not forward_batch.rids:
             return []
-        counts, firsts = (
-            given if isinstance(given, list) else torch.as_tensor(given).tolist()
-            for given in (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu)
-        )
+        firsts, counts = on_host(forward_batch, "extend_prefix_lens"), on_host(forward_batch, "extend_seq_lens")
         return self.begin_prefill(forward_batch.rids, firsts, counts)
 
     def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
@@ -384,9 +381,8 @@ class Recording(ABC):
         self.decoding(rids, forward_batch.req_pool_indices)
         if not self.records_decode:
             return ()
-        lens = forward_batch.seq_lens_cpu
-        lens = (lens if lens is not None else forward_batch.seq_lens).tolist()
-        return self.begin_prefill(rids, [length - 1 for length in lens], [1] * len(lens))
+        firsts = [length - 1 for length in on_host(forward_batch, "seq_lens")]
+        return self.begin_prefill(rids, firsts, [1] * len(firsts))
 
     def decoding(self, rids: Sequence[str], rows: Tensor) -> None:
         """Of a decode step whose rows are requests; rows: [batch_size] of `req_to_token`, on the device."""

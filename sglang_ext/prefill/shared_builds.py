@@ -53,11 +53,6 @@ class _Request:
     counted: bool
     steps: int = 0
 
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of its own prompt."""
-        return len(self.prompt)
-
 
 class SharedBuilds(Recording):
     """Builds indexes of prefixes that were hit often enough. Scheduler thread only; arguments as of `SparseRuntime`.
@@ -118,7 +113,7 @@ class SharedBuilds(Recording):
                 request = self._requests.get(rid)
                 if request is None:
                     continue
-                if first < request.prompt_len:  # else a decode row of a mixed batch
+                if first < len(request.prompt):  # else a decode row of a mixed batch
                     request.steps = 0
                 if not request.counted:
                     request.counted = True
@@ -141,10 +136,11 @@ class SharedBuilds(Recording):
 
     def _record(self, rid: str, request: _Request, first: int) -> None:
         """Sample a prefill's queries from its first computed token on, if they are of use."""
-        least = max(self._config.min_sparse_prompt_len, request.prompt_len // LEAST_COMPUTED)
+        prompt_len = len(request.prompt)
+        least = max(self._config.min_sparse_prompt_len, prompt_len // LEAST_COMPUTED)
         room = self.recorder.num_captures + self._samples.coming < MAX_CAPTURES
-        if self._records and room and request.prompt_len - first >= least:
-            self.recorder.start(rid, request.prompt_len, first)
+        if self._records and room and prompt_len - first >= least:
+            self.recorder.start(rid, prompt_len, first)
             self.recorder.allocate(rid, self._view.head_dim, self._view.dtype, self._view.device)
 
     def _count(self, request: _Request, cached: int) -> None:

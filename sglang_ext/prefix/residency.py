@@ -230,13 +230,11 @@ class Residency:
 
     def resident_bytes(self) -> int:
         """Device bytes held now."""
-        with self._lock:
-            return sum(index.nbytes for index in self._by_digest.values())
+        return sum(index.nbytes for index in self.resident().values())
 
     def num_users(self) -> int:
         """Requests that hold a resident index now."""
-        with self._lock:
-            return sum(index.users for index in self._by_digest.values())
+        return sum(index.users for index in self.resident().values())
 
     def figures(self) -> Figures:
         """What is exported of loads: by tier, reason or kind."""

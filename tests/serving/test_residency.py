@@ -295,9 +295,3 @@ def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: A
     assert residency.figures()["corrupt"] == {"content": 1}
     mended = tokens.put(PROMPT)
     assert load(residency, mended).state is State.READY
-
-
-def test_a_rank_looks_at_its_own_heads(tokens: Any, reading: Any) -> None:
-    entry = replaced(tokens.store, tokens.put(PROMPT).digest, of_32767, created=5.0)
-    for first, state in ((0, State.READY), (1, State.FAILED)):
-        assert load(reading(heads=1, first=first), entry).state is state
