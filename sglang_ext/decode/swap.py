@@ -11,6 +11,7 @@ from torch import Tensor
 from prefix_kernels.launching import send
 from prefix_kernels.residents import PAGE_TOKENS, Counter, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.types import PagedKV, SelectedLists, SelectionGroup
+from sglang_ext.decode.buffers import head_maps
 from sglang_ext.decode.types import HostPrefix
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 
@@ -64,12 +65,10 @@ class SwapIn:
         # Prefixes of a step have no page in common.
         self._tables = torch.zeros(host.num_pages, dtype=torch.int32, device=device)
         self._set_of: list[int | None] = []
-        self._head_maps: list[Tensor | None] = []
+        self._head_maps = head_maps(layer_plan, device)
         for layer, role in enumerate(layer_plan.layers):
             anchor = layer if role.mode is LayerMode.ANCHOR else role.anchor_layer
             self._set_of.append(None if anchor is None else anchors.index(anchor))
-            mapped = None if role.anchor_layer is None else role.head_map
-            self._head_maps.append(None if mapped is None else torch.tensor(mapped, dtype=torch.int32, device=device))
         self._anchors = frozenset(anchors)
 
     def budgets(self, lengths: Sequence[int], wanted: Sequence[int], least: Sequence[int]) -> list[int] | None:
