@@ -115,6 +115,13 @@ METRICS = (
 )
 
 
+_TOLD = (
+    *("hits", "drafted", "accepted", "sparse_steps", "sparse_rows", "dense_rows", "largest_group"),
+    *("cascade_steps", "cascade_rows", "recorded_steps", "recorded_graph_steps"),
+)
+"""Counters that a snapshot has as they are."""
+
+
 class Counters:
     """Counters of one process. Not thread-safe: written by the scheduler thread, where requests run.
 
@@ -129,16 +136,10 @@ class Counters:
     def __init__(self, num_layers: int) -> None:
         self._attended = [0] * num_layers
         self._prefix = self._suffix_attended = self._suffix_tokens = 0
-        self.sparse_steps = 0
-        self.sparse_rows = 0
-        self.dense_rows = 0
-        self.hits = 0
-        self.drafted = self.accepted = 0
-        self.largest_group = 0
-        self.cascade_steps = 0
-        self.cascade_rows = 0
-        self.recorded_steps = 0
-        self.recorded_graph_steps = 0
+        self.hits = self.drafted = self.accepted = self.largest_group = 0
+        self.sparse_steps = self.sparse_rows = self.dense_rows = 0
+        self.cascade_steps = self.cascade_rows = 0
+        self.recorded_steps = self.recorded_graph_steps = 0
         self.fallbacks: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
         self._dense_tokens: Counter[str] = Counter()
@@ -255,17 +256,7 @@ class Counters:
         """
         layers, suffix = len(self._attended), self._suffix_tokens
         return {
-            "hits": self.hits,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "sparse_steps": self.sparse_steps,
-            "sparse_rows": self.sparse_rows,
-            "dense_rows": self.dense_rows,
-            "largest_group": self.largest_group,
-            "cascade_steps": self.cascade_steps,
-            "cascade_rows": self.cascade_rows,
-            "recorded_steps": self.recorded_steps,
-            "recorded_graph_steps": self.recorded_graph_steps,
+            **{name: getattr(self, name) for name in _TOLD},
             "fallbacks": dict(self.fallbacks),
             "keep_ratio": sum(self._attended) / (layers * self._prefix) if self._prefix else None,
             "attended_tokens_per_layer": list(self._attended),

@@ -210,6 +210,12 @@ def list_entries(max_groups: int, num_sets: int, num_kv_heads: int, width: int, 
     return min(entries, KEPT_BYTES // kept if kept else entries) // 4 * 4
 
 
+def head_maps(layer_plan: LayerPlan, device: torch.device) -> list[Tensor | None]:
+    """Per layer int32 [num_kv_heads], the anchor layer's KV head for each of its own; None: it selects itself."""
+    maps = [None if role.anchor_layer is None else role.head_map for role in layer_plan.layers]
+    return [None if one is None else torch.tensor(one, dtype=torch.int32, device=device) for one in maps]
+
+
 class AnchorLists:
     """Lists of one anchor layer after the other, or of each of them a set of its own.
 
@@ -237,12 +243,11 @@ class AnchorLists:
         ]
         own_sets = buffers.num_sets > 1
         number_of = {layer: number if own_sets else 0 for number, layer in enumerate(layer_plan.anchor_layers)}
-        self._set_of: list[int] = []
-        self.head_maps: list[Tensor | None] = []
-        for layer, role in enumerate(layer_plan.layers):
-            self._set_of.append(number_of.get(layer if role.anchor_layer is None else role.anchor_layer, 0))
-            mapped = None if role.anchor_layer is None else role.head_map
-            self.head_maps.append(None if mapped is None else torch.tensor(mapped, dtype=torch.int32, device=device))
+        anchors = (
+            layer if role.anchor_layer is None else role.anchor_layer for layer, role in enumerate(layer_plan.layers)
+        )
+        self._set_of = [number_of.get(anchor, 0) for anchor in anchors]
+        self.head_maps = head_maps(layer_plan, device)
 
     def of(self, layer: int) -> SelectedLists:
         """That a layer writes, or reads."""

@@ -139,92 +139,6 @@ class _Comparison:
     begun: int
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The result for one request.
-
-    Attributes:
-        serial: of the request.
-        length: its tokens when it was compared.
-        common: leading slots in common with each other one, by serial.
-    """
-
-    serial: int
-    length: int
-    common: dict[int, int]
-
-
-class SlotComparisons:
-    """Comparisons on their way. Results come a step or two later, in the order of their starts.
-
-    Args:
-        max_batch: requests of a batch, at most.
-        device: where SGLang's table lies.
-        lockstep: take each result so many steps after its start, not when this device has it: with tensor parallelism
-            all ranks must know of it in the same step.
-    """
-
-    def __init__(self, max_batch: int, device: torch.device, *, lockstep: bool = False) -> None:
-        self._lockstep = lockstep
-        self._step = 0
-        self._out = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._pending: list[_Comparison] = []
-
-    def start(
-        self,
-        serial: int,
-        row: int,
-        serials: Sequence[int | None],
-        table: Tensor,
-        rows: Tensor,
-        seq_lens: Tensor,
-        length: int,
-    ) -> None:
-        """Compare one request of a batch with all others, on the current stream.
-
-        Args:
-            serial, row: the request, and its batch row.
-            serials: of the whole batch.
-            table, rows, seq_lens: as in `common_slots`.
-            length: the request's tokens, on the host.
-        """
-        out = self._out[: len(serials)]
-        common_slots(table, rows, seq_lens, row, out)
-        done = None
-        if out.device.type == "cuda":
-            lengths = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-            lengths.copy_(out, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        else:
-            lengths = out.clone()
-        self._pending.append(_Comparison(serial, length, tuple(serials), lengths, done, self._step))
-
-    def finished(self) -> list[Compared]:
-        """A step begins: take what has come back, without a wait."""
-        found = []
-        self._step += 1
-        while self._pending and self._is_back(self._pending[0]):
-            one = self._pending.pop(0)
-            pairs = zip(one.others, one.lengths.tolist(), strict=True)
-            common = {other: n for other, n in pairs if other is not None and other != one.serial}
-            found.append(Compared(one.serial, one.length, common))
-        return found
-
-    def _is_back(self, one: _Comparison) -> bool:
-        if not self._lockstep:
-            return one.done is None or bool(one.done.query())
-        if self._step - one.begun < _LOCKSTEP:
-            return False
-        if one.done is not None:
-            one.done.synchronize()
-        return True
-
-    def drop(self, serial: int) -> None:
-        """A request ended: its own comparison is of no use any more."""
-        self._pending = [one for one in self._pending if one.serial != serial]
-
-
 class SlotTracker:
     """Compares each request once with the others of its batch, and keeps the groups that this makes.
 
@@ -235,20 +149,28 @@ class SlotTracker:
         max_batch: requests of a batch, at most.
         min_length: leading slots that are worth a group.
         device: where SGLang's table lies.
-        lockstep: see `SlotComparisons`.
+        lockstep: take each result so many steps after its start, not when this device has it: with tensor parallelism
+            all ranks must know of it in the same step.
     """
 
     def __init__(self, max_batch: int, min_length: int, device: torch.device, *, lockstep: bool = False) -> None:
         self.max_batch = max_batch
         self.prefixes = SharedPrefixes(min_length)
-        self._comparisons = SlotComparisons(max_batch, device, lockstep=lockstep)
+        self._lockstep = lockstep
+        self._step = 0
+        self._out = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._pending: list[_Comparison] = []  # in the order of their starts
         self._steps: dict[int, int] = {}
 
     def learn(self, batch: DecodeBatch) -> None:
         """One step of a batch of at most `max_batch` requests. Never waits for the device."""
-        for result in self._comparisons.finished():
-            if result.serial in self._steps and result.serial not in self.prefixes:
-                self.prefixes.add(result.serial, result.length, result.common)
+        self._step += 1
+        while self._pending and self._is_back(self._pending[0]):
+            one = self._pending.pop(0)
+            pairs = zip(one.others, one.lengths.tolist(), strict=True)
+            common = {other: n for other, n in pairs if other is not None and other != one.serial}
+            if one.serial in self._steps and one.serial not in self.prefixes:
+                self.prefixes.add(one.serial, one.length, common)
         settled = [serial if serial is not None and serial in self._steps else None for serial in batch.serials]
         for row, serial in enumerate(batch.serials):
             if serial is None:
@@ -256,17 +178,40 @@ class SlotTracker:
             steps = self._steps.get(serial, 0)
             self._steps[serial] = steps + 1
             if steps == 1:
-                self._comparisons.start(serial, row, settled, *batch.tables, batch.seq_lens[row])
+                self._compare(serial, row, settled, batch)
+
+    def _compare(self, serial: int, row: int, others: Sequence[int | None], batch: DecodeBatch) -> None:
+        """Compare a batch row with all others, on the current stream."""
+        out = self._out[: len(others)]
+        common_slots(*batch.tables, row, out)
+        done = None
+        if out.device.type == "cuda":
+            lengths = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            lengths.copy_(out, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        else:
+            lengths = out.clone()
+        self._pending.append(_Comparison(serial, batch.seq_lens[row], others, lengths, done, self._step))
+
+    def _is_back(self, one: _Comparison) -> bool:
+        if not self._lockstep:
+            return one.done is None or bool(one.done.query())
+        if self._step - one.begun < _LOCKSTEP:
+            return False
+        if one.done is not None:
+            one.done.synchronize()
+        return True
 
     def warm(self, batch: DecodeBatch) -> None:
         """Compare the first row with all, to no purpose but that the kernel is compiled."""
-        self._comparisons.start(-1, 0, [None] * len(batch.serials), *batch.tables, batch.seq_lens[0])
-        self._comparisons.drop(-1)
+        self._compare(-1, 0, [None] * len(batch.serials), batch)
+        self._pending.pop()
 
     def ended(self, serial: int) -> None:
         """A request gave its slots back: finished, aborted or retracted."""
         self._steps.pop(serial, None)
-        self._comparisons.drop(serial)
+        self._pending = [one for one in self._pending if one.serial != serial]
         self.prefixes.remove(serial)
 
     def __len__(self) -> int:

@@ -136,7 +136,6 @@ class DecodePlanner:
         self.cascade: CascadeDecode | None = None
         self.sparse: SparseDecode | None = None
         self.guard: QualityGuard | None = None
-        self.refusal: str | None = None
         on_gpu = view.device.type == "cuda"
         self._tracker = SlotTracker(
             min(view.max_requests, MAX_BATCH),
@@ -145,7 +144,7 @@ class DecodePlanner:
             lockstep=ranks.size > 1,
         )
         shares = on_gpu if config.share_prefixes is None else config.share_prefixes
-        self.refusal = _turned_off(config, view, shares=shares)
+        self.refusal: str | None = _turned_off(config, view, shares=shares)
         if self.refusal is not None:
             logger.info("sparse attention: decode steps are left to SGLang's own backend: %s", self.refusal)
         elif on_gpu:

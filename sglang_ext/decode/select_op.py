@@ -216,14 +216,35 @@ class ReferenceOp(AheadOp):
         self._planned = list(zip(rows, groups, map(weakref.ref, indexes), strict=True))
 
     def run(
-        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
+        self,
+        size: int,
+        q: Tensor,
+        sm_scale: float,
+        slot_table: Tensor | None,
+        layer: int | None,
+        lists: SelectedLists,
+        candidates: Mapping[tuple[int, int], Tensor] | None = None,
     ) -> None:
-        self._run(q, sm_scale, slot_table, layer, lists, {})
+        assert layer is not None
+        assert lists.slots is not None
+        assert slot_table is not None
+        for number, (rows, group, index) in enumerate(self._groups()):
+            named = None if candidates is None else candidates.get((layer, number))
+            if named is None:
+                found = self.select(q[rows], group, index, layer, sm_scale, lists.counts.shape[1])
+            else:
+                args = self._args(group, sm_scale)
+                found = self._leveled.select_among(index.layers[layer], q[rows], args, named)
+            table = slot_table[group.slot_start : group.slot_start + group.prefix_len]
+            lists.counts[number] = found.counts
+            slots = table[found.positions.clamp(min=0).long()]
+            for arena, entries in ((lists.positions, found.positions), (lists.slots, slots)):
+                group.lists_in(arena, len(entries))[:, : entries.shape[1]] = entries
 
     def run_behind(
         self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
     ) -> None:
-        self._run(q, sm_scale, slot_table, layer, lists, self._candidates)
+        self.run(size, q, sm_scale, slot_table, layer, lists, self._candidates)
 
     def look_ahead(self, size: int, queries: Sequence[Tensor], sm_scale: float) -> None:
         self._candidates = {
@@ -243,31 +264,6 @@ class ReferenceOp(AheadOp):
             index = held()
             assert index is not None, "an index that this step uses was let go"
             yield list(rows), group, index
-
-    def _run(
-        self,
-        q: Tensor,
-        sm_scale: float,
-        slot_table: Tensor | None,
-        layer: int | None,
-        lists: SelectedLists,
-        candidates: Mapping[tuple[int, int], Tensor],
-    ) -> None:
-        assert layer is not None
-        assert lists.slots is not None
-        assert slot_table is not None
-        for number, (rows, group, index) in enumerate(self._groups()):
-            named = candidates.get((layer, number))
-            if named is None:
-                found = self.select(q[rows], group, index, layer, sm_scale, lists.counts.shape[1])
-            else:
-                args = self._args(group, sm_scale)
-                found = self._leveled.select_among(index.layers[layer], q[rows], args, named)
-            table = slot_table[group.slot_start : group.slot_start + group.prefix_len]
-            lists.counts[number] = found.counts
-            slots = table[found.positions.clamp(min=0).long()]
-            for arena, entries in ((lists.positions, found.positions), (lists.slots, slots)):
-                group.lists_in(arena, len(entries))[:, : entries.shape[1]] = entries
 
     def select(
         self, q: Tensor, group: SelectionGroup, index: Index, layer: int, sm_scale: float, num_kv_heads: int

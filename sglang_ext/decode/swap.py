@@ -11,8 +11,9 @@ from torch import Tensor
 from prefix_kernels.launching import send
 from prefix_kernels.residents import PAGE_TOKENS, Counter, ResidentGroup, Residents, ResidentShape
 from prefix_kernels.types import PagedKV, SelectedLists, SelectionGroup
+from sglang_ext.decode.buffers import head_maps
 from sglang_ext.decode.types import HostPrefix
-from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
+from sglang_ext.methods.layer_plan import LayerPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +64,9 @@ class SwapIn:
         self.residents = Residents(shape, max_groups, list_entries, device, implementation=host.implementation)
         # Prefixes of a step have no page in common.
         self._tables = torch.zeros(host.num_pages, dtype=torch.int32, device=device)
-        self._set_of: list[int | None] = []
-        self._head_maps: list[Tensor | None] = []
-        for layer, role in enumerate(layer_plan.layers):
-            anchor = layer if role.mode is LayerMode.ANCHOR else role.anchor_layer
-            self._set_of.append(None if anchor is None else anchors.index(anchor))
-            mapped = None if role.anchor_layer is None else role.head_map
-            self._head_maps.append(None if mapped is None else torch.tensor(mapped, dtype=torch.int32, device=device))
-        self._anchors = frozenset(anchors)
+        self._head_maps = head_maps(layer_plan, device)
+        reused = (layer if layer in anchors else role.anchor_layer for layer, role in enumerate(layer_plan.layers))
+        self._set_of = [None if anchor is None else anchors.index(anchor) for anchor in reused]
 
     def budgets(self, lengths: Sequence[int], wanted: Sequence[int], least: Sequence[int]) -> list[int] | None:
         """Tokens that a step selects of each prefix in host memory; None: it cannot select from all of them.
@@ -118,10 +114,11 @@ class SwapIn:
         if number is None:
             return
         host = self._host.layer(layer)
-        if layer in self._anchors:
+        head_map = self._head_maps[layer]
+        if head_map is None:
             self.residents.run(number, self._tables, lists, host, kv)
         else:
-            self.residents.fetch(number, host, kv, self._head_maps[layer])
+            self.residents.fetch(number, host, kv, head_map)
 
     def forget(self, pages: Tensor) -> None:
         """Host pages are given to another prefix: before a step that selects from that one.

@@ -232,7 +232,8 @@ class StepTrace:
                 self._write(Prefill(printable(rid), start, start + length))
 
     def _decoded(self, forward_batch: Any, copies: SelectionCopies) -> None:
-        wanted = [number for number, (rows, _, _) in enumerate(copies.groups) if _traced(forward_batch, rows)]
+        traced = [rid.startswith(TRACED) for rid in forward_batch.rids]
+        wanted = [number for number, (rows, _, _) in enumerate(copies.groups) if any(traced[row] for row in rows)]
         if not wanted:
             return
         groups = [
@@ -255,10 +256,6 @@ class StepTrace:
     def _end(self, why: str, *, exc_info: bool = False) -> None:
         self._full = True
         logger.error("sparse attention: the trace ends before its time; %s", why, exc_info=exc_info)
-
-
-def _traced(forward_batch: Any, rows: Sequence[int]) -> bool:
-    return any(forward_batch.rids[row].startswith(TRACED) for row in rows)
 
 
 def _selected(

@@ -6,13 +6,15 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from sglang_ext.decode.grouping import SlotComparisons
+from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.requests import Attachment, Readiness, RequestTable
@@ -168,16 +170,18 @@ def test_ranks_that_are_not_alike_stop_on_all() -> None:
 def test_in_lockstep_a_comparison_is_known_in_the_same_step_whenever_the_device_has_it() -> None:
     table = torch.arange(40, dtype=torch.int32).reshape(2, 20)
     table[1, :9] = table[0, :9]
-    slots = SlotComparisons(4, torch.device("cpu"), lockstep=True)
-    slots.finished()
-    slots.start(1, 0, [1, 2], table, torch.tensor([0, 1]), torch.tensor([20, 20]), 20)
-    asked = []
-    slots._pending[0].done = SimpleNamespace(
-        query=lambda: pytest.fail("asked for the time"), synchronize=lambda: asked.append("waited")
-    )
-    assert slots.finished() == []
-    [found] = slots.finished()
-    assert (found.common, asked) == ({2: 9}, ["waited"])
+    slots, lens = SlotTracker(4, 1, torch.device("cpu"), lockstep=True), torch.tensor([20, 20])
+    batch = DecodeBatch([1, 2], [20, 20], table, torch.tensor([0, 1]), lens)
+    slots.learn(batch)
+    slots.learn(batch)
+    done = Mock(query=lambda: pytest.fail("asked for the time"))
+    for one in slots._pending:
+        one.done = done
+    slots.learn(batch)
+    assert 1 not in slots.prefixes
+    slots.learn(batch)
+    [found] = slots.prefixes.groups([1, 2])
+    assert (found.length, done.synchronize.call_count) == (9, 2)
 
 
 def _process(rank: int, folder: str) -> None:

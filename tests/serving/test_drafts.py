@@ -131,7 +131,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.parametrize(
     ("kept", "draft", "best"),
-    [(0.9, 6 * MS, 7), (0.9, 20 * MS, 2), (0.9, 40 * MS, 0), (0.5, 5 * MS, 2), (0.3, 14 * MS, 0)],
+    [(0.9, 6 * MS, 7), (0.9, 20 * MS, 2), (0.3, 14 * MS, 0)],
 )
 def test_rounds_draft_what_gives_most_tokens_a_second(clock: Clock, kept: float, draft: float, best: int) -> None:
     """An exact step takes 30 ms. Few rounds do other than what is best, also when that changes."""
