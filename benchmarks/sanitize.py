@@ -76,18 +76,17 @@ CASES = (
     Case(
         ("score_items_sm90_kernel", "list_kernel"),
         "test_specialized_selection.py",
-        "(test_every_tile_and_length and (129- or 4999-)) or (test_sums_of_a_sample and 16-) or other_lengths "
-        "or number_of_channels or share_a_row",
+        "(scores_and_lists and (129 or lengths or row)) or number_of_channels",
     ),
     Case(
         ("attend_items_sm90_kernel",),
         "triton/test_grouped_attention.py",
-        "(split_list and 65-) or bits_that_the_merge_would or reuse_heads or own_lists",
+        "(every_group_size and 65) or bits_that_the_merge_would or lists_of_each_head",
     ),
     Case(
         ("attend_items_kernel", "merge_items_kernel"),
         "triton/test_grouped_attention.py",
-        "groups_and_suffixes or (split_list and 65-) or fp8 or own_lists or first_channels",
+        "groups_and_suffixes or (every_group_size and 65) or fp8 or lists_of_each_head or first_channels",
     ),
     Case(
         ("score_kernel", "list_kernel"),

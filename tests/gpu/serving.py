@@ -15,6 +15,7 @@ from tests.server.harness import MODEL, Server
 
 BACKEND = os.environ.get("SPARSE_ATTN_TEST_BACKEND", "triton")
 PLAIN = ["--attention-backend", BACKEND, "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+PAGED = [*PLAIN, "--context-length", "16384", "--page-size", "16"]
 
 
 def prebuilt(

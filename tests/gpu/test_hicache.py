@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from scripts.needle.tasks import make_document
-from tests.gpu.serving import PLAIN, prebuilt, served
+from tests.gpu.serving import PAGED, prebuilt, served
 from tests.server.harness import DISK, SPARSE_CONFIG, Answer, Server
 
 pytestmark = pytest.mark.gpu
 
 POOL, TOKENS, QUESTIONS = 24_576, 8192, 8
-FLAGS = [*PLAIN, "--context-length", "16384", "--page-size", "16"]
-FLAGS += ["--max-total-tokens", str(POOL), "--max-running-requests", "8"]
+FLAGS = [*PAGED, "--max-total-tokens", str(POOL), "--max-running-requests", "8"]
 HICACHE = ["--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through"]
 HICACHE += ["--hicache-io-backend", os.environ.get("SPARSE_ATTN_TEST_HICACHE_IO", "kernel")]
 CONFIG = {**DISK, **SPARSE_CONFIG, "decode_path": "sparse"}
@@ -38,13 +37,12 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def from_host(answer: Answer) -> int:
-    """Tokens of a prompt that came from host memory."""
-    return int((answer.meta.get("cached_tokens_details") or {}).get("host", 0))
-
-
 def test_a_prefix_that_comes_back_from_host_memory_is_decoded_as_before(server: Server) -> None:
     asked = [f"{SHARED.text} {question.text}" for question in SHARED.questions]
+
+    def from_host(answers: list[Answer]) -> list[int]:
+        """Tokens of their prompts that came from host memory."""
+        return [int((answer.meta.get("cached_tokens_details") or {}).get("host", 0)) for answer in answers]
 
     def ask(sparse: bool = True) -> list[Answer]:
         return [server.generate(prompt, 12, sparse=sparse, to_the_end=True) for prompt in asked]
@@ -56,9 +54,9 @@ def test_a_prefix_that_comes_back_from_host_memory_is_decoded_as_before(server: 
     after, second = server.during(ask)
     for answers, name in ((before, "device"), (after, "host"), (ask(sparse=False), "dense")):
         right = sum(question.score(answer.text) for question, answer in zip(SHARED.questions, answers, strict=True))
-        print(f"{name}: {right} of {QUESTIONS} right, from host {[from_host(answer) for answer in answers]}")
-    assert [from_host(answer) for answer in before] == [0] * QUESTIONS
-    assert from_host(after[0]) >= TOKENS - 64, after[0].meta
+        print(f"{name}: {right} of {QUESTIONS} right, from host {from_host(answers)}")
+    assert from_host(before) == [0] * QUESTIONS
+    assert from_host(after)[0] >= TOKENS - 64, after[0].meta
     assert [answer.ids for answer in after] == [answer.ids for answer in before]
     for answers, delta in ((before, first), (after, second)):
         assert (delta.hits, delta.fallbacks, delta.dense_rows) == (QUESTIONS, {}, 0)

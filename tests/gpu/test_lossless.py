@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from scripts.needle.tasks import make_document
-from tests.gpu.serving import PLAIN, prebuilt, served
+from tests.gpu.serving import PAGED, prebuilt, served
 from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Answer, Server, tokens_alike
 
 pytestmark = pytest.mark.gpu
 
 TOKENS, QUESTIONS, SAID, TIE = 8192, 4, 96, 0.05
 """TIE: nats that float16 may turn; bfloat16 turns up to 0.6 of this model's."""
-FLAGS = [*PLAIN, "--dtype", "float16", "--context-length", "16384", "--page-size", "16", "--max-total-tokens", "65536"]
-FLAGS += ["--max-running-requests", "32", "--disable-prefill-cuda-graph"]
+FLAGS = [*PAGED, "--dtype", "float16", "--max-total-tokens", "65536", "--max-running-requests", "32"]
+FLAGS += ["--disable-prefill-cuda-graph"]
 CONFIG: dict[str, Any] = {
     **DISK, **SPARSE_CONFIG, "layer_plan": ["dense", *["anchor"] * 5], "share_prefixes": True, "keep_ratio": 0.05,
 }  # fmt: skip
@@ -46,9 +47,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["sparse", "auto"])
 def server(store: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    with served(
-        store, {**CONFIG, **ROUNDS, "decode_path": request.param, "search_period": 3}, FLAGS, tmp_path
-    ) as server:
+    config = {**CONFIG, **ROUNDS, "decode_path": request.param, "search_period": 3}
+    with served(store, config, FLAGS, tmp_path) as server:
         yield server
 
 
@@ -66,10 +66,8 @@ def test_tokens_are_those_of_dense_decoding(server: Server) -> None:
     together: list[Answer] = []
     for turn in range(4):
         sizes = [SAID - (turn + number) % 4 * 16 for number in range(len(prompts))]
-        calls = [
-            lambda one=one, size=size: server.generate(one, size) for one, size in zip(prompts, sizes, strict=True)
-        ]
-        found, delta = server.during(lambda calls=calls: server.together(calls))  # type: ignore[misc]
+        calls = [partial(server.generate, *of) for of in zip(prompts, sizes, strict=True)]
+        found, delta = server.during(partial(server.together, calls))
         assert delta.drafted > 0
         assert delta.cascade_steps > SAID / 8
         together += found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from scripts.needle.tasks import make_document
-from tests.gpu.serving import PLAIN, prebuilt, served
+from tests.gpu.serving import PAGED, prebuilt, served
 from tests.server.harness import DISK, SPARSE_CONFIG, Answer, Server
 
 pytestmark = pytest.mark.gpu
 
 TOKENS, QUESTIONS, SAID = 8192, 8, 24
-FLAGS = [*PLAIN, "--context-length", "16384", "--page-size", "16"]
-FLAGS += ["--max-total-tokens", "32768", "--max-running-requests", "8", "--disable-prefill-cuda-graph"]
+FLAGS = [*PAGED, "--max-total-tokens", "32768", "--max-running-requests", "8", "--disable-prefill-cuda-graph"]
 CONFIG: dict[str, Any] = {
     **DISK, **SPARSE_CONFIG, "decode_path": "sparse", "layer_plan": ["dense", *["anchor"] * 5], "guard_every": 0,
     "share_prefixes": True,
@@ -47,13 +46,12 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def test_steps_behind_host_memory_say_what_they_said_on_the_device(server: Server) -> None:
     documents = (SHARED, OTHER)
-    asked = [f"{one.text} {question.text}" for one in documents for question in one.questions]
     scored = [question for one in documents for question in one.questions]
-
+    asked = [f"{one.text} {question.text}" for one in documents for question in one.questions]
     said = functools.partial(server.generate, num_tokens=SAID, to_the_end=True)
 
     def ask() -> tuple[list[Answer], list[Answer]]:
-        calls: list[Callable[[], Answer]] = [lambda p=prompt: said(p) for prompt in asked]  # type: ignore[misc]
+        calls = [functools.partial(said, prompt) for prompt in asked]
         return [call() for call in calls], server.together(calls[:4] + calls[-4:])
 
     # Its answers of one token leave no prefix in host memory: nothing decodes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -100,8 +101,7 @@ class CsaGroup:
     """A group and what it is scored by.
 
     Attributes:
-        rows: batch rows.
-        score_begins: per KV head, where its scores go in the arena of scores: multiples of 4.
+        rows, score_begins: as of `ScoredGroup`.
         arrays: of the prefix, in one of the layers. Kept alive by the caller while runs may read them.
     """
 
@@ -196,9 +196,7 @@ class CsaSelection:
         of_a_head = max(1, (num_programs or programs_at_once(device, config.programs_per_sm)) // heads)
         self.programs = Programs(heads, of_a_head, max_groups, STEP_POSITIONS, device, max_rows=max_rows)
 
-        def integers(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=device)
-
+        integers = partial(torch.zeros, dtype=torch.int32, device=device)
         picks = (max_rows, heads)
         self._members = integers(max_members, 2)
         self._groups = integers(max_groups, _GROUP_FIELDS, dtype=torch.int64)
@@ -214,17 +212,7 @@ class CsaSelection:
         self.plan((), ())
 
     def plan(self, scored: Sequence[CsaGroup], selected: Sequence[SelectionGroup]) -> None:
-        """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
-
-        Args:
-            scored: the groups' rows, tables, and places of scores.
-            selected: their lengths, windows and budgets, in the same order.
-
-        Raises:
-            ValueError: another number of groups in one than in the other, or more of them, of rows, tokens or entries
-                than there is room for; a group without rows, or a row out of range; scores that begin elsewhere; or
-                tables that the kernels cannot read. The plan before stays in force.
-        """
+        """As `AnchorSelection.plan`, but for layers; also ValueError for tables that the kernels cannot read."""
         check_groups(scored, selected, self.shape.num_kv_heads, (self.max_prefix_len, self.list_entries))
         rows = check_rows(scored, self.max_groups, len(self._members), self.max_batch, self.max_batch)
         groups = list(zip(scored, selected, strict=True))

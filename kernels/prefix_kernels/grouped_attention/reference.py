@@ -61,9 +61,7 @@ class ReferenceAttention:
 
     def _slots_of(self, row: int, head: int, arenas: tuple[Tensor, Tensor], counts: Tensor | None) -> Tensor | None:
         parts = []
-        for segment in self._segments:
-            if row not in segment.rows:
-                continue
+        for segment in (one for one in self._segments if row in one.rows):
             length = segment.length
             if segment.list_id >= 0:
                 if counts is None:

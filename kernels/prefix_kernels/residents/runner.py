@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,9 +66,7 @@ class Residents:
         self.state = ResidentState.empty(shape, device)
         self._triton = runs_triton("residents", implementation, device)
 
-        def integers(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=device)
-
+        integers = partial(torch.zeros, dtype=torch.int32, device=device)
         self._table = integers(max_groups, _FIELDS, dtype=torch.int64)
         self._missing = integers(list_entries)
         self._part_counts = integers(block_of(max(max_groups, _STRETCHES), _LEAST_BLOCK), shape.num_kv_heads, 2)

@@ -7,6 +7,7 @@ The counts that the method's scores left behind say that for every key; keys of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,7 @@ class UnionSelection:
         programs = programs_at_once(device, _PROGRAMS) if on_gpu else 2 * num_kv_heads
         self._programs = Programs(num_kv_heads, max(1, programs // num_kv_heads), max_groups, _STRETCH, device)
 
-        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        integers = partial(torch.zeros, dtype=torch.int64, device=device)
         self._stretches = integers(max_groups, 4)
         self._windows = integers(max_groups, dtype=torch.int32)
         self._tables = integers(max_groups, num_kv_heads, 4)
@@ -96,7 +95,7 @@ class UnionSelection:
         Args:
             first, second: what the methods' scores left behind, planned with the same groups.
             lists: written, up to the counts.
-            slot_table: int32 or int64 arena in which the groups' position-to-slot tables lie; with `lists.slots`.
+            slot_table: as of `AnchorSelection.run`.
             num_groups: that a plan of this batch size may have; None: as many as ever.
         """
         arguments: dict[str, Any] = self._programs.arguments | {
