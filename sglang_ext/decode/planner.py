@@ -292,10 +292,8 @@ class DecodePlanner:
             usable: as for `prepare`.
         """
         attachments = [self._requests.get(rid) for rid in forward_batch.rids]
-        batch = self._batch(forward_batch, attachments)
-        if batch is None or self.refusal is not None:
-            for one in attachments if batch is not None else ():
-                usable(one, waits=False)  # counts why not
+        batch = self._batch(forward_batch, attachments, usable)
+        if batch is None:
             return [None] * len(attachments)
         self._tracker.learn(batch)
         ready = [usable(one) for one in attachments]
@@ -308,10 +306,8 @@ class DecodePlanner:
         usable: Usable,
         hosts: Sequence[HostPrefix | None],
     ) -> PlannedStep | None:
-        batch = self._batch(forward_batch, attachments)
-        if batch is None or self.refusal is not None:
-            for one in attachments if batch is not None else ():
-                usable(one, waits=False)  # counts why not
+        batch = self._batch(forward_batch, attachments, usable)
+        if batch is None:
             self.step_elsewhere()
             return None
         if self.drafts is None:
@@ -423,8 +419,12 @@ class DecodePlanner:
         alone = self.cascade.cost_us(CascadePlan((), len(batch.seq_lens), sum(batch.seq_lens), 0))
         return 0.0 if alone is None else alone - cost
 
-    def _batch(self, forward_batch: Any, attachments: Sequence[Attachment | None]) -> DecodeBatch | None:
-        """A decode step as it is described here; None: its rows are not one request each, or too many."""
+    def _batch(
+        self, forward_batch: Any, attachments: Sequence[Attachment | None], usable: Usable
+    ) -> DecodeBatch | None:
+        """A decode step as it is described here; None: its rows are not one request each, or too many, or all steps are
+        refused.
+        """
         rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
         serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]
         known = [serial for serial in serials if serial is not None]
@@ -433,6 +433,10 @@ class DecodePlanner:
             self._count_fallback("unsupported_mode", attachments, attachments)
             return None
         if len(rids) > self._tracker.max_batch or (lens is None and self._view.decode_graphs):
+            return None
+        if self.refusal is not None:
+            for one in attachments:
+                usable(one, waits=False)  # counts why not
             return None
         rows, device_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         lens = (lens if lens is not None else device_lens).tolist()

@@ -1,10 +1,8 @@
 """What tests of the methods have in common."""
 
-import torch
-
 from prefix_kernels.pooling import Pooling
-from sglang_ext.methods import SelectArgs, make_builder, make_selector
-from tests.planted import attention_recall, randn  # noqa: F401 (of all tests here)
+from sglang_ext.methods import SelectArgs, make_selector
+from tests.planted import randn  # noqa: F401 (of all tests here)
 
 
 def select(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=5, sm_scale=0.25, pooling=Pooling.MAX):
@@ -24,13 +22,3 @@ def select(spec, arrays, q, prefix_len, budget, num_sink=2, num_recent=5, sm_sca
 def scores(spec, arrays, q, prefix_len, candidates=None, sm_scale=0.3, pooling=Pooling.MAX):
     args = SelectArgs(prefix_len=prefix_len, sm_scale=sm_scale, pooling=pooling)
     return make_selector(spec).token_scores(arrays, q, args, candidates)
-
-
-def recall(spec, planted, budget, num_sink=4, num_recent=64):
-    """Attention mass of what each request of a planted prefix selects alone, mean."""
-    arrays = make_builder(spec).build_layer(planted.keys, planted.samples)
-    found = []
-    for q in planted.queries.split(1):
-        chosen = select(spec, arrays, q, len(planted.keys), budget, num_sink, num_recent, planted.sm_scale)
-        found.append(attention_recall(q, planted.keys, chosen, planted.sm_scale).mean())
-    return float(torch.stack(found).mean())
