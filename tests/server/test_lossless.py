@@ -151,6 +151,22 @@ def _flat(found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.full
+@pytest.mark.boot("lossless-dense")
+def test_tokens_are_those_of_a_server_without_the_plugin(serve: Pool, spoilt: Path, texts: Any) -> None:
+    """Long answers behind a whole index, a shuffled one and none; the lossless server without the overlap schedule."""
+    prompts = [texts.ask(one, n) for one in (texts.first, texts.large, texts.unindexed) for n in range(2)]
+    server = serve(None, page_size="16")
+    dense = [server.generate(prompt, 160) for prompt in prompts]
+    server = serve(spoilt, {**CONFIG, "share_prefixes": False, "draft_tokens": 7}, max_running_requests="32")
+    for drafted in (
+        [server.generate(prompt, 160) for prompt in prompts],
+        server.together([lambda p=prompt: server.generate(p, 160) for prompt in prompts]),
+    ):
+        assert [one.ids for one in drafted] == [one.ids for one in dense]
+        assert [one.text for one in drafted] == [one.text for one in dense]
+
+
+@pytest.mark.full
 @pytest.mark.boot("lossless-small")
 def test_retracted_and_aborted_requests_leave_nothing_behind(serve: Pool, store: Path, texts: Any) -> None:
     server = serve(store, CONFIG, **SMALL_POOL)
