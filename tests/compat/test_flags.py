@@ -126,3 +126,29 @@ def test_releases_on_which_offload_was_not_run_are_refused(monkeypatch: pytest.M
 @OFFLOADS
 def test_another_prefix_cache_is_refused() -> None:
     assert "got SimpleNamespace" in str(flags.tree_refusal(SimpleNamespace()))
+
+
+BUILDS, CAPTURES = {"build": "prefill"}, {"build": "capture", "capture_folder": "captures"}
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "given", "words"),
+    [
+        ("full", "breakable", {}, None),
+        ("disabled", "disabled", CAPTURES, None),
+        ("full", "disabled", CAPTURES, "decode CUDA graphs to be off while prompts are captured"),
+        ("other", "breakable", {}, "decode graph backend 'full'"),
+        ("disabled", "breakable", CAPTURES, "prefill CUDA graphs to be off while prompts are captured"),
+        ("full", "breakable", {"offload": {"host_bytes": 1 << 20}}, "off with offload"),
+        ("full", "other", {}, None),
+        ("full", "other", BUILDS, "prefill graph backend 'breakable'"),
+        ("full", "breakable", BUILDS, None),
+    ],
+)
+def test_graphs_that_do_not_go_with_ours_are_refused(
+    decode: str, prefill: str, given: dict[str, Any], words: str | None
+) -> None:
+    config = config_from_dict(given)
+    message = flags.graph_refusal("cuda", config, lambda *asked: asked in {("decode", decode), ("prefill", prefill)})
+    assert message is None if words is None else words in str(message)
+    assert flags.graph_refusal("cpu", config) is None

@@ -246,6 +246,15 @@ def test_a_client_of_another_protocol_version_is_told(tmp_path: Path) -> None:
             socket.close(linger=0)
 
 
+def test_a_service_outlives_a_request_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path) as endpoint, patient(endpoint) as client:
+        with monkeypatch.context() as broken:
+            broken.setattr(StoreServer, "status", lambda _: 1 // 0)
+            with pytest.raises(StoreUnavailable, match="a defect of the service, ZeroDivisionError: see its log"):
+                client.status()
+        assert client.status().counts["defects"] == 1
+
+
 def test_one_connection_too_many_is_told_so_and_given_back(tmp_path: Path) -> None:
     with served(tmp_path, limits=Limits(connections=2)) as endpoint, patient(endpoint) as a, patient(endpoint) as b:
         a.put(sample_payload())
