@@ -35,7 +35,7 @@ from sglang_ext.config import config_from_dict
 from sglang_ext.decode.select_op import ListSizes, OpContext, graph_op
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, ABSparseSpec
-from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile
+from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, summed_every
 from sglang_ext.methods.combined import part_arrays
 from sglang_ext.methods.csattention import CSAttentionSpec
 from sglang_ext.methods.token_index import TokenIndexSpec
@@ -119,7 +119,7 @@ class Prefixes:
         self.rows = [tuple(range(first, first + size)) for first in range(0, self.batch, size)]
         self.config = config_from_dict({"method": spec.method, "top_k": budget})
         self.nbytes = sum(array.nbytes for one in arrays for array in one.values())
-        self.selector = make_selector(spec, self.config.summed_every)
+        self.selector = make_selector(spec, summed_every(self.config))
         self.ranked: list[Tensor] = []
         sizes = {"prefix_len": self.prefix_len, "budget": budget, **WINDOWS}
         self.args = _RankedArgs(**sizes, sm_scale=shape.head_dim**-0.5, ranked=self.ranked)

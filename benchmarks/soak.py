@@ -49,6 +49,7 @@ from replay import REQUESTS, replay, replay_good
 from scripts.needle.tasks import TASKS, make_document
 from sglang_ext.config import parse_profiled
 from sglang_ext.decode.trace import TRACED
+from sglang_ext.methods.base import summed_every
 
 _BEST = 8
 """Tokens whose probability is asked for."""
@@ -483,7 +484,7 @@ def run(args: argparse.Namespace, folder: Path) -> Row:
         "replay": replayed,
         **{key: value for key, value in vars(args).items() if key not in _NO_SETTINGS},
         "config": {key: value for key, value in config.items() if key not in _FOLDERS},
-        "sum_every": parse_profiled(json.dumps(config), args.model_path)[0].summed_every,
+        "sum_every": summed_every(parse_profiled(json.dumps(config), args.model_path)[0]),
         "flags": args.sglang_flags,
         "dtype": dtype,
         **origin(args),

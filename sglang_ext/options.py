@@ -45,7 +45,9 @@ class Exactness(str, Enum):
 
 
 SUM_EVERY = 64
-"""Of `token_index`: what more saves is little (docs/kernels.md), what it costs docs/selection.md says."""
+"""Where a method samples its sums (`Method.samples_sums`): what more saves is little (docs/kernels.md), what it costs
+docs/selection.md says.
+"""
 
 
 KEEP_RATIO, TOP_K, LEAST_RATIO = 1 / 8, 2048, 1 / 20
@@ -233,10 +235,3 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def index_bytes(self, kv_bytes: int) -> int:
         """Device bytes for resident indexes of a rank whose KV pool may have so many bytes."""
         return kv_bytes // KV_PER_INDEX_BYTE if self.index_gpu_bytes is None else self.index_gpu_bytes
-
-    @property
-    def summed_every(self) -> int:
-        """`sum_every`, or what null stands for with this method."""
-        if self.sum_every is not None:
-            return self.sum_every
-        return SUM_EVERY if self.method in ("token_index", "two_level") else 1

@@ -25,7 +25,7 @@ from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, GroupRead, StepPath
 from sglang_ext.methods import make_selector
-from sglang_ext.methods.base import IndexSpec, LayerProfile
+from sglang_ext.methods.base import IndexSpec, LayerProfile, summed_every
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.methods.registry import make_builder
 from sglang_ext.methods.token_index import TokenIndexSelector, TokenIndexSpec
@@ -119,7 +119,7 @@ class Server:
         halves = kernels and device.type == "cuda" and dtype is not torch.float32
         specialized = halves and torch.cuda.get_device_capability()[0] == 9 and fits_specialized(kept)
         of_tokens = spec.method == SPEC.method
-        every = self.config.summed_every
+        every = summed_every(self.config)
         selector = RoundedQueries(SPEC, every) if specialized and of_tokens else make_selector(spec, every)
 
         def made(sizes: ListSizes) -> SelectOp:

@@ -19,7 +19,7 @@ from prefix_kernels.types import ALIGNED, SelectedLists, Selection, SelectionGro
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.types import Index
 from sglang_ext.methods import METHODS, make_selector
-from sglang_ext.methods.base import IndexSpec, LeveledSelector, SelectArgs, Selector
+from sglang_ext.methods.base import IndexSpec, LeveledSelector, SelectArgs, Selector, summed_every
 from sglang_ext.options import SparseAttnConfig
 
 if TYPE_CHECKING:
@@ -337,5 +337,5 @@ def make_op(spec: IndexSpec, context: OpContext, *, captured: bool) -> SelectOp:
     """
     if captured and graph_refusal(spec.method) is None:
         return graph_op(spec, context)
-    selector = make_selector(spec, context.config.summed_every)
+    selector = make_selector(spec, summed_every(context.config))
     return ReferenceOp(selector, Pooling(context.config.pooling), context.sizes.ahead)

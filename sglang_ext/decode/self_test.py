@@ -14,7 +14,7 @@ from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, list_stride, new_lists, pack_lists
 from sglang_ext.decode.select_op import ListSizes, OpContext, graph_op, graph_refusal, selection_group
 from sglang_ext.methods import make_builder, make_selector, method_specs
-from sglang_ext.methods.base import LayerProfile, SelectArgs
+from sglang_ext.methods.base import LayerProfile, SelectArgs, summed_every
 from sglang_ext.options import SparseAttnConfig
 
 TOKENS, ROWS, BUDGET = 512, 2, 128
@@ -95,7 +95,7 @@ def _selected(
         sm_scale=HEAD_DIM**-0.5,
         pooling=Pooling(config.pooling),
     )
-    wanted = make_selector(spec, config.summed_every).select(index.layers[0], q, args).positions
+    wanted = make_selector(spec, summed_every(config)).select(index.layers[0], q, args).positions
     found = group.lists_in(lists.positions, KV_HEADS)
     same = sum(len({*one.tolist()} & {*other.tolist()}) for one, other in zip(wanted, found, strict=True))
     return same / (KV_HEADS * BUDGET)

@@ -23,6 +23,7 @@ from prefix_kernels.pooling import Pooling, pool_scores
 from prefix_kernels.top_k_selection import rank_by_keys, top_k_selection
 from prefix_kernels.types import Selection
 from sglang_ext.methods.arrays import Form, IndexSize
+from sglang_ext.options import SUM_EVERY, SparseAttnConfig
 
 S = TypeVar("S", bound="IndexSpec")
 Arrays = Mapping[str, Tensor]
@@ -362,9 +363,20 @@ def make_selector(spec: S, sum_every: int = 1) -> Selector[S]:
     if method.samples_sums:
         return method.selector(spec, sum_every)
     if sum_every != 1:
-        known = ", ".join(name for name, one in METHODS.items() if one.samples_sums)
-        raise ValueError(f"expected sum_every 1 for {spec.method}, got {sum_every}; only {known} has a sample")
+        raise ValueError(f"expected sum_every 1 for {spec.method}, got {sum_every}; only {sampling()} have a sample")
     return method.selector(spec)
+
+
+def sampling() -> str:
+    """Names of the methods that sample their sums, as a message lists them."""
+    return " and ".join(name for name, one in METHODS.items() if one.samples_sums)
+
+
+def summed_every(config: SparseAttnConfig) -> int:
+    """`sum_every` of a configuration, or what null stands for with its method."""
+    if config.sum_every is not None:
+        return config.sum_every
+    return SUM_EVERY if METHODS[config.method].samples_sums else 1
 
 
 def pool_candidates(raw: Tensor, args: SelectArgs, candidates: Tensor | None, sum_every: int = 1) -> Tensor:

@@ -17,7 +17,7 @@ from sglang_ext.decode.select_op import selection_group
 from sglang_ext.decode.trace import SparseStep, read_trace
 from sglang_ext.methods import make_selector
 from sglang_ext.methods.arrays import join_heads
-from sglang_ext.methods.base import LeveledSelector, SelectArgs, parse_spec
+from sglang_ext.methods.base import LeveledSelector, SelectArgs, parse_spec, summed_every
 from tests.server.harness import EXACT_CONFIG
 
 
@@ -149,7 +149,7 @@ def test_candidates_named_ahead_are_what_the_references_say(building: Any, texts
     assert len(steps) == 23
     config = config_from_dict({name: value for name, value in AHEAD.items() if name != "methods"})
     spec = parse_spec({"method": "two_level", **AHEAD["methods"]["two_level"]})
-    selector, places = make_selector(spec, config.summed_every), selection_group(config, 5120, 2048)
+    selector, places = make_selector(spec, summed_every(config)), selection_group(config, 5120, 2048)
     assert isinstance(selector, LeveledSelector)
     differing = 0
     with FileStore(report.parent / "store") as store, store.get(_lines(report)["large"]["digest"]) as file:

@@ -19,6 +19,7 @@ from prefix_index import canonical_digest
 from sglang_ext.administration import summary
 from sglang_ext.config import Settings
 from sglang_ext.methods import METHODS, make_selector
+from sglang_ext.methods.base import summed_every
 from sglang_ext.methods.token_index import TokenIndexSelector
 from sglang_ext.runtime import SparseRuntime
 from tests.serving.admitting import (
@@ -152,7 +153,7 @@ def test_selections_sum_what_the_configuration_says(start: Any) -> None:
     for every, wanted in ((1, 1), (8, 8), (None, 64)):
         selector = start(method="token_index", sum_every=every).planner.sparse.op._selector
         assert (type(selector), selector.sum_every) == (TokenIndexSelector, wanted)
-    assert start(method="exact").config.summed_every == 1
+    assert summed_every(start(method="exact").config) == 1
     with pytest.raises(ValueError, match="only token_index"):
         make_selector(METHODS["exact"].spec(), 2)
 

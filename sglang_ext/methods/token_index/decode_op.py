@@ -10,6 +10,7 @@ from prefix_kernels.pooled_scores import ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import CandidateForm
 from sglang_ext.decode.select_op import OpContext
+from sglang_ext.methods.base import summed_every
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
 from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.prefix.residency import LayerArrays
@@ -39,7 +40,7 @@ class TokenIndexOp(ScoredOp):
             bits=spec.bits,
             listed_channels=True,
             pooling=Pooling(config.pooling),
-            sum_every=config.summed_every,
+            sum_every=summed_every(config),
             form=form,
             entry_tokens=entry_tokens,
         )
