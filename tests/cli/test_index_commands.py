@@ -196,7 +196,7 @@ def test_verify_names_each_damaged_one_with_its_reason(shelf: Any, index: Any) -
 def test_verify_takes_named_indexes_and_samples(shelf: Any, index: Any) -> None:
     shelf.flip(0)
     assert [index("verify", entry.digest[:8]).status for entry in shelf.entries[:2]] == [1, 0]
-    samples = [{line["digest"] for line in index("verify", "--json", "--sample", "2").lines} for _ in range(20)]
+    samples = [{line["digest"] for line in index("verify", "--json", "--sample", "2").lines} for _ in range(60)]
     assert {len(one) for one in samples} == {2}
     assert len(set.union(*samples)) == 5, "another part every time"
     assert len(index("verify", "--json", "--sample", "60", "--jobs", "1").lines) == 5

@@ -14,7 +14,7 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
 
 from sglang_ext.compat import scheduler_hooks as hooks
-from sglang_ext.compat.administration import ask
+from sglang_ext.compat.administration import ask, prompts_refusal
 from sglang_ext.compat.response import OpenAIUsage, after_generate_request
 from sglang_ext.ranks import Ranks
 from tests.compat.sglang_process import GROUP, in_sglang
@@ -148,3 +148,10 @@ def test_a_body_is_as_long_as_its_header_says_whatever_pieces_it_comes_in(cut: i
     whole = cut in (None, 28)  # the first piece has what is written into
     assert dict(start["headers"])[b"sglang-sparse-attn"] == b'[{"steps":1}]'
     assert (b'"usage":{"sparse_attn":[{"steps":1}],"a"' in said) == whole
+
+
+def test_text_of_stored_prompts_is_not_for_every_client() -> None:
+    """A key that all users have is none."""
+    keys = [(None, None), ("a", None), (None, "b"), ("a", "b")]
+    refused = [prompts_refusal(SimpleNamespace(api_key=api, admin_api_key=admin)) for api, admin in keys]
+    assert [bool(one) for one in refused] == [True, True, False, False]

@@ -84,6 +84,8 @@ def test_what_does_not_go_with_ranks_is_named(config: Any, words: list[str] | No
 
 def test_modes_that_do_not_go_with_ranks_are_named() -> None:
     _each_is_named(flags.BESIDE_RANKS, lambda record: flags.ranks_refusal(record, SparseAttnConfig()), tp_size=2)
+    named = {field for field, *_ in flags.BESIDE_RANKS}
+    assert named >= {"nnodes", "attn_cp_size", "dcp_size", "enable_dp_attention", "elastic_ep_backend"}
 
 
 def test_a_clock_of_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +107,12 @@ def test_one_rank_needs_no_group_and_others_one_process_each() -> None:
 def test_what_does_not_go_with_offload_is_named() -> None:
     _each_is_named(flags._BESIDE_OFFLOAD, lambda record: flags.offload_refusal(record, OFFLOAD), tp_size=2)
     assert flags.offload_refusal(SimpleNamespace(enable_lora=True), SparseAttnConfig()) is None
+    assert {field for field, *_ in flags._BESIDE_OFFLOAD} >= {
+        *("enable_mixed_chunk", "speculative_algorithm", "disable_radix_cache", "radix_cache_backend", "enable_lora"),
+        *("enable_hierarchical_cache", "hicache_storage_backend", "enable_lmcache", "enable_flexkv", "kv_canary"),
+        *("enable_streaming_session", "enable_session_radix_cache", "disaggregation_decode_retraction_backup"),
+        "kv_events_config",
+    }
 
 
 def test_a_job_of_several_ranks_writes_no_files() -> None:

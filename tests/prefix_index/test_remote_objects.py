@@ -379,7 +379,7 @@ def silent() -> Iterator[ObjectBlobs]:
 
 
 def test_nobody_waits_for_a_silent_store(silent: ObjectBlobs) -> None:
-    silent.open(1.0)  # the client's own limit is far behind the store's, so that it is the store's that is met
+    silent.open(3.0)  # the client's own limit is far behind the store's, so that it is the store's that is met
     store = RemoteStore(silent, timeout_s=0.3)
     for _ in range(2):
         with pytest.raises(StoreUnavailable, match=r"x: expected an answer within 0.3 s, found none; check"):

@@ -23,6 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.needle.tasks import Document, Question
@@ -74,13 +75,14 @@ DEFAULTS = {
 SERVED = {"deepseek_v2", "llama", "qwen2", "qwen3"}
 """Modules of the models that tests serve; each process of SGLang imports those of all models otherwise."""
 _MODULES = {path.stem for path in Path(str(distribution("sglang").locate_file("sglang/srt/models"))).glob("*.py")}
-#: Threads that wait must not spin: the cores are few, and shared. What SGLang would compile for a penalty takes 8 s.
+#: Threads that wait must not spin: the cores are few, and shared.
 SPARING = {
     "OMP_NUM_THREADS": "2",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "TORCHDYNAMO_DISABLE": "1",
     "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_MODULES - SERVED),
 }
+if not torch.cuda.is_available():
+    SPARING["TORCHDYNAMO_DISABLE"] = "1"  # what SGLang compiles for a penalty takes a CPU 8 s
 READY = "The server is fired up and ready to roll!"
 START_SECONDS = 480.0
 STOP_SECONDS = 15.0

@@ -117,7 +117,7 @@ def _draws(server: Server, whole: str, hostile: str) -> None:
     drafted, accepted = drawn(whole, only)
     assert drafted >= accepted > drafted / 2
     drafted, accepted = drawn(whole, {"temperature": 0.8, "top_k": 20, "top_p": 0.9})
-    assert drafted >= accepted > 0, "by chance, some"
+    assert drafted >= accepted > drafted / 4
     with ThreadPoolExecutor(4) as pool:
         greedy = pool.submit(server.generate, whole, TOKENS)
         (drafted, accepted), _ = pool.map(lambda prompt: drawn(prompt, only), (whole, hostile))

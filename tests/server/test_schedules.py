@@ -1,6 +1,6 @@
 """Schedules that move requests about: retraction under memory pressure, no prefix cache.
 
-By day: requests retracted by a pause (`test_exact`), and ones that wait, without a server (`serving/test_lifetimes`).
+Requests that are aborted while they wait: by day without a server (`serving/test_lifetimes`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from tests.server.harness import EXACT_CONFIG, REQUEST_SECONDS, Answer, Delta, Server
-
-pytestmark = pytest.mark.full
 
 #: Room for the first document and 256 tokens more, and an admission that expects short answers.
 SMALL_POOL: dict[str, Any] = {
@@ -47,6 +45,7 @@ def _aborted(future: Future[Answer]) -> bool:
     return bool(future.result().meta["finish_reason"]["type"] == "abort")
 
 
+@pytest.mark.full
 @pytest.mark.boot("small-pool")
 def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(serve: Any, store: Any, texts: Any) -> None:
     """Such a request was matched, but never got a slot: it holds nothing, and no slot is given back when it ends."""
@@ -71,6 +70,7 @@ def test_requests_aborted_while_they_wait_for_memory_give_their_index_back(serve
     assert server.generate(texts.ask(texts.first, 0), 4).decode_steps == 3
 
 
+@pytest.mark.full
 @pytest.mark.boot("no-radix")
 def test_no_radix_cache_means_groups_of_one_and_equals_dense(serve: Any, store: Any, texts: Any) -> None:
     server = serve(store, EXACT_CONFIG, disable_radix_cache="")

@@ -28,6 +28,16 @@ A, B = "a" * 64, "b" * 64
 MISMATCH = -REASONS.index("index_mismatch")
 
 
+@pytest.mark.parametrize("shares", [(True, True), (True, False)])
+def test_a_request_shares_slots_where_it_does_on_all_ranks(shares: tuple[bool, bool]) -> None:
+    def work(ranks: Ranks) -> bool:
+        votes = Agreement(ranks, MISMATCH)
+        votes.settle(["r"], lambda _: Word(READY, shares[ranks.rank], A), refused=False)
+        return votes._agreed["r"].shares
+
+    assert Meeting(2).run(work) == [all(shares)] * 2
+
+
 def test_ranks_that_went_different_ways_or_refuse_say_so_on_all() -> None:
     def work(ranks: Ranks) -> list[str | None]:
         votes, problems = Agreement(ranks, MISMATCH), []

@@ -126,6 +126,11 @@ def test_neither_a_snapshot_nor_an_admission_waits_for_a_service_that_hangs(serv
     assert eventually(lambda: runtime.snapshot()["store_problems"] == [])
 
 
+def test_a_service_that_is_not_there_stops_the_start(tmp_path: Path, start: Any) -> None:
+    with pytest.raises(StoreUnavailable, match=r"expected .*, found .*; "):
+        start(store=f"ipc://{tmp_path}/none", store_timeout_s=0.2)
+
+
 def test_an_index_whose_store_does_not_answer_is_a_fallback_by_name_and_comes_back(start: Any) -> None:
     runtime = start([PROMPT])
     real = runtime.store.get

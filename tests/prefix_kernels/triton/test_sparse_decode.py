@@ -64,6 +64,7 @@ SPECS: dict[str, IndexSpec] = {
     "union of lists": _union(CENTROIDS),
     "lists": CENTROIDS,
 }
+WALKED = [SPECS[name] for name in ("blocks of sizes of heads", "union of lists", "lists")]
 RARER: dict[str, IndexSpec] = {
     "mean": ABSparseSpec(),
     "mean on some channels": ABSparseSpec(channel_ratio=0.75),
@@ -88,8 +89,11 @@ RARER: dict[str, IndexSpec] = {
 )
 @pytest.mark.parametrize("kind", LAST, ids=str)
 def test_every_method(kind: Any, spec: IndexSpec, device: torch.device) -> None:
-    """For a group and for requests alone."""
+    """For a group and for requests alone; an operation of each family also while requests come and go."""
     server = Server(device, 6, *kind, spec=spec)
+    if spec in WALKED:
+        walk_groups(server)
+        return
     join_four(server)
     reads = [[one.rows for one in server.step([1, 2, 3, 4], padded=1)] for _ in range(3)]
     assert reads == [[1, 1, 1], [1, 1, 1], [2, 1]]
@@ -168,13 +172,20 @@ def test_long_own_tokens_are_selected_from(kind: Any, device: torch.device) -> N
     assert [one.prefix_len for one in server.suffix_reads] == [128]
 
 
+@pytest.mark.parametrize(
+    "members",
+    [pytest.param([1] * 17, id="17"), pytest.param([1, 3, 1, 2] * 4, id="28 in 16", marks=pytest.mark.full)],
+)
 @pytest.mark.parametrize("kind", FIRST, ids=str)
-def test_any_number_of_prefixes_has_an_index(kind: Any, device: torch.device) -> None:
+def test_any_number_of_prefixes_has_an_index(kind: Any, members: list[int], device: torch.device) -> None:
     server = Server(device, 64, *kind, 3, keep_ratio=0.5)
-    serials = join_many(server, [1] * 17)
-    assert len(server.step(serials, padded=1)) == 17
+    serials = join_many(server, members)
+    assert len(server.step(serials, padded=1)) == sum(members), "nothing is known of their slots yet"
+    if max(members) > 1:
+        server.step(serials)
+        assert [one.rows for one in server.step(serials)] == members
     server.leave(2)
-    assert len(server.step([serial for serial in serials if serial != 2][::-1])) == 16
+    assert sum(one.rows for one in server.step([serial for serial in serials if serial != 2][::-1])) == sum(members) - 1
 
 
 def test_a_traced_step_keeps_what_every_anchor_layer_selected(device: torch.device, tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""An update of weights in place by SGLang's own code: the plugin hears of one that succeeds and of one that fails.
+
+Real are the scheduler's manager, the worker's method, the updater, the loader, the files; the model has two layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang")
+
+from safetensors.torch import save_file
+from sglang.srt.managers import tp_worker
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from tests.compat.sglang_process import GROUP, in_sglang
+
+pytestmark = GROUP
+
+NAMES = ("first.weight", "second.weight")
+
+
+class Model(torch.nn.Module):
+    """Two layers, loaded as SGLang's models load theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+
+    def load_weights(self, weights: Any) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            default_weight_loader(parameters[name], tensor)
+
+
+def checkpoint(folder: Path) -> Path:
+    folder.mkdir()
+    save_file({name: torch.full((8, 8), 2.0) for name in NAMES}, str(folder / "model.safetensors"))
+    return folder
+
+
+class Server:
+    """One server: its model, its manager, and how often the plugin hears of an update."""
+
+    def __init__(self, hooks: Any, folder: Path, args: ServerArgs) -> None:
+        self.model = Model()
+        config = SimpleNamespace(
+            model_path=str(folder), dtype=torch.float32, revision=None, hf_config=None, quantization=None
+        )
+        updater = WeightUpdater(
+            tp_rank=0, device="cpu", gpu_id=0, model_config=config, custom_weight_loaders={},
+            get_model=lambda: self.model, update_model_fields=lambda *_, **__: None,
+            recapture_cuda_graph=lambda: None, get_model_runner=lambda: SimpleNamespace(server_args=args),
+        )  # fmt: skip
+        self.runner = SimpleNamespace(model=self.model, weight_updater=updater)
+        # The worker's own methods, without its constructor, which starts a model.
+        worker = object.__new__(tp_worker.TpModelWorker)
+        worker._model_runner = self.runner
+        self.manager = object.__new__(SchedulerWeightUpdaterManager)
+        fields = {
+            "tp_worker": worker, "draft_worker": None, "metrics_collector": None, "offload_tags": set(),
+            "flush_cache": lambda **_: True,
+            "scheduler": SimpleNamespace(record_weight_version_change=lambda **_: None),
+        }  # fmt: skip
+        for name, value in fields.items():
+            setattr(self.manager, name, value)
+        self.heard = 0
+        hooks._runtime = self
+
+    def weights_updated(self) -> None:
+        self.heard += 1
+
+    def update(self, folder: Path) -> dict[str, Any]:
+        request = UpdateWeightFromDiskReqInput(model_path=str(folder), load_format="auto", flush_cache=True)
+        before = [parameter.clone() for parameter in self.model.parameters()]
+        result = self.manager.update_weights_from_disk(request)
+        same = all(torch.equal(*pair) for pair in zip(before, self.model.parameters(), strict=True))
+        return {"success": result.success, "same": same, "heard": self.heard, "said": result.message}
+
+
+def weight_updates(folder: Path) -> dict[str, dict[str, Any]]:
+    """For a good and a missing folder: what the update says, and what became of the weights."""
+    load_plugins()
+    from sglang_ext.compat import scheduler_hooks as hooks
+
+    args = ServerArgs(model_path="models/needle", device="cpu")
+    set_global_server_args_for_scheduler(args)
+    good, missing = checkpoint(folder / "good"), folder / "nowhere"
+    return {"good": Server(hooks, folder, args).update(good), "missing": Server(hooks, folder, args).update(missing)}
+
+
+def test_an_update_is_heard_of_whatever_came_of_it(tmp_path: Path) -> None:
+    found = in_sglang("tests.compat.test_weight_updates:weight_updates", tmp_path)
+    for kind, success in (("good", True), ("missing", False)):
+        one = found[kind]
+        assert (one["success"], one["same"], one["heard"]) == (success, not success, 1), one["said"]
