@@ -16,7 +16,7 @@ import prefix_index
 from prefix_index.connect import locate
 from prefix_index.folder import Access
 from prefix_kernels.pooling import MOST_APART
-from sglang_ext.methods.base import did_you_mean, sampling
+from sglang_ext.methods.base import did_you_mean, names_that_sample
 from sglang_ext.methods.profile import Profile, ProfileError, used_by_builders
 from sglang_ext.options import Build, DecodePath, Exactness, Offload, SparseAttnConfig
 from sglang_ext.profiles import NO_PROFILE, find_profile, read_profile, with_profile
@@ -139,7 +139,7 @@ def _check_methods(config: SparseAttnConfig) -> None:
         )
     if config.sum_every not in (None, 1) and not METHODS[config.method].samples_sums:
         todo = f"Remove it; the method is {config.method!r}."
-        raise _fail(f"sum_every 1 with a method other than {sampling()}", config.sum_every, todo)
+        raise _fail(f"sum_every 1 with a method other than {names_that_sample()}", config.sum_every, todo)
 
 
 def _check_together(config: SparseAttnConfig) -> None:

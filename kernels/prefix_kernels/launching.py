@@ -78,6 +78,7 @@ def launch_behind(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, An
     overlapped = _can_overlap()
     if overlapped:
         options["launch_pdl"] = True
+    assert "OVERLAPPED" in kernel.arg_names, "it would not wait for what it follows"
     launch(kernel, grid, {**arguments, "OVERLAPPED": overlapped}, **options)
 
 

@@ -172,7 +172,11 @@ def device_refusal(heads: int, dtype: torch.dtype, device: torch.device) -> str 
 
 def absorptions(model: Any) -> dict[Any, Callable[[Tensor], Tensor]]:
     """RadixAttention -> `absorb` with its weights, of those that are called without absorption."""
-    return {one.attn_mha: partial(lambda of, q: absorb(q, of.w_kc), one) for one in attention_modules(model)}
+    return {one.attn_mha: partial(_absorb_by, one) for one in attention_modules(model)}
+
+
+def _absorb_by(module: Any, q: Tensor) -> Tensor:
+    return absorb(q, module.w_kc)
 
 
 def absorb(q: Tensor, w_kc: Tensor) -> Tensor:

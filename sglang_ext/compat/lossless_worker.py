@@ -25,6 +25,7 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 from torch import Tensor
 
 from sglang_ext.compat import flags, scheduler_hooks
+from sglang_ext.compat.checkpoint import resolved
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.decode.drafts import Drafting
 from sglang_ext.decode.draws import Draws, Sampling, placed
@@ -73,18 +74,17 @@ def may_draft(req: Any) -> bool:
     return not asked and all(getattr(params, f) == getattr(defaults, f) for f in fields)
 
 
-def sampling_of(req: Any, backend: str) -> Sampling | None:
-    """How a request's tokens are drawn; None: each is the most probable one.
+def samplings(reqs: Sequence[Any], backend: str) -> list[Sampling | None]:
+    """How the tokens of a batch's requests are drawn; None: each is the most probable one.
 
     Args:
-        req: SGLang's.
-        backend: that samples, as --sampling-backend names it.
+        reqs: SGLang's.
+        backend: that samples, as --sampling-backend names it. All but pytorch's chain the filters of all requests where
+            one of them has a min_p.
     """
-    params = req.sampling_params
-    if params.top_k == 1:
-        return None
-    chained = params.min_p > 0 and backend != "pytorch"
-    return Sampling(params.temperature, params.top_k, params.top_p, params.min_p, chained)
+    chained = backend != "pytorch" and any(req.sampling_params.min_p > 0 for req in reqs)
+    params = [req.sampling_params for req in reqs]
+    return [None if p.top_k == 1 else Sampling(p.temperature, p.top_k, p.top_p, p.min_p, chained) for p in params]
 
 
 class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
@@ -99,6 +99,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         if settings_of(server_args) is None:
             raise RuntimeError(f"expected --sparse-attn, with exactness verify, for {flags.VERIFY}; got none of it")
         self._target_worker = target_worker
+        self._sampling_backend = str(resolved(server_args).sampling_backend)
         self.model_runner.spec_algorithm = SpeculativeAlgorithm.NONE  # before it captures graphs
         self._rounds: deque[tuple[list[str], list[int]]] = deque()
 
@@ -143,8 +144,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         rows = list(range(len(batch.reqs)))
         last = batch.spec_info.accept_tokens
-        backend = self.model_runner.server_args.sampling_backend
-        draws = Draws([sampling_of(req, backend) for req in batch.reqs])
+        draws = Draws(samplings(batch.reqs, self._sampling_backend))
         drafts = self._drafts(batch, last, draws)
         counts = [len(one) for one in drafts]
         self._rounds.append(([req.rid for req in batch.reqs], counts))

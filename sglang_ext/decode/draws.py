@@ -25,8 +25,8 @@ class Sampling(NamedTuple):
         top_k: at least 1; as many of the most probable tokens count.
         top_p: at most 1; tokens count as long as those before them have no more than this together.
         min_p: tokens count that have at least this part of the most probable one's.
-        chained: whether `top_p` is of what `top_k` leaves, as flashinfer's filters have it beside a `min_p`; else of
-            all tokens.
+        chained: whether `top_p` is of what `top_k` leaves, as in SGLang's batches with a `min_p` where flashinfer
+            samples; else of all tokens.
     """
 
     temperature: float
@@ -77,8 +77,10 @@ class Draws:
             rows = placed(some, logits.device)
             best, tokens = probs[rows].topk(max(asked[row].top_k for row in some))
             left = torch.arange(best.shape[1], device=probs.device) >= top_k[rows]
-            whole = torch.where(chained[rows] > 0, best.masked_fill(left, 0.0).sum(dim=-1, keepdim=True), 1.0)
-            left |= (best.cumsum(dim=-1) - best > top_p[rows] * whole) | (best < best[:, :1] * min_p[rows])
+            most = top_p[rows]
+            if any(asked[row].chained for row in some):
+                most = most * torch.where(chained[rows] > 0, best.masked_fill(left, 0.0).sum(-1, keepdim=True), 1.0)
+            left |= (best.cumsum(dim=-1) - best > most) | (best < best[:, :1] * min_p[rows])
             probs[rows] = 0.0
             probs[rows[:, None], tokens] = best.masked_fill_(left, 0.0)
         new = [place for place in places if place not in self._noise]

@@ -61,7 +61,7 @@ class OpContext:
 
     Attributes:
         shape: of a layer.
-        config: pooling, and how many tokens enter its sums.
+        config: pooling, how many tokens enter its sums, budgets.
         num_layers: of the model.
         sizes: what it must hold.
         device: of the KV pool.
@@ -316,6 +316,10 @@ def graph_refusal(method: str) -> str | None:
 
 def graph_op(spec: IndexSpec, context: OpContext) -> SelectOp:
     """A method's operation for decode graphs: `METHODS[...].decode_op`, called with these.
+
+    Args:
+        spec: of the method.
+        context: what it is made for.
 
     Raises:
         ValueError: it has none, or none for this spec.

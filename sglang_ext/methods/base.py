@@ -363,11 +363,13 @@ def make_selector(spec: S, sum_every: int = 1) -> Selector[S]:
     if method.samples_sums:
         return method.selector(spec, sum_every)
     if sum_every != 1:
-        raise ValueError(f"expected sum_every 1 for {spec.method}, got {sum_every}; only {sampling()} have a sample")
+        raise ValueError(
+            f"expected sum_every 1 for {spec.method}, got {sum_every}; only {names_that_sample()} have a sample"
+        )
     return method.selector(spec)
 
 
-def sampling() -> str:
+def names_that_sample() -> str:
     """Names of the methods that sample their sums, as a message lists them."""
     return " and ".join(name for name, one in METHODS.items() if one.samples_sums)
 

@@ -85,7 +85,8 @@ class ScoredOp(ScoringOp):
     Args:
         spec: of the method.
         shape: what is scored.
-        context: see there. Hopper's own kernel, which multiplies in halves, scores no queries of fp32.
+        context: see `decode.select_op.OpContext`. Hopper's own kernel, which multiplies in halves, scores no queries of
+            fp32.
         alike: whether all layers have blocks of the same sizes.
 
     Attributes:

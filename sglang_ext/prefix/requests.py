@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import logging
 import threading
@@ -9,7 +10,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -382,8 +382,11 @@ class Readiness:
         left = index.begun + self._config.waits_s - time.monotonic()
         if left <= 0 or index.loaded is None:
             return
-        done, _ = wait([index.loaded], min(left, threading.TIMEOUT_MAX))
-        if done and (error := index.loaded.exception()) is not None:  # it decodes dense; a fallback is counted for it
+        try:
+            index.loaded.result(min(left, threading.TIMEOUT_MAX))
+        except (TimeoutError, concurrent.futures.TimeoutError):  # two classes before Python 3.11
+            pass
+        except Exception as error:  # the request decodes dense; a fallback is counted for it
             logger.error("sparse attention: loading an index ended unexpectedly", exc_info=error)
 
 

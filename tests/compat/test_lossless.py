@@ -45,10 +45,13 @@ def drafts(given: dict[str, Any], **asked: Any) -> bool:
 def test_requests_draft_whose_next_token_follows_from_what_the_model_says() -> None:
     """The most probable one, or drawn, in the order of the backend's filters."""
     assert all(map(drafts, GREEDY + DRAWN))
-    assert not any(lossless_worker.sampling_of(request(one), "flashinfer") for one in GREEDY)
-    drawn = [lossless_worker.sampling_of(request(DRAWN[1]), backend) for backend in ("flashinfer", "pytorch")]
-    assert drawn == [Sampling(0.5, 20, 0.8, 0.1, chained) for chained in (True, False)]
-    assert lossless_worker.sampling_of(request(DRAWN[0]), "flashinfer") == Sampling(1.0, TOP_K_ALL, 1.0, 0.0)
+    assert not any(lossless_worker.samplings([*map(request, GREEDY)], "flashinfer"))
+    plain, with_min_p = Sampling(1.0, TOP_K_ALL), Sampling(0.5, 20, 0.8, 0.1)
+    both = [*map(request, DRAWN)]
+    assert lossless_worker.samplings(both, "pytorch") == [plain, with_min_p]
+    assert lossless_worker.samplings(both[:1], "flashinfer") == [plain]
+    chained = [one._replace(chained=True) for one in (plain, with_min_p)]
+    assert lossless_worker.samplings(both, "flashinfer") == chained, "as SGLang's sampler, of all where one has a min_p"
     assert [drafts(one) for one in OTHERS] == [False] * len(OTHERS)
     assert not any(drafts(of, **one) for one in ASKED for of in (GREEDY[0], DRAWN[0]))
     assert set(SamplingParams.__struct_fields__) >= lossless_worker._NO_CHOICE, "names that this SGLang does not have"

@@ -17,8 +17,8 @@ from ..errors import StoreUnavailable
 PROTOCOL: Final = 2
 ID_NBYTES: Final = 8
 MAX_REQUEST_NBYTES: Final = 4 << 10
+"""libzmq ends the connection of whoever sends more; likewise of answers."""
 MAX_ANSWER_NBYTES: Final = 1 << 20
-"""libzmq ends the connection of whoever sends more."""
 MAX_TEXT: Final = 4096
 
 Digest: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z", min_length=64, max_length=64)]

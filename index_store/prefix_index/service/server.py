@@ -77,10 +77,7 @@ class StoreServer:
         self._hits: Counter[str] = Counter()
         self._evicted = 0
         self._complaints: dict[str, str] = {}
-        self._tiers: list[TierStatus] = []
-        self._being_written = 0, 0
-        self._problems = 0
-        self._leases: list[str] = []
+        self._seen: Status
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._admission: Admission | None = None
 
@@ -283,8 +280,21 @@ class StoreServer:
         tiers = [self._tier("ssd", self.store, "store")]
         if copies is not None and isinstance(copies.keeper, FileStore):
             tiers.insert(0, self._tier("dram", copies.keeper, "memory"))
-        self._tiers, self._being_written = tiers, self.store.being_written
-        self._problems, self._leases = len(self.store.problems()), _leases(self.store.folder)[:1000]
+        writing, nbytes = self.store.being_written
+        self._seen = Status(
+            pid=os.getpid(),
+            uptime_s=0.0,
+            endpoint=self.endpoint,
+            tiers=tiers,
+            indexes=tiers[-1].indexes,
+            problems=len(self.store.problems()),
+            clients=[],
+            reserved_bytes=nbytes,
+            reservations=writing,
+            leases=_leases(self.store.folder)[:1000],
+            promoted=0 if copies is None else copies.counters.promotions,
+            counts={},
+        )
 
     def _tier(self, name: str, store: FileStore, what: str) -> TierStatus:
         entries, error = store.list(), self._complaints.get(what)
@@ -301,26 +311,18 @@ class StoreServer:
 
     def status(self) -> Status:
         """What `sglang-ext store status` shows: the folders as they were seen last, and what this process knows."""
-        now, copies = time.monotonic(), self.store.copies
-        reservations, reserved_bytes = self._being_written
-        return Status(
-            pid=os.getpid(),
+        now, tiers = time.monotonic(), self._seen.tiers
+        return replace(
+            self._seen,
             uptime_s=now - self._began,
-            endpoint=self.endpoint,
-            tiers=[replace(tier, hits=self._hits[tier.name]) for tier in self._tiers],
-            indexes=self._tiers[-1].indexes,
-            problems=self._problems,
+            tiers=[replace(tier, hits=self._hits[tier.name]) for tier in tiers],
             clients=[f"{name}, idle {now - seen:.0f} s" for name, seen in list(self._clients.values())[-1000:]],
-            reserved_bytes=reserved_bytes,
-            reservations=reservations,
-            leases=self._leases,
-            promoted=0 if copies is None else copies.counters.promotions,
             counts=dict(self.counts),
         )
 
     def _summary(self) -> str:
         counts = ", ".join(f"{n} {what}" for what, n in sorted(self.counts.items()))
-        held = self._tiers[-1]
+        held = self._seen.tiers[-1]
         indexes = f"{held.indexes} indexes of {held.nbytes / 1e6:.1f} MB"
         return f"{indexes}, {len(self._clients)} connections; {counts or 'no requests'}"
 

@@ -212,7 +212,17 @@ class CsaSelection:
         self.plan((), ())
 
     def plan(self, scored: Sequence[CsaGroup], selected: Sequence[SelectionGroup]) -> None:
-        """As `AnchorSelection.plan`, but for layers; also ValueError for tables that the kernels cannot read."""
+        """Write the tables of the next runs. Copies to the device, without a wait, on the stream of the runs.
+
+        Args:
+            scored: the groups' rows, tables, and places of scores.
+            selected: their lengths, windows and budgets, in the same order.
+
+        Raises:
+            ValueError: another number of groups in one than in the other, or more of them, of rows, tokens or entries
+                than there is room for; a group without rows, or a row out of range; scores that begin elsewhere; or
+                tables that the kernels cannot read. The plan before stays in force.
+        """
         check_groups(scored, selected, self.shape.num_kv_heads, (self.max_prefix_len, self.list_entries))
         rows = check_rows(scored, self.max_groups, len(self._members), self.max_batch, self.max_batch)
         groups = list(zip(scored, selected, strict=True))

@@ -276,16 +276,13 @@ class GroupedAttention:
             "RING": config.num_stages,
         }
         grid = (self.shape.num_kv_heads, one.programs)
+        options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
         if config.specialized:
             from prefix_kernels.grouped_attention.sm90_kernels import attend_items_sm90_kernel
 
-            options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
             launch_behind(attend_items_sm90_kernel, grid, arguments, **options)
         else:
-            launch(
-                attend_items_kernel, grid, arguments, num_warps=config.num_warps, num_stages=config.num_stages,
-                maxnreg=config.max_registers,
-            )  # fmt: skip
+            launch(attend_items_kernel, grid, arguments, num_stages=config.num_stages, **options)
 
     def _check_run(self, q: Tensor, kv: PagedKV, slots: Tensor, head_slots: Tensor, out: Tensor, lse: Tensor) -> None:
         shape = self.shape

@@ -64,7 +64,11 @@ def fetch(
     Args:
         shape: of the state.
         state: read only.
-        number, host, pool, head_map: as of `Residents.fetch`.
+        number: of the set.
+        host: a layer's KV in host memory [num_host_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim], of each token its
+            key and behind it its value; read only.
+        pool: the layer's pool on the GPU; rows of cells are written.
+        head_map: [num_kv_heads] int32: KV head h has the cells of KV head head_map[h] of the set; None: of its own.
     """
     for head in range(shape.num_kv_heads):
         of = head if head_map is None else int(head_map[head])
