@@ -423,7 +423,7 @@ class DecodePlanner:
         self, forward_batch: Any, attachments: Sequence[Attachment | None], usable: Usable
     ) -> DecodeBatch | None:
         """A decode step as it is described here; None: its rows are not one request each, or too many, or all steps are
-        refused. Of all that none counts, `usable` counts why.
+        refused: why is counted for each request.
         """
         rids, lens = forward_batch.rids, forward_batch.seq_lens_cpu
         serials = [None if one is None or one.reason in ALONE else one.serial for one in attachments]

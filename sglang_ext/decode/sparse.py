@@ -115,7 +115,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     Args:
         shape: of a layer.
         config: budgets, pooling, sink and recent window.
-        make_op: the method's operation for such lists.
+        op_for: the method's operation for such lists.
         layer_plan: role of each layer.
         tracker: what is known of the requests' slots; the caller makes it learn.
         arena_size: slots of all lists of a batch, at most, the selected ones apart.
@@ -135,7 +135,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self,
         shape: AttentionShape,
         config: SparseAttnConfig,
-        make_op: Callable[[ListSizes], SelectOp],
+        op_for: Callable[[ListSizes], SelectOp],
         layer_plan: LayerPlan,
         tracker: SlotTracker,
         *,
@@ -170,7 +170,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._max_prefix_len = max_prefix_len
         ahead = layer_plan.anchor_layers if config.select_ahead else ()
         sizes = ListSizes(max_groups, entries, batch, max_prefix_len, self._room, self._num_passes - 1, ahead)
-        self.op = make_op(sizes)
+        self.op = op_for(sizes)
         self._ahead = self.op if ahead and isinstance(self.op, AheadOp) else None
         self._warn_of_room()
         self._asked: dict[int, tuple[Tensor, float]] = {}
