@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,3 +146,20 @@ def test_a_round_ends_a_request_where_one_token_after_another_does() -> None:
     found = in_sglang("tests.compat.test_lossless:ended", ENDS, [0, 1, 2, 3, 25, 4, 5, 6])
     assert {len(one) for one in found} == {8}
     assert [[answer for answer in one if answer != one[0]] for one in found] == [[]] * len(ENDS)
+
+
+def sampled_by(model: str) -> str:
+    """By which backend a worker takes it that SGLang samples, where no flag says so."""
+    from sglang_ext.compat.engine import checked_record
+
+    record = checked_record(
+        ["--model-path", model, "--device", "cpu", "--sparse-attn", "--sparse-attn-config", '{"exactness": "verify"}']
+    )
+    target = SimpleNamespace(model_runner=SimpleNamespace())
+    return lossless_worker.LosslessWorker(server_args=record, target_worker=target)._sampling_backend
+
+
+def test_the_backend_that_samples_is_the_one_that_sglang_chose() -> None:
+    """0.5.23 leaves the flag as it was given: not at all."""
+    model = Path(__file__).parents[2] / "models" / "needle"
+    assert in_sglang("tests.compat.test_lossless:sampled_by", str(model)) == "pytorch"
