@@ -216,20 +216,29 @@ class ReferenceOp(AheadOp):
         self._planned = list(zip(rows, groups, map(weakref.ref, indexes), strict=True))
 
     def run(
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
+    ) -> None:
+        self._run(q, sm_scale, slot_table, layer, lists, {})
+
+    def run_behind(
+        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
+    ) -> None:
+        self._run(q, sm_scale, slot_table, layer, lists, self._candidates)
+
+    def _run(
         self,
-        size: int,
         q: Tensor,
         sm_scale: float,
         slot_table: Tensor | None,
         layer: int | None,
         lists: SelectedLists,
-        candidates: Mapping[tuple[int, int], Tensor] | None = None,
+        candidates: Mapping[tuple[int, int], Tensor],
     ) -> None:
         assert layer is not None
         assert lists.slots is not None
         assert slot_table is not None
         for number, (rows, group, index) in enumerate(self._groups()):
-            named = None if candidates is None else candidates.get((layer, number))
+            named = candidates.get((layer, number))
             if named is None:
                 found = self.select(q[rows], group, index, layer, sm_scale, lists.counts.shape[1])
             else:
@@ -240,11 +249,6 @@ class ReferenceOp(AheadOp):
             slots = table[found.positions.clamp(min=0).long()]
             for arena, entries in ((lists.positions, found.positions), (lists.slots, slots)):
                 group.lists_in(arena, len(entries))[:, : entries.shape[1]] = entries
-
-    def run_behind(
-        self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
-    ) -> None:
-        self.run(size, q, sm_scale, slot_table, layer, lists, self._candidates)
 
     def look_ahead(self, size: int, queries: Sequence[Tensor], sm_scale: float) -> None:
         self._candidates = {
