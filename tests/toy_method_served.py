@@ -24,7 +24,7 @@ GPU_FLAGS += ["--cuda-graph-bs-decode", "1", "4", "--max-running-requests", "4",
 FLAGS = ["--page-size", "64", "--max-total-tokens", "32768", "--decode-log-interval", "1", "--sparse-attn"]
 ALL_KEPT, QUESTIONS = 1280, 8
 CONFIG: dict[str, Any] = {"method": "every_nth", "profile": "none", "build": "prefill", "decode_path": "sparse"}
-CONFIG |= {"share_prefixes": True, "prefetch_policy": "wait_complete", "min_top_k": ALL_KEPT, **DISK}
+CONFIG |= {"share_prefixes": True, "prefetch_policy": "wait_complete", "min_top_k": ALL_KEPT, "guard_every": 0, **DISK}
 
 
 def register() -> None:

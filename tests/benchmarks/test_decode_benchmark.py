@@ -13,8 +13,8 @@ import torch
 
 from tests.benchmarks.results import RESULTS, ROOT, cells, documented_table, prose, rows_of
 
-GRID, BEFORE, AFTER, DEFAULT, FOUR = (
-    RESULTS / f"decode-h200-{name}.jsonl" for name in ("grid", "house-before", "house-after", "default", "four-layers")
+GRID, BEFORE, AFTER, DEFAULT = (
+    RESULTS / f"decode-h200-{name}.jsonl" for name in ("grid", "house-before", "house-after", "default")
 )
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
 ORIGIN |= {"start": 0, "plan": "kascade", "prefixes": 1}
@@ -55,16 +55,18 @@ def test_the_table_of_what_the_plugin_chooses_is_the_rows(bench: Any) -> None:
 
 
 def test_the_sentences_about_four_layers_and_older_commits_are_the_rows(bench: Any) -> None:
-    few = [f"{_first(by_size(bench, FOUR)['sparse, kascade']['131072', batch]):.2f}" for batch in BATCHES]
     text = prose("benchmarks")
-    assert "*kascade*, 5% x sqrt(requests) on 75% of the channels, takes {}, {} and {} ms".format(*few) in text
     after, before = (by_median(rows_of(path)) for path in (AFTER, BEFORE))
     ratios = [ms / before[key] for key, ms in after.items()]
     assert f"within {min(ratios):.3f} and {max(ratios):.3f} (`decode-h200-house" in text
     assert max(ratios) <= 1.01
-    after, before = (by_median(rows_of(RESULTS / f"decode-h100-house-{name}.jsonl")) for name in ("after", "before"))
-    ratios = [ms / before[key] for key, ms in after.items() if key in before]
-    assert f"at 1,024 tokens: {min(ratios):.3f} to {max(ratios):.3f} (" in text
+    few = (f"{of['sparse', 'sparse', 131072, batch]:.2f}" for of in (before, after) for batch in (1, 8, 32))
+    assert "took {}, {} and {} ms behind 131,072, and takes {}, {} and {}.".format(*few) in text
+    stock = [ms / before[key] for key, ms in after.items() if key[1] == "stock"]
+    assert f"Requests that opt out: {min(stock):.3f} to {max(stock):.3f}." in text
+    ahead = {key: ms for key, ms in by_median(rows_of(DEFAULT)).items() if key[0] == "auto"}
+    grown = [ahead["auto", "auto", 261120, batch] / ahead["auto", "auto", 32768, batch] - 1 for batch in (1, 8, 32)]
+    assert "grows by {:.0%}, {:.0%} and {:.0%}".format(*grown) in text
 
 
 def test_the_table_of_latent_keys_is_the_rows(bench: Any) -> None:
@@ -97,7 +99,7 @@ def test_the_sentence_about_other_lengths_is_the_rows(bench: Any) -> None:
     for of, tokens, words in (
         (found["sparse, anchors"], "32768", "behind 32,768 ones {}, {} and {} ms"),
         (found["sparse, anchors"], "261120", "behind 261,120 {}, {} and {}."),
-        (ahead, "131072", "`select_ahead` and 2,048 tokens (the default: 6,554) {}, {} and {}."),
+        (ahead, "131072", "`select_ahead` and 2,048 tokens (the default: 6,554) takes {}, {} and {} ms"),
     ):
         assert words.format(*(f"{_first(of[tokens, batch]):.2f}" for batch in BATCHES)) in text
 
