@@ -297,6 +297,7 @@ class SparseRuntime:
         attachment = self.requests.of(request)
         if attachment is None:
             return
+        attachment.steps.keep(tokens)
         if finished and tokens:
             attachment.ended(tokens, self.counters)
         self.ready.forget(attachment.rid)
@@ -402,6 +403,7 @@ class SparseRuntime:
             Per row, what it may draft; None where no index of its prefix is ready.
         """
         self.rounds.begin(int(forward_batch.seq_lens_cpu.sum()))
+        self.requests.are_as_long(forward_batch.rids, forward_batch.seq_lens_cpu.tolist())
         self._settle(forward_batch.rids)
         if self.builds is not None:
             self.builds.decode(forward_batch)
@@ -434,8 +436,7 @@ class SparseRuntime:
 
     def _settle(self, rids: Sequence[str] | None) -> None:
         """A collective with several ranks: nothing that differs between them decides whether this line is reached."""
-        problem = self.ready.settle(rids or (), refused=self.planner.refusal is not None)
-        if problem is not None:
+        if problem := self.ready.settle(rids or (), refused=self.planner.refusal is not None):
             self._refuse(problem)
 
     def _refuse(self, why: str) -> None:

@@ -22,7 +22,9 @@ HEADER = b"sglang-sparse-attn"
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations")
 _OLLAMA = {"SGLANG_OLLAMA_CHAT_ROUTE": "/api/chat", "SGLANG_OLLAMA_GENERATE_ROUTE": "/api/generate"}
 """Paths, by the variables with which SGLang lets people move them."""
-_USAGE = b'"usage":{'
+_EVENT = b"data: "
+_HOLDERS = ("response", "message")
+"""Objects in an event of a stream that may hold the usage."""
 _LENGTH = b"content-length"
 
 
@@ -75,9 +77,8 @@ class OpenAIUsage:
     """An ASGI application around SGLang's: `usage.sparse_attn` of OpenAI and Anthropic answers, and the header `HEADER`
     of these and of Ollama's, which have no usage.
 
-    The field is a list: of each choice that has ended, in their order, what `meta_info["sparse_attn"]` says of it. It
-    is written into the bytes, at the one place of `"usage":{`; inside a JSON string those quotes are escaped. A whole
-    answer with one choice has the list as a header too. A stream has no header: it leaves before the first step.
+    The field is a list: of each choice that has ended, in their order, what `meta_info["sparse_attn"]` says of it. A
+    whole answer with one choice has the list as a header too. A stream has no header: it leaves before the first step.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -99,19 +100,42 @@ class OpenAIUsage:
                 start = message  # waits for the body, whose length it holds
                 return
             choices = [one for index in sorted(told) for one in told[index] if one is not None]
-            text, added = json.dumps(choices, separators=(",", ":")).encode(), 0
-            if _USAGE in message.get("body", b"") and not promised:
-                field = b'"%s":%s,' % (KEY.encode(), text)
-                message, added = {**message, "body": message["body"].replace(_USAGE, _USAGE + field, 1)}, len(field)
+            before = message.get("body", b"")
+            body = (
+                before if promised or not choices else b"\n".join(_told(line, choices) for line in before.split(b"\n"))
+            )
+            message = {**message, "body": body} if body is not before else message
             if start is not None:
                 if promised := _LENGTH in dict(start["headers"]):
-                    own = [(HEADER, text)] if len(told) == 1 else []
-                    start = {**start, "headers": [*_grown(start["headers"], added), *own]}
+                    own = [(HEADER, _json(choices))] if len(told) == 1 else []
+                    start = {**start, "headers": [*_grown(start["headers"], len(body) - len(before)), *own]}
                 await send(start)
                 start = None
             await send(message)
 
         await self._app(scope, receive, write)
+
+
+def _told(line: bytes, choices: list[Any]) -> bytes:
+    """An answer, or a line of an event, with the choices in its usage, if it has one. What tools were called with, and
+    their schemas, may hold any key.
+    """
+    event = _EVENT if line.startswith(_EVENT) else b""
+    if b'"usage"' not in line:
+        return line
+    try:
+        answer = json.loads(line[len(event) :])
+        found = [answer, *(answer.get(name) for name in _HOLDERS)] if isinstance(answer, dict) else []
+        usages = [one["usage"] for one in found if isinstance(one, dict) and isinstance(one.get("usage"), dict)]
+        for usage in usages[:1]:
+            usage[KEY] = choices
+        return event + _json(answer) if usages else line
+    except (ValueError, RecursionError):  # a piece of an answer, or one too deep
+        return line
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _grown(headers: Any, added: int) -> list[tuple[bytes, bytes]]:

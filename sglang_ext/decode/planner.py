@@ -432,7 +432,11 @@ class DecodePlanner:
         if len(rids) != forward_batch.batch_size or several:  # padded or beam batches
             self._count_fallback("unsupported_mode", attachments, attachments)
             return None
-        if len(rids) > self._tracker.max_batch or (lens is None and self._view.decode_graphs):
+        if lens is None and self._view.decode_graphs:
+            self._count_fallback("unsupported_mode", attachments, attachments)
+            return None
+        if len(rids) > self._tracker.max_batch:
+            self._count_fallback("no_room", attachments, [usable(one, waits=False) for one in attachments])
             return None
         if self.refusal is not None:
             for one in attachments:

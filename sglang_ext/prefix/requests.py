@@ -51,6 +51,10 @@ class StepLog:
         self._selected += selected
         self._searches += way == SPARSE
 
+    def keep(self, tokens: int) -> None:
+        """Only the first `tokens` output tokens came of steps that are over; what later ones gave was dropped."""
+        del self._ways[tokens:]
+
     def counts(self, tokens: int) -> dict[str, int]:
         """Decode steps of the first `tokens` output tokens by way; one beyond them may be noted already. A token that
         prefill made behind a retraction counts as dense.
@@ -161,6 +165,13 @@ class RequestTable:
             # run in any thread, in the middle of anything.
             weakref.finalize(request, self._forgotten.append, attachment).atexit = False
         return list(twins)
+
+    def are_as_long(self, rids: Sequence[str], lens: Sequence[int]) -> None:
+        """Tokens of running requests, the one being decoded included: what steps beyond them drafted was not kept."""
+        for rid, length in zip(rids, lens, strict=True):
+            attachment = self.get(rid)
+            if attachment is not None:
+                attachment.steps.keep(max(0, length - attachment.prompt_len))
 
     def take_forgotten(self) -> list[Attachment]:
         """Attachments whose requests SGLang forgot since the last call without saying that they ended."""

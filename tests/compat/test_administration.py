@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,28 +127,52 @@ def test_outputs_of_what_is_no_openai_request_stay_as_they_are(request_: Any) ->
     assert after_generate_request(outputs, None, None, request_) is outputs
 
 
-@pytest.mark.parametrize("cut", [None, 10, 18, 28], ids=lambda cut: f"cut at {cut}")
-def test_a_body_is_as_long_as_its_header_says_whatever_pieces_it_comes_in(cut: int | None) -> None:
-    body = b'{"choices":[],"usage":{"a":1}}'
-    pieces = [body] if cut is None else [body[:cut], body[cut:]]
+def answered(path: str, pieces: list[bytes], *, length: bool = True) -> tuple[dict[bytes, bytes], list[bytes]]:
+    """Headers and pieces that a client gets of an answer whose choice has ended."""
     sent: list[dict[str, Any]] = []
 
     async def app(scope: dict[str, Any], _receive: Any, send: Any) -> None:
         scope["sparse_attn"][0] = [{"steps": 1}]
-        await send({"type": "http.response.start", "headers": [(b"content-length", b"%d" % len(body))]})
+        own = [(b"content-length", b"%d" % sum(map(len, pieces)))] if length else []
+        await send({"type": "http.response.start", "headers": own})
         for number, piece in enumerate(pieces, start=1):
             await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(OpenAIUsage(app)({"type": "http", "path": "/v1/completions"}, None, send))
+    asyncio.run(OpenAIUsage(app)({"type": "http", "path": path}, None, send))
     start, *rest = sent
-    said = b"".join(message["body"] for message in rest)
-    assert dict(start["headers"])[b"content-length"] == b"%d" % len(said)
-    whole = cut in (None, 28)  # the first piece has what is written into
-    assert dict(start["headers"])[b"sglang-sparse-attn"] == b'[{"steps":1}]'
-    assert (b'"usage":{"sparse_attn":[{"steps":1}],"a"' in said) == whole
+    return dict(start["headers"]), [message["body"] for message in rest]
+
+
+@pytest.mark.parametrize("cut", [None, 10, 18, 28], ids=lambda cut: f"cut at {cut}")
+def test_a_body_is_as_long_as_its_header_says_whatever_pieces_it_comes_in(cut: int | None) -> None:
+    body = b'{"choices":[],"usage":{"a":1}}'
+    headers, pieces = answered("/v1/completions", [body] if cut is None else [body[:cut], body[cut:]])
+    said = b"".join(pieces)
+    assert headers[b"content-length"] == b"%d" % len(said)
+    assert headers[b"sglang-sparse-attn"] == b'[{"steps":1}]'
+    assert (json.loads(said)["usage"] == {"a": 1, "sparse_attn": [{"steps": 1}]}) == (cut is None)
+
+
+def test_what_a_tool_is_called_with_is_not_taken_for_the_usage() -> None:
+    """Arguments and schemas are objects in some interfaces, and may have any key."""
+    called = {"type": "tool_use", "input": {"usage": {"cpu": 3}}}
+    answer = {"content": [called], "usage": {"output_tokens": 7}}
+    _, (body,) = answered("/v1/messages", [json.dumps(answer).encode()])
+    assert json.loads(body) == {**answer, "usage": {"output_tokens": 7, "sparse_attn": [{"steps": 1}]}}
+    tools = [{"parameters": {"properties": {"usage": {"type": "object"}}}}]
+    events = [
+        {"type": "response.created", "response": {"usage": None, "tools": tools}},
+        {"type": "response.completed", "response": {"tools": tools, "usage": {"output_tokens": 7}}},
+    ]
+    lines = [b"event: x\ndata: %s\n\n" % json.dumps(event).encode() for event in events]
+    _, pieces = answered("/v1/responses", lines, length=False)
+    assert pieces[0] == lines[0]
+    (completed,) = [json.loads(line[6:]) for line in pieces[1].split(b"\n") if line.startswith(b"data: ")]
+    usage = {"output_tokens": 7, "sparse_attn": [{"steps": 1}]}
+    assert completed == {**events[1], "response": {"tools": tools, "usage": usage}}
 
 
 def test_text_of_stored_prompts_is_not_for_every_client() -> None:

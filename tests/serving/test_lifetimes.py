@@ -22,6 +22,7 @@ from tests.serving.admitting import (
     OTHER,
     PROMPT,
     Request,
+    decode_batch,
     ours,
     planned,
     prefill,
@@ -89,6 +90,27 @@ def test_a_retraction_builds_what_is_whole_and_gives_the_lease_back(start: Any) 
     prefill(runtime, "a", 1, first=64)
     runtime.slot_freed(request, 0, finished=True)
     assert len(report(runtime)) == 1, "a prompt is reported once"
+
+
+def test_a_step_whose_token_is_dropped_is_not_told(start: Any) -> None:
+    """Behind a retraction prefill makes the token again; behind a round of lossless decode that did not keep it, a
+    later step does, which may be SGLang's own.
+    """
+    runtime = start([PROMPT], share_prefixes=True, exactness="verify", guard_every=0)
+    request = runtime.came("a")
+    attachment = runtime.requests.of(request)
+
+    def noted(tokens: range) -> dict[str, int]:
+        for token in tokens:
+            attachment.steps.note(token, SPARSE)
+        return attachment.steps.counts(tokens.stop)
+
+    assert noted(range(1, 6)) == {"sparse": 5, "cascade": 0, "dense": 0}
+    runtime.slot_freed(request, 0, finished=False, tokens=5)  # the fifth's result has not come yet
+    runtime.slot_taken(request)
+    assert noted(range(6, 8)) == {"sparse": 6, "cascade": 0, "dense": 1}
+    runtime.begin_round(decode_batch(runtime, ["a"], [attachment.prompt_len + 3]))
+    assert attachment.steps.counts(8) == {"sparse": 2, "cascade": 0, "dense": 5}
 
 
 def test_a_request_with_a_slot_that_vanishes_gives_all_back(start: Any) -> None:

@@ -142,6 +142,12 @@ def test_rows_that_lists_have_no_room_for_are_counted_and_attended_beside_the_ot
     assert (counters.sparse_rows, counters.dense_rows, counters.fallbacks) == (3, 1, {"no_room": 1})
 
 
+def test_a_batch_that_is_too_large_says_so() -> None:
+    batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse")
+    assert batches.step(*range(ROWS + 1)) is None
+    assert batches.steps._counters.fallbacks == {"no_room": ROWS + 1}
+
+
 #: 2 layers attend all, 4 select, 2 reuse.
 ONE = (Lines({1: Line(5.0, 0.002)}), Lines({1: Line(10.0, 0.001)}))
 EIGHT_LAYERS = StepCosts(*ONE, num_dense=2, num_anchors=4, num_reuse=2)
