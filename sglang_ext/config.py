@@ -113,7 +113,8 @@ def check_ranges(config: SparseAttnConfig) -> None:
         ),
         ("draft_tokens", 1 <= config.draft_tokens <= MOST_DRAFTED, f"1 to {MOST_DRAFTED} tokens"),
         ("prefetch_timeout_s", 0.0 < config.prefetch_timeout_s < float("inf"), "a finite time above 0 seconds"),
-        ("store_timeout_s", 0.0 < config.store_timeout_s < float("inf"), "a finite time above 0 seconds"),
+        ("store_timeout_s", 0.0 < config.store_timeout_s <= 1e9, "a time above 0 seconds, 1e9 at most"),
+        ("seed", 0 <= config.seed < 1 << 63, "0 or more, below 2 to the 63rd"),
     )
     for name, good, expected in rules:
         if not good:
@@ -219,7 +220,7 @@ def decode_config(text: str | None) -> Any:
             raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
     try:
         return json.loads(source)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits, too
         raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
 
 

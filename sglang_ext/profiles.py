@@ -56,10 +56,10 @@ def read_profile(path: str) -> Profile:
     """
     try:
         return load_profile(path)
-    except OSError as error:
-        raise ProfileError(f"expected a readable profile, got: {error}; correct the path{_TURN_OFF}") from error
     except ProfileError as error:
         raise ProfileError(f"{path}: {error}{_TURN_OFF}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL, so no path
+        raise ProfileError(f"expected a readable profile, got: {error}; correct the path{_TURN_OFF}") from error
 
 
 def with_profile(raw: Mapping[str, Any], profile: Profile) -> dict[str, Any]:

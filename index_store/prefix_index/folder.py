@@ -75,18 +75,21 @@ class Access(NamedTuple):
             raise InvalidPayload("mode of the store's folder", expected, found, "correct it")
         try:
             number = grp.getgrnam(group).gr_gid if isinstance(group, str) else group
-        except KeyError:
+        except (KeyError, ValueError):  # ValueError: a NUL
             raise InvalidPayload("group of the store", "a group", repr(group), "name one of `getent group`") from None
         return cls(bits, number)
 
     @classmethod
     def found(cls, folder: Path) -> Access:
-        """That of a folder that is there; the default where none is."""
+        """That of a folder that is there; the default where none is. Raises StoreFolderError: nobody can say."""
         try:
             there = os.stat(folder)
-        except (ValueError, OSError) as err:  # ValueError: a NUL, so no path
-            if isinstance(err, OSError) and err.errno not in GONE:
-                raise
+        except ValueError:  # a NUL, so no path
+            return cls()
+        except OSError as err:
+            if err.errno not in GONE:
+                with os_errors(folder):
+                    raise
             return cls()
         if not stat.S_ISDIR(there.st_mode):
             return cls()

@@ -14,7 +14,7 @@ from .errors import IndexStoreError, StoreUnavailable, out_of_memory
 from .file import FileStore
 from .reader import IndexLookup
 from .remote import RemoteStore
-from .store import BuildLease, Catalog, digest_of
+from .store import BuildLease, digest_of
 
 FIRST_AWAY_S: Final = 1.0
 _LONGEST_AWAY_S: Final = 30.0
@@ -28,7 +28,7 @@ Source: TypeAlias = FileStore | RemoteStore
 class Link:
     """The way to a store that may be away: asked again after a growing pause only, and never an unknown error."""
 
-    def __init__(self, store: Source, here: Catalog) -> None:
+    def __init__(self, store: Source, here: FileStore) -> None:
         self.store = store
         self.deleted: set[str] = set()
         """Digests that it was not told yet to delete."""
@@ -63,7 +63,7 @@ class Link:
 
     def hides(self, digest: str) -> bool:
         """Whether what it has of an index is not served here: it is to be deleted, or has expired in the folder."""
-        return digest in self.deleted or self._here.is_expired(digest)
+        return digest in self.deleted or self._here.catalog.is_expired(digest)  # opening a client renews it
 
     def lists(self, digest: str) -> bool:
         return self.is_open and digest in self.store.catalog and not self.hides(digest)

@@ -92,7 +92,7 @@ class SharedStore(IndexStore):
         check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
         self.remotes = tuple(remotes)
-        self._links = [Link(remote, local.catalog) for remote in remotes]
+        self._links = [Link(remote, local) for remote in remotes]
         self._timeout_s, self._rescan_s = timeout_s, rescan_s
         self._counts = dict.fromkeys(SharedCounters._fields, 0)
         self._counting = threading.Lock()
@@ -429,13 +429,15 @@ class SharedStore(IndexStore):
             if isinstance(link.refusal, StoreFull):
                 link.is_behind = True
                 break  # nor would the rest have room
-            with contextlib.suppress(IndexStoreError):
+            try:
                 lease = self.local.lease(digest)
                 if lease is None:
                     link.is_behind = True  # another process of this machine is at it, or was
                     continue
                 with lease:
                     self._tell_one(link, digest, check)
+            except IndexStoreError as err:
+                link.is_behind, link.refusal = True, err
         if isinstance(link.store, RemoteStore):
             with contextlib.suppress(IndexStoreError):
                 link.ask(link.store.sweep)

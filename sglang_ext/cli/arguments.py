@@ -113,7 +113,10 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d{1,18}(?:\.\d*)?)(?:([KMGT])(?:i?B)?)?", text, re.IGNORECASE | re.ASCII)
     if not found:
         raise argparse.ArgumentTypeError(f"expected bytes, or a size such as 50G; found {text!r}")
-    return int(float(found[1]) * 1024 ** " KMGT".index((found[2] or " ").upper()))
+    size = int(float(found[1]) * 1024 ** " KMGT".index((found[2] or " ").upper()))
+    if size >= 1 << 53:  # what messages of the store's service carry
+        raise argparse.ArgumentTypeError(f"expected less than 8192T; found {text!r}")
+    return size
 
 
 def parse_seconds(text: str) -> float:

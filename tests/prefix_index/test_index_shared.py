@@ -23,7 +23,9 @@ from prefix_index import (
     folder,
     link,
 )
+from prefix_index.reader import IndexLookup
 from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
+from prefix_index.store import BuildLease
 from tests.prefix_index.remote_stores import DIGEST, LONG, Make, Shaky, damage, flip_bit, flushed, longest, reached
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, python
@@ -421,3 +423,23 @@ def test_what_another_process_held_is_published_once_it_lets_go(make: Make, blob
     assert flushed(store)
     with RemoteStore(blobs) as remote:
         assert read_fill(remote) == 3
+
+
+def test_an_index_whose_lease_fails_is_published_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A disk that is full for a while has no room for the file of a lease either."""
+    with FileStore(tmp_path / "a", create=True) as folder:
+        folder.put(sample_payload())
+    failing, lease = [StoreFull("disk", "room", "none", "free some")], FileStore.lease
+
+    def fails_once(folder: FileStore, key: IndexLookup) -> BuildLease | None:
+        if failing:
+            raise failing.pop()
+        return lease(folder, key)
+
+    monkeypatch.setattr(FileStore, "lease", fails_once)
+    store = make()
+    assert flushed(store)
+    assert not failing
+    assert store.remotes[0].contains(DIGEST)

@@ -25,14 +25,17 @@ import zmq
 from prefix_index import (
     ArrayKey,
     FileStore,
+    IndexNotFound,
     IndexPayload,
     InvalidPayload,
     LazyArray,
+    Retention,
     StoreClosed,
     StoreFolderError,
     StoreFull,
     StoreUnavailable,
 )
+from prefix_index.connect import open_store
 from prefix_index.folder import come_back
 from prefix_index.service import Limits, StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
@@ -579,3 +582,13 @@ def test_a_dram_folder_is_not_made_below_somebody_elses(tmp_path: Path) -> None:
     with pytest.raises(StoreFolderError, match="folder's parent: expected one of user 0, found user 12345's"):
         come_back(tmp_path / "theirs" / "dram")
     assert not (tmp_path / "theirs" / "dram").exists()
+
+
+def test_what_expired_in_a_service_is_not_fetched_from_a_folder_that_is_shared(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(mode=0o700)
+    with served(tmp_path) as endpoint, open_store([endpoint, f"file://{tmp_path}/shared"]) as store:
+        store.put(sample_payload())
+        assert store.flush(PATIENCE_S)
+        store.retain(sample_identity(), Retention(expires=1.0))
+        with pytest.raises(IndexNotFound):
+            store.get(sample_identity())

@@ -59,8 +59,10 @@ LEAST = {
         ({"build_align": 24}, ["build_align", "multiple of 16", "24"]),
         *[
             ({"store_timeout_s": seconds}, ["store_timeout_s", "above 0 seconds", str(seconds)])
-            for seconds in (0.0, NAN)
+            for seconds in (0.0, NAN, 1e10)
         ],
+        *[({"seed": seed}, ["seed", "0 or more", str(seed)]) for seed in (-1, 1 << 63)],
+        ({"store_group": "a\0"}, ["store_group", "a group"]),
         ({"profile": ""}, ["profile", '"none" or null']),
         ({"keep_ratio": "0.1"}, ["keep_ratio", "float", "str"]),
         ({"top_k": 1.5}, ["top_k", "int"]),
@@ -113,7 +115,7 @@ def test_a_missing_file_is_refused_with_its_path_and_one_that_is_no_text(tmp_pat
     with pytest.raises(ConfigError, match="readable file after '@'") as caught:
         parsed(f"@{file}")
     assert str(file) in str(caught.value)
-    for content, words in ((b"\xff\xfe\x00", "readable file"), (b"{", "JSON error")):
+    for content, words in ((b"\xff\xfe\x00", "readable file"), (b"{", "JSON error"), (b"9" * 5000, "JSON error")):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=words):
             parsed(f"@{file}")
