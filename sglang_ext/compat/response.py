@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ HEADER = b"sglang-sparse-attn"
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/invocations")
 _OLLAMA = {"SGLANG_OLLAMA_CHAT_ROUTE": "/api/chat", "SGLANG_OLLAMA_GENERATE_ROUTE": "/api/generate"}
 """Paths, by the variables with which SGLang lets people move them."""
+_USAGE = re.compile(rb'"usage":\s*\{')
 _EVENT = b"data: "
 _HOLDERS = ("response", "message")
 """Objects in an event of a stream that may hold the usage."""
@@ -101,10 +103,10 @@ class OpenAIUsage:
                 return
             choices = [one for index in sorted(told) for one in told[index] if one is not None]
             before = message.get("body", b"")
-            body = (
-                before if promised or not choices else b"\n".join(_told(line, choices) for line in before.split(b"\n"))
-            )
-            message = {**message, "body": body} if body is not before else message
+            body = before
+            if not promised and before:
+                body = b"\n".join(_told(line, choices) for line in before.split(b"\n"))
+                message = {**message, "body": body}
             if start is not None:
                 if promised := _LENGTH in dict(start["headers"]):
                     own = [(HEADER, _json(choices))] if len(told) == 1 else []
@@ -121,7 +123,7 @@ def _told(line: bytes, choices: list[Any]) -> bytes:
     their schemas, may hold any key.
     """
     event = _EVENT if line.startswith(_EVENT) else b""
-    if b'"usage"' not in line:
+    if not _USAGE.search(line):
         return line
     try:
         answer = json.loads(line[len(event) :])
