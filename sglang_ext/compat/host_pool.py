@@ -88,6 +88,9 @@ def host_pool(
             f"--sparse-attn: expected {options.host_bytes} bytes of host memory for offload, and some GB beside; "
             f"got: {error}. Lower offload.host_bytes"
         ) from error
+    for name in ("_buffer_infos", "device_k_buffers", "device_v_buffers"):  # from 0.5.23 on: of layers replaced below
+        if hasattr(made, name):
+            setattr(made, name, ())
     [num_pages] = (ranks or Ranks()).least([int(made.size) // PAGE_TOKENS])
     sizes = len(device_pool.k_buffer), num_pages, heads, PAGE_TOKENS, 2 * width
     if device_pool.v_buffer[0].shape[1:] != (heads, width):

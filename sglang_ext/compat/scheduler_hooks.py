@@ -165,6 +165,9 @@ def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *
     """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill."""
     if _runtime is None or _runtime.offload is None:
         return original(scheduler, *args, **kwargs)
+    running = args[0] if args else kwargs["running_batch"]
+    if running.is_empty():  # before 0.5.23 a prompt longer than the pool would leave it full for good
+        running.batch_is_full = False
     waiting, most = scheduler.waiting_queue, scheduler.max_req_input_len
     held = {id(req) for req in _runtime.offload.before_batch([(req, _admitted(req)) for req in waiting], most)}
     held |= {id(req) for req in waiting if len(req.origin_input_ids) >= most and _waits_for_host(req)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ pytest.importorskip("sglang")
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from prefix_kernels.residents import to_pages
-from sglang_ext.compat import memory
+from sglang_ext.compat import memory, scheduler_hooks
 from sglang_ext.compat.flags import TREES
 from sglang_ext.compat.host_pool import around_create_buffers, host_pool, rows_behind
 from sglang_ext.compat.server_args import settings_of
@@ -53,7 +55,10 @@ def test_pages_go_to_host_memory_and_back_to_layers_that_attend_all(monkeypatch:
     shape = {"head_num": 2, "head_dim": 8, "layer_num": 3, "page_size": 16, "enable_memory_saver": False}
     pool = MHATokenToKVPool(size=256, dtype=torch.float32, device="cpu", **shape)
     residents = rows_behind(pool)
+    replaced = [weakref.ref(buffers[1]) for buffers in (pool.k_buffer, pool.v_buffer)]
     host = host_pool(pool, Offload(host_bytes=20 * 16 * 2 * 3 * 2 * 8 * 4), (1,), residents.stop)
+    gc.collect()
+    assert [one() for one in replaced] == [None, None], "memory of layers that have larger tensors now"
     whole = host.num_pages
     assert whole in (20, 21)
     assert (pool.size, residents) == (256, range(272, 352))
@@ -92,3 +97,16 @@ def test_pages_go_to_host_memory_and_back_to_layers_that_attend_all(monkeypatch:
         rows_behind(pool)
     with pytest.raises(RuntimeError, match=r"Lower offload\.host_bytes"):
         host_pool(pool, Offload(host_bytes=1 << 50), (), 0)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_nothing_that_runs_is_not_taken_for_a_full_batch(empty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt longer than the pool, which SGLang finds in its grammar queue, says that a batch is full; of one that is
+    empty nobody would take it back before 0.5.23.
+    """
+    offload = SimpleNamespace(before_batch=lambda waiting, most: [])
+    monkeypatch.setattr(scheduler_hooks, "_runtime", SimpleNamespace(offload=offload))
+    scheduler = SimpleNamespace(waiting_queue=[], max_req_input_len=64)
+    running = SimpleNamespace(is_empty=lambda: empty, batch_is_full=True)
+    full = scheduler_hooks.around_get_new_batch_prefill(lambda _, batch: batch.batch_is_full, scheduler, running)
+    assert full is not empty
