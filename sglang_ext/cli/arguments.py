@@ -115,7 +115,7 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected bytes, or a size such as 50G; found {text!r}")
     size = int(float(found[1]) * 1024 ** " KMGT".index((found[2] or " ").upper()))
     if size >= 1 << 53:  # what messages of the store's service carry
-        raise argparse.ArgumentTypeError(f"expected less than 8192T; found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size below 8192T; found {text!r}; give a smaller one")
     return size
 
 

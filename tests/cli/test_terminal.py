@@ -112,6 +112,7 @@ def test_sizes_times_and_retentions(function: Callable[[Any], Any], wanted: dict
     [
         ("index gc --max-bytes many", "expected bytes, or a size such as 50G; found 'many'"),
         ("index gc --max-bytes=-1", "found '-1'"),
+        ("index gc --max-bytes 8192T", "expected a size below 8192T; found '8192T'; give a smaller one"),
         ("index expire abcd --after soon", "expected seconds, or a time such as 90m"),
         ("index expire abcd --after=-5", "found '-5'"),
         ("index expire abcd --after nan", "found 'nan'"),

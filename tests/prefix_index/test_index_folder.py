@@ -70,6 +70,8 @@ def test_layout_on_disk_which_a_new_store_finds_and_no_salt_in_it(folder: Path) 
 def test_what_is_no_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreFolderError, match=r"store: expected an existing folder, found nothing; create"):
         opened(folder, create=False)
+    with pytest.raises(StoreFolderError, match="expected a usable folder, found File name too long"):
+        FileStore(folder.parent / ("a" * 256))
     with pytest.raises(StoreFolderError, match="found nothing"):
         FileStore(f"{folder}/a\0b").open()
     folder.write_text("x")
