@@ -81,7 +81,7 @@ class Access(NamedTuple):
 
     @classmethod
     def found(cls, folder: Path) -> Access:
-        """That of a folder that is there; the default where none is. Raises StoreFolderError: the system does not say."""
+        """That of a folder; the default where none is. Raises StoreFolderError: the system does not say."""
         try:
             there = os.stat(folder)
         except ValueError:  # a NUL, so no path
