@@ -132,7 +132,7 @@ def planted_race_kernel(out_ptr, BLOCK: tl.constexpr):  # noqa: N803
 
 def plant(tool: str) -> None:
     """Launch the kernel whose error a tool has to find."""
-    values, out = torch.zeros(2, 256, dtype=torch.int32, device="cuda")
+    out, values = (torch.zeros(256, dtype=torch.int32, device="cuda") for _ in range(2))  # not two rows of one tensor
     if tool == "racecheck":
         planted_race_kernel[(1,)](out, BLOCK=256, num_warps=8)
     else:
