@@ -269,8 +269,7 @@ class SparseRuntime:
 
     def weights_updated(self) -> None:
         """SGLang was told to replace the weights in place, on all ranks. One that failed may have changed some of them:
-        nothing is looked up, used or built any more, whatever came of it.
-        """
+        nothing is looked up, used or built any more, whatever came of it."""
         if self.ready.stale:
             return
         self.ready.stale = "the weights may have been updated in place; restart the server to use indexes"
@@ -290,7 +289,8 @@ class SparseRuntime:
             request: SGLang's request object.
             row: its row of `req_to_token`, still filled.
             finished: finished or aborted; False for a retraction, after which it waits, and will be prefilled again.
-            tokens: that it was answered; one without any is not counted among those that ended.
+            tokens: that it was answered. One without a decode step is not counted among those that ended, as checks
+                of health, what is only scored, and the prefill for several answers to one prompt.
         """
         if self.offload is not None:
             self.offload.slot_freed(row)
@@ -298,7 +298,7 @@ class SparseRuntime:
         if attachment is None:
             return
         attachment.steps.keep(tokens)
-        if finished and tokens:
+        if finished and tokens > 1:
             attachment.ended(tokens, self.counters)
         self.ready.forget(attachment.rid)
         self.planner.ended(attachment.serial)

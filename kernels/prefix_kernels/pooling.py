@@ -63,19 +63,20 @@ def log_shares(scores: Tensor, sum_every: int = 1) -> Tensor:
             `HEADROOM`, however many are summed.
 
     Returns:
-        The same shape and dtype, natural log; -inf throughout where no summed candidate has a score.
+        The same shape and dtype, natural log; -inf throughout where no summed candidate has a score, or one is no
+        number.
     """
     if sum_every == 1:
         log_share = scores.log_softmax(dim=-1)
-        silent = scores.amax(dim=-1, keepdim=True) == -torch.inf
+        total = scores.amax(dim=-1, keepdim=True)
     else:
         step = sum_step(scores.shape[-1], sum_every)
         some = scores[..., sampled(scores.shape[-1], step, scores.device)]
         behind = some.logsumexp(dim=-1, keepdim=True) + math.log(step)
         total = scores[..., :FIRST_SUMMED].logsumexp(dim=-1, keepdim=True).logaddexp(behind)
-        log_share, silent = scores - total - HEADROOM, total == -torch.inf
-    # Such a row became NaN or infinite above; it says nothing.
-    return log_share.masked_fill_(silent, -torch.inf)
+        log_share = scores - total - HEADROOM
+    # Such a row became NaN or infinite above; it says nothing, so that others of its group are heard.
+    return log_share.masked_fill_(~total.isfinite(), -torch.inf)
 
 
 def pool_scores(scores: Tensor, sm_scale: float, pooling: Pooling = Pooling.MAX, *, sum_every: int = 1) -> Tensor:

@@ -42,7 +42,7 @@ from sglang_ext.calibration.prompts import (
     read_calibration_prompts,
 )
 from sglang_ext.calibration.report import Result, write_report
-from sglang_ext.cli.arguments import names_cpu
+from sglang_ext.cli.arguments import checkpoint_options, names_cpu, sglang_option
 from sglang_ext.cli.engines import CaptureSession
 from sglang_ext.cli.judging import Judge
 from sglang_ext.compat import versions
@@ -328,8 +328,9 @@ class CalibrateJob:
 
     def _check_weights(self, model: ModelFingerprint) -> None:
         """Without the engine only a local model's weights can be compared."""
-        folder = local_folder(self._args.model_path)
-        if folder is None:
+        flags = self._args.sglang_flags
+        folder = local_folder(self._args.model_path, *checkpoint_options(flags))
+        if folder is None or sglang_option(flags, "--load-format") == "dummy":
             return
         with suppress(FileNotFoundError):
             if weights_digest(folder) != model.weights_digest:

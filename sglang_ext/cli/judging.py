@@ -15,13 +15,16 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+import torch
 from tqdm import tqdm
 
+from sglang_ext import __version__
 from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.calibration.judge import Candidate, Judged
 from sglang_ext.calibration.prompts import CalibrationPrompt, prompt_tokens
 from sglang_ext.cli.arguments import names_cpu, tp_size
 from sglang_ext.cli.engines import plugin_engine
+from sglang_ext.compat import versions
 from sglang_ext.files import write_whole
 from sglang_ext.methods.profile import Profile
 from sglang_ext.options import Build, DecodePath, PrefetchPolicy
@@ -43,7 +46,8 @@ class Judge:
     Args:
         args: of the command.
         prompts: held-out ones, at least one; a group for each prefix.
-        folder: of results and dense's steps; those of another key, other prompts, flags or rows lie beside them.
+        folder: of results and dense's steps; those of another key, other prompts, flags, rows, versions or another
+            device lie beside them.
         key: tells one model and set of prompts from another.
 
     Raises:
@@ -61,7 +65,8 @@ class Judge:
         if tp_size(self._flags) > 1:
             raise ValueError("expected one rank to judge with, got --tp-size above 1; leave it out, or say --judge no")
         ids = [[prompt.id for prompt in group] for group in self._prompts]
-        own = hashlib.sha256(json.dumps([key, ids, self._flags, self._rows, STEPS, self._long]).encode()).hexdigest()
+        of = [key, ids, self._flags, self._rows, STEPS, self._long, _machine(self._flags)]
+        own = hashlib.sha256(json.dumps(of).encode()).hexdigest()
         self._folder = folder / own[:16]
         self._results = self._folder / "judged.json"
         self._references = self._folder / "dense"
@@ -78,12 +83,15 @@ class Judge:
         known = {one.candidate: one for one in self._known() if digests.get(one.candidate) == one.profile}
         missing = [candidate for candidate in candidates if candidate not in known]
         bar = tqdm(missing, desc="judge", unit="candidate", initial=len(known), total=len(candidates))
-        if missing and not all(path.exists() for _, path in self._dense()):
+        checked = self._references / "checked"  # behind a run that failed they may not be what they should
+        references = [checked, *(path for _, path in self._dense())]
+        if missing and not all(path.exists() for path in references):
             bar.set_postfix_str("dense")
             self._references.mkdir(parents=True, exist_ok=True)
-            for _, path in self._dense():
+            for path in references:
                 path.unlink(missing_ok=True)
             self._measure({"build": Build.OFF.value, "decode_path": DecodePath.STOCK.value}, None)
+            checked.touch()
         for candidate in bar:
             bar.set_postfix_str(candidate.name)
             known[candidate] = self._judge_one(candidate, candidates[candidate])
@@ -195,6 +203,12 @@ class Judge:
 
         seconds(SHORT)
         return [1e3 * (seconds(self._long) - seconds(SHORT)) / (self._long - SHORT) for _ in range(REPETITIONS)]
+
+
+def _machine(sglang_flags: Sequence[str]) -> list[str | None]:
+    """What times and the last bits of probabilities depend on: versions, and the device that SGLang would take."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() and not names_cpu(sglang_flags) else "cpu"
+    return [__version__, versions.installed(), versions.installed("torch"), device]
 
 
 def _plain(ids: Sequence[int], tokens: int) -> dict[str, Any]:

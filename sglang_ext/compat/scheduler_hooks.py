@@ -350,6 +350,13 @@ def after_can_run_graph(can: Any, runner: Any, _forward_batch: Any) -> Any:
 
 
 def around_update_finish_state(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """A request may end. Of a streaming session's nothing else is said: its slot is the session's."""
+    _update_finish_state(original, req, new_accepted_len)
+    if _runtime is not None and req.finished() and getattr(getattr(req, "session", None), "streaming", False):
+        _runtime.slot_freed(req, row_of(req), finished=True, tokens=len(req.output_ids))
+
+
+def _update_finish_state(original: Callable[..., None], req: Any, new_accepted_len: int) -> None:
     """Whether a request ends is asked behind each token of a round of lossless decode, as dense decoding asks. Asked
     once for several, SGLang prefers a string to the stop token before it, and before 0.5.23 the length to both.
     """

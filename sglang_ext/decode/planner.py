@@ -354,20 +354,20 @@ class DecodePlanner:
             return None
         guard = None if hosted else self.guard
         guarded = None if guard is None else guard.begin(plan, batch)
-        for row in chain.from_iterable(guarded.rows.values()) if guarded is not None else ():
-            if (one := attachments[row]) is not None:
-                one.steps.guarded += 1
         if guard is not None and guard.must:
             self.sparse.skip()
             if guarded is None:
                 return None
             if guard.exact is self.cascade:
                 _note(CASCADE, range(len(batch.serials)), batch, attachments)
+            _note_guarded(guarded, batch, attachments)
             return PlannedStep(guard.exact, StepPath.CASCADE, guarded)
         self._count_sparse(plan, path, batch, cost)
         found = () if self.drafts else zip(plan.reads, plan.selects.prefixes, strict=False)
         for read, prefix in found:  # then those of suffixes
             _note(SPARSE, prefix.rows, batch, attachments, read.budget)
+        if guarded is not None:
+            _note_guarded(guarded, batch, attachments)
         surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
         self._count_fallback("no_room", attachments, surplus)
         return PlannedStep(self.sparse, path, guarded)
@@ -547,6 +547,14 @@ def _note(
         one = attachments[row]
         if one is not None and batch.seq_lens[row] > one.prompt_len > 0:
             one.steps.note(batch.seq_lens[row] - one.prompt_len, way, selected)
+
+
+def _note_guarded(guarded: GuardedStep, batch: DecodeBatch, attachments: Sequence[Attachment | None]) -> None:
+    """Behind `_note` of the same step."""
+    for row in chain.from_iterable(guarded.rows.values()):
+        one = attachments[row]
+        if one is not None and batch.seq_lens[row] > one.prompt_len > 0:
+            one.steps.guarded(batch.seq_lens[row] - one.prompt_len)
 
 
 def _turned_off(config: SparseAttnConfig, view: ModelView, *, shares: bool) -> str | None:

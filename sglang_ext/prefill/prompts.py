@@ -115,6 +115,13 @@ def check_prompt(prompt: PromptLine, where: str) -> None:
     for name, of in (("tools", "messages"), ("chat_template_kwargs", "messages"), ("add_special_tokens", "text")):
         if getattr(prompt, name) is not None and given != [of]:
             raise PromptError(f"{where}: expected {name} beside {of} only, got it beside {given[0]}; correct the line")
+    try:
+        msgspec.json.encode(prompt)
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{where}: expected text in Unicode, got {error.object[error.start]!a}, which is half a character; save or "
+            "type it as UTF-8"
+        ) from error
     if len(prompt.id) > 256 or not prompt.id.isprintable():
         raise PromptError(
             f"{where}: expected an id of at most 256 printable characters, got {prompt.id[:80]!a}; rename it"

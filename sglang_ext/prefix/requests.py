@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,42 +32,52 @@ ALONE = ("by_request", "unsupported_mode")
 
 CASCADE, SPARSE = range(1, 3)
 """Ways of a request's decode step that are noted: exact with shared slots read once, and by an index."""
+GUARDED = 4
+"""Beside a way, or alone: the quality guard compared the step."""
 
 
 class StepLog:
     """Which way each output token of a request came, if not densely, and what its steps by an index selected.
 
-    Attributes:
-        guarded: of its steps by an index, those that the quality guard compared.
+    One step beyond the tokens that are asked about may be noted already.
     """
 
     def __init__(self) -> None:
-        self._ways = bytearray()
-        self._selected = self._searches = self.guarded = 0
+        self._ways, self._selected = bytearray(), array("q")  # by output token
 
     def note(self, token: int, way: int, selected: int = 0) -> None:
         """The step that makes output token `token` goes this way; prefill makes token 0."""
-        self._ways.extend(bytes(max(0, token + 1 - len(self._ways))))
-        self._ways[token] = way
-        self._selected += selected
-        self._searches += way == SPARSE
+        more = max(0, token + 1 - len(self._ways))
+        self._ways.extend(bytes(more))
+        self._selected.extend([0] * more)
+        self._ways[token], self._selected[token] = way, selected
+
+    def guarded(self, token: int) -> None:
+        """The guard compares the step that makes this output token."""
+        if token >= len(self._ways):
+            self.note(token, 0)
+        self._ways[token] |= GUARDED
 
     def keep(self, tokens: int) -> None:
         """Only the first `tokens` output tokens came of steps that are over; what later ones gave was dropped."""
-        del self._ways[tokens:]
+        del self._ways[tokens:], self._selected[tokens:]
 
     def counts(self, tokens: int) -> dict[str, int]:
-        """Decode steps of the first `tokens` output tokens by way; one beyond them may be noted already. A token that
-        prefill made behind a retraction counts as dense.
+        """Decode steps of the first `tokens` output tokens by way. A token that prefill made behind a retraction
+        counts as dense.
         """
         ways = self._ways[:tokens]
-        sparse, cascade = ways.count(SPARSE), ways.count(CASCADE)
+        sparse, cascade = (ways.count(way) + ways.count(way | GUARDED) for way in (SPARSE, CASCADE))
         return {"sparse": sparse, "cascade": cascade, "dense": max(0, tokens - 1) - sparse - cascade}
 
-    @property
-    def selected(self) -> int:
-        """Tokens of the prefix that a selecting layer attended in a step, mean over the steps by an index; 0: none."""
-        return round(self._selected / self._searches) if self._searches else 0
+    def told(self, tokens: int) -> dict[str, Any]:
+        """Of the first `tokens` output tokens: `counts`; tokens of the prefix that a selecting layer attended, mean
+        over the steps by an index (0: none); and steps that the guard compared.
+        """
+        steps, ways = self.counts(tokens), self._ways[:tokens]
+        selected = round(sum(self._selected[:tokens]) / steps["sparse"]) if steps["sparse"] else 0
+        guarded = sum(ways.count(way | GUARDED) for way in (0, CASCADE, SPARSE))
+        return {"steps": steps, "selected_tokens": selected, "guarded_steps": guarded}
 
 
 @dataclass(eq=False)
@@ -111,11 +122,9 @@ class Attachment:
         """What the response of so many output tokens says: docs/using.md has the fields."""
         entry = self.entry
         return {
-            "steps": self.steps.counts(tokens),
+            **self.steps.told(tokens),
             "index": None if entry is None else entry.retention.name or entry.digest[:12],
             "prefix_tokens": 0 if entry is None else entry.identity.num_tokens,
-            "selected_tokens": self.steps.selected,
-            "guarded_steps": self.steps.guarded,
             "reasons": sorted(self.reported),
             **(dict(zip(("drafted", "accepted"), self.drafts, strict=True)) if self.drafts[0] else {}),
         }
@@ -161,8 +170,8 @@ class RequestTable:
         for twin in twins:
             twin.reason = "unsupported_mode"
         if not attachment.runs_again:
-            # A net: SGLang says when a request gives its slot back, but for a streaming session's. Only queues: it may
-            # run in any thread, in the middle of anything.
+            # A net: SGLang says when a request gives its slot back. Only queues: it may run in any thread, in the
+            # middle of anything.
             weakref.finalize(request, self._forgotten.append, attachment).atexit = False
         return list(twins)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.results import RESULTS, ROOT, cells, documented_table, prose, rows_of
+from tests.benchmarks.results import RESULTS, ROOT, cells, document, documented_table, prose, rows_of
 
 GRID, BEFORE, AFTER, DEFAULT = (
     RESULTS / f"decode-h200-{name}.jsonl" for name in ("grid", "house-before", "house-after", "default")
@@ -275,24 +275,17 @@ def test_tokens_of_requests_count_while_all_of_them_run(bench: Any, monkeypatch:
 
 
 def test_the_documented_times_of_lossless_decode_are_the_rows() -> None:
-    rows = rows_of(RESULTS / "decode-h100-lossless.jsonl")
-    ms = {
-        (row["engine"], row["path"], row.get("acceptance"), row["batch"]): row[
-            "ms_mean" if row["engine"] == "lossless" else "ms"
-        ]
-        for row in rows
-        if row["context"] == 131072
-    }
-
-    def of(engine: str, path: str, kept: str | None = None) -> list[str]:
-        return [f"{ms[engine, path, kept, batch]:.2f}" for batch in (1, 8)]
-
-    text = prose("lossless")
-    assert "a token takes {} and {} ms at batch 1 and 8 with flashinfer".format(*of("flashinfer", "stock")) in text
-    assert "{} and {} by exact steps".format(*of("plugin", "shared")) in text
-    for kept, said in {
-        "0.986": "{} and {} by rounds that keep 98.6% of drafts",
-        "0.92": "Rounds that keep 92% take {} and {}",
-        "0.85": "85%, **slower than exact steps**, {} and {}:",
-    }.items():
-        assert said.format(*of("lossless", "lossless", kept)) in text
+    table = [line.split(" | ") for line in document("lossless").splitlines() if line.startswith("| H")]
+    columns = [("flashinfer", "stock", None), ("plugin", "shared", None)]
+    columns += [("lossless", "lossless", kept) for kept in ("0.986", "0.92", "0.85")]
+    for (name, *cells), device in zip(table, ("h100", "h200"), strict=True):
+        ms = {
+            (row["engine"], row["path"], row.get("acceptance"), row["batch"]): row[
+                "ms_mean" if row["engine"] == "lossless" else "ms"
+            ]
+            for row in rows_of(RESULTS / f"decode-{device}-lossless.jsonl")
+            if row["context"] == 131072
+        }
+        times = [[ms.get((*of, batch)) for batch in (1, 8)] for of in columns]
+        wanted = [", ".join(f"{one:.2f}" for one in pair) if all(pair) else "" for pair in times]
+        assert (name[2:6].lower(), [cell.strip(" |") for cell in cells]) == (device, wanted)

@@ -40,6 +40,7 @@ def test_prompts_are_read_with_ids_and_tasks(tmp_path):
 
 
 GOOD = {"id": "x", "text": "a"}
+USER = {"role": "user", "content": "a"}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,9 @@ GOOD = {"id": "x", "text": "a"}
             [{"text": "a", "question": "b"}, {"text": "a", "question": "c"}],
             r"two different prompts, got 2 with the same",
         ),
+        ([{"text": "a"}, {"text": "a", "add_special_tokens": True}], "two different prompts, got 2 with the same"),
+        ([{"messages": [USER]}, {"messages": [USER], "tools": []}], "two different prompts, got 2 with the same"),
+        ([GOOD, '{"text": "\\ud800"}'], ":2: expected an object like"),
         ([GOOD, {"text": "a", "question": [1]}], r":2: expected the question as text"),
         ([GOOD, {"input_ids": [1], "question": "a"}], r":2: expected the question as token ids"),
     ],

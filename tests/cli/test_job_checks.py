@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from sglang_ext.cli import main
 from sglang_ext.cli.arguments import checkpoint_options, names_cpu
 from sglang_ext.cli.engines import reported
+from sglang_ext.cli.explain.answers import read_prompt
 from tests.server.harness import MODEL
 
 ON_CPU = ("--device", "cpu")
@@ -96,3 +98,15 @@ def test_a_report_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     assert reported(path, "a") == {"status": "built"}
     assert reported(path, "b") == {"status": "failed"}
     rest.join()
+
+
+def test_a_prompt_of_a_file_is_what_the_file_says(tmp_path: Path) -> None:
+    """Ends of lines are tokens; a byte order mark is none."""
+    text, chat = tmp_path / "prompt.txt", tmp_path / "chat.json"
+    text.write_bytes("one\r\ntwo é\r\n".encode())
+    chat.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "a"}]')
+    none = {"extra_key": None, "cache_salt": None, "tools": None, "messages": None, "prompt": None}
+    assert read_prompt(Namespace(**{**none, "prompt": f"@{text}"})).text == "one\r\ntwo é\r\n"
+    assert read_prompt(Namespace(**{**none, "messages": str(chat)})).messages == [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="half a character"):
+        read_prompt(Namespace(**{**none, "prompt": "caf\udce9"}))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from prefix_kernels.top_k_selection import LOWEST_LOG, NUM_KEYS, keys_of
+from prefix_kernels.types import SelectionGroup
 from sglang_ext.methods import SelectArgs, make_builder, make_selector, parse_spec
 from sglang_ext.methods.base import LayerProfile
 from tests.methods.common import randn, scores, select
@@ -124,3 +125,12 @@ def test_candidates_alone_are_summed_one_in_so_many():
 )
 def test_candidates_grow_with_the_budget(budget, expected):
     assert parse_spec({"method": "two_level"}).num_candidates(300, budget) == expected
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (4, 16)])
+@pytest.mark.parametrize("length", [15, 16, 17, 1009, 1025])
+def test_the_first_level_names_a_budget_of_tokens_whatever_the_last_block_lacks(length, windows):
+    spec = parse_spec({"method": "two_level", "candidate_ratio": 0.01, "candidate_factor": 1.0})
+    for budget in {sum(windows) + 1, min(64, length), length}:
+        group = SelectionGroup(length, min(budget, length), *(min(one, length // 4) for one in windows))
+        assert group.count <= spec.tokens_of(spec.first_level(group), length) <= length

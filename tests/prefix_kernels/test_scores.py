@@ -103,6 +103,18 @@ def test_a_row_without_a_score_in_the_sample_says_nothing():
     assert torch.equal(pool_scores(scores, 1.0, sum_every=2), alone)
 
 
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("sum_every", [1, 16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_of_no_numbers_leaves_the_word_to_others(value, sum_every, pooling):
+    scores = torch.randn(2, 3, 2, 1100, generator=torch.Generator().manual_seed(0))
+    alone = pool_scores(scores[:, :2], 0.5, pooling, sum_every=sum_every)
+    scores[:, 2, :, 7 if value == torch.inf else slice(None)] = value
+    found = pool_scores(scores, 0.5, pooling, sum_every=sum_every)
+    of_rows = math.log(2 / 3) if pooling is Pooling.MEAN else 0.0
+    torch.testing.assert_close(found, alone + of_rows)
+
+
 def test_errors():
     q = randn(3, 8, 16)
     for call, arguments, message in (

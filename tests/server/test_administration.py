@@ -86,12 +86,13 @@ def test_without_the_key_there_is_a_page_and_nothing_else(server: Server) -> Non
         ("/budget", b'{"keep_ratio": NaN}', 400, "keep_ratio"),
         ("/build", b'{"text": "a", "input_ids": [1]}', 400, "exactly one of text, input_ids and messages"),
         ("/build", b'{"messages": [{"role": "nobody"}]}', 400, "build: "),
+        ("/build", b'{"text": "\\ud800 a"}', 400, "which is half a character"),
         ("/status", b"{}", 405, "Method Not Allowed"),
         ("/stop", b"{}", 404, "Not Found"),
     ],
     ids=[
         "no JSON", "deep", "a list", "no UTF-8", "a surrogate", "too large", "no number", "two prompts", "no role",
-        "a question", "no command",
+        "half a character", "a question", "no command",
     ],
 )  # fmt: skip
 def test_a_bad_body_is_named_and_the_server_lives_on(

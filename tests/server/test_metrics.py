@@ -145,7 +145,7 @@ def load(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Load:
     report, store = folder / "report.jsonl", folder / "store"
     store.mkdir()
     config = {**CONFIG, "build_report": str(report)}
-    server = serve(store, config, enable_metrics="", decode_log_interval=LOG_INTERVAL)
+    server = serve(store, config, enable_metrics="", enable_streaming_session="", decode_log_interval=LOG_INTERVAL)
     return Load(server, report, store)
 
 
@@ -187,6 +187,12 @@ def loaded(load: Load) -> Load:
     expect(load.ask(next(threes)), "dense", "index_corrupt", 1024)  # for whose load the first one's left the device
     expect(load.ask(next(threes)), "dense", "no_index")  # it is offered no more
     expect(load.ask("a short prompt"), "dense", None)
+    server.generate("a short prompt", 1)  # which decodes nothing
+    server.post("/open_session", {"session_id": "turns", "capacity_of_str_len": 4096, "streaming": True})
+    for turn in (next(ones), " and on"):  # it keeps the slot
+        expect(load.ask(turn, session_params={"id": "turns"}), "dense", "unsupported_mode")
+        server.settled()
+    server.post("/close_session", {"session_id": "turns"})
     expect(load.ask(" ".join(one.text.split()[:128])), "dense", "short_prefix")
     expect(load.took(streamed(server, next(ones), 2000, abort_at=8)[0]), "sparse", None, 1152)  # from disk
     assert all(paths_of(answer) == ["sparse"] for answer in load.together([next(ones) for _ in range(3)]))

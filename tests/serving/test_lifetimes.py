@@ -147,8 +147,13 @@ def test_a_log_of_steps_says_what_became_of_the_tokens_that_were_given() -> None
     log = StepLog()
     for token, way in ((2, SPARSE), (4, SPARSE), (5, CASCADE), (6, SPARSE)):
         log.note(token, way, 100 * token if way == SPARSE else 0)
-    assert log.counts(6) == {"sparse": 2, "cascade": 1, "dense": 2}
-    assert (log.selected, StepLog().selected) == (400, 0)
+    for token in (3, 5, 6):
+        log.guarded(token)
+    steps = {"sparse": 2, "cascade": 1, "dense": 2}
+    assert log.told(6) == {"steps": steps, "selected_tokens": 300, "guarded_steps": 2}, "the last step is not over"
+    assert log.told(7)["selected_tokens"] == 400
+    log.keep(5)
+    assert (log.told(5)["guarded_steps"], StepLog().told(1)["selected_tokens"]) == (1, 0)
     assert (StepLog().counts(1), StepLog().counts(0)) == ({"sparse": 0, "cascade": 0, "dense": 0},) * 2
 
 

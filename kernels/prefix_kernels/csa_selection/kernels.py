@@ -242,7 +242,7 @@ def _score_rows(
                 n = start + tl.arange(0, TILE)
                 share = (scores - lse) * LN2
                 if POOL == 2:
-                    share -= tl.log(num_rows.to(tl.float32))
+                    share = tl.where(share == share, share - tl.log(num_rows.to(tl.float32)), float("-inf"))
                 # Of the first row nothing was written before.
                 before = tl.load(out_ptr + n, mask=n < end * tl.minimum(m, 1), other=float("-inf"))
                 tl.store(out_ptr + n, pool_tiles(before, share, POOL), mask=n < end)

@@ -269,8 +269,13 @@ def listed_token(list_ptr, candidate, there, ENTRY: tl.constexpr):
 
 @triton.jit
 def _pool(scores, lse, weight, POOL: tl.constexpr):
-    """[BLOCK_N] natural log of the largest, or of `weight` times the summed, share of attention of a candidate."""
+    """[BLOCK_N] natural log of the largest, or of `weight` times the summed, share of attention of a candidate.
+
+    A row of NaN says nothing: the maximum passes it over.
+    """
     scores = scores - lse[None, :]
+    if POOL == 2:
+        scores = tl.where(scores == scores, scores, float("-inf"))
     pooled = tl.max(scores, axis=1)
     if POOL == 2:
         level = tl.where(pooled == float("-inf"), 0.0, pooled)

@@ -30,12 +30,13 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     """What --prompt, or --messages and --tools say, with the namespace. Raises ValueError."""
     try:
         if args.prompt is not None:
-            given: Any = {"text": Path(args.prompt[1:]).read_text() if args.prompt.startswith("@") else args.prompt}
+            named = args.prompt.startswith("@")
+            given: Any = {"text": Path(args.prompt[1:]).read_bytes().decode() if named else args.prompt}
         else:
-            given = json.loads(Path(args.messages).read_text())
+            given = json.loads(Path(args.messages).read_bytes())
             given = {"messages": given} if isinstance(given, list) else given
         if args.tools is not None:
-            given = {**given, "tools": json.loads(Path(args.tools).read_text())}
+            given = {**given, "tools": json.loads(Path(args.tools).read_bytes())}
         own = {"extra_key": args.extra_key, "cache_salt": args.cache_salt}
         prompt = msgspec.convert({**given, **{name: one for name, one in own.items() if one is not None}}, Prompt)
         check_prompt(prompt, args.messages or "--prompt")

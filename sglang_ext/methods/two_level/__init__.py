@@ -84,7 +84,8 @@ class TwoLevelSpec(CombinedSpec):
         entries = -(-length // each)
         recent = max(group.num_recent, 1) if length % each else group.num_recent
         windows = -(-group.num_sink // each), entries - max(length - recent, 0) // each
-        wanted = max(sum(windows), -(-self.num_candidates(length, group.budget) // each))
+        candidates = self.num_candidates(length, group.budget) + -length % each  # what the last one lacks
+        wanted = max(sum(windows), -(-candidates // each))
         return replace(
             group, prefix_len=entries, budget=max(1, min(entries, wanted)), num_sink=windows[0], num_recent=windows[1]
         )

@@ -1,0 +1,96 @@
+"""What a calibration takes of an earlier run's judgements; SGLang's engine is left out, its logit processor is not."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_ext.calibration.judge import Candidate
+from sglang_ext.calibration.prompts import CalibrationPrompt
+from sglang_ext.cli import judging
+from sglang_ext.compat.forced_tokens import ForcedTokens
+from sglang_ext.methods.profile import load_profile
+from tests.server.harness import MODEL
+from tests.token_sources import TextTokens
+
+PROMPTS = [[CalibrationPrompt(id="a", text="a b")]]
+PROFILE = load_profile(MODEL / "sparse_attn_profile.json")
+CANDIDATES = {Candidate(anchors=anchors, keep_ratio=0.05): PROFILE for anchors in (None, 2)}
+
+
+class Engine:
+    """Answers with logits of no model; the class's attributes say what goes wrong."""
+
+    context_len, tokens = 10_000, TextTokens(lambda text: [ord(one) for one in text])
+    started: list[str]
+    loses_a_token = False
+    ends_behind = 99
+
+    def state(self) -> dict[str, int]:
+        return {"sparse_rows": 1, "dense_rows": 0}
+
+    def generate(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        steps = requests[0]["sampling_params"]["max_new_tokens"]
+        params = [one["sampling_params"].get("custom_params", {}) for one in requests]
+        answers: list[list[int]] = [[] for _ in requests]
+        for step in range(steps):
+            logits = torch.randn(len(requests), 100, generator=torch.Generator().manual_seed(step))
+            if params[0]:
+                logits = ForcedTokens()(logits, params)
+            for answer, row in zip(answers, logits, strict=True):
+                answer.append(int(row.argmax()))
+        return [{"output_ids": answer[self.loses_a_token :]} for answer in answers]
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(Engine, "started", [], raising=False)
+
+    @contextmanager
+    def engine(_model: str, _flags: Any, _store: str, config: str, _graphs: Any) -> Iterator[Engine]:
+        Engine.started.append("dense" if '"stock"' in config else "candidate")
+        if len(Engine.started) > Engine.ends_behind:
+            raise KeyboardInterrupt
+        yield Engine()
+
+    monkeypatch.setattr(judging, "plugin_engine", engine)
+    args = argparse.Namespace(model_path="m", sglang_flags=[], rows=2)
+
+    def judged() -> list[str]:
+        """Engines that a run starts."""
+        Engine.started.clear()
+        judging.Judge(args, PROMPTS, tmp_path, "key").judge(CANDIDATES)
+        return list(Engine.started)
+
+    return judged
+
+
+def test_what_was_judged_is_taken_from_the_run_before(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Engine, "ends_behind", 2)
+        judge()
+    assert (judge(), judge()) == (["candidate"], [])
+
+
+@pytest.mark.parametrize("name", ["device", "sglang"])
+def test_times_of_another_device_or_release_are_not(judge: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert judge() == ["dense", "candidate", "candidate"]
+    if name == "device":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    else:
+        monkeypatch.setattr(judging.versions, "installed", lambda *_of: "0.0")
+    assert judge() == ["dense", "candidate", "candidate"]
+
+
+def test_references_that_were_refused_are_made_anew(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="steps were lost or counted twice"):
+        patch.setattr(Engine, "loses_a_token", True)
+        judge()
+    assert judge() == ["dense", "candidate", "candidate"]
