@@ -72,9 +72,10 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_was_judged_is_taken_from_the_run_before(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Engine, "ends_behind", 2)
-        judge()
+        with pytest.raises(KeyboardInterrupt):
+            judge()
     assert (judge(), judge()) == (["candidate"], [])
 
 
@@ -90,7 +91,8 @@ def test_times_of_another_device_or_release_are_not(judge: Any, monkeypatch: pyt
 
 
 def test_references_that_were_refused_are_made_anew(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="steps were lost or counted twice"):
+    with monkeypatch.context() as patch:
         patch.setattr(Engine, "loses_a_token", True)
-        judge()
+        with pytest.raises(ValueError, match="steps were lost or counted twice"):
+            judge()
     assert judge() == ["dense", "candidate", "candidate"]
