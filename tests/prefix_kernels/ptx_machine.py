@@ -396,13 +396,19 @@ _COMPARED = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal",
 
 
 def _compare(machine: Machine, one: Instruction) -> None:
-    """`setp`; `u` behind a comparison of fp32: also where one is not a number; `and` behind it: and a predicate."""
+    """`setp`; `u` behind a comparison of fp32: also where one is not a number; `num`: both are numbers; `and` behind it:
+    and a predicate.
+    """
     _, how, *joined, _ = one.parts
     into, first, second, *others = one.operands
-    machine.expect(how[:2] in _COMPARED and how[2:] in ("", "u") and joined == ["and"] * len(others))
+    known = how == "num" or (how[:2] in _COMPARED and how[2:] in ("", "u"))
+    machine.expect(known and joined == ["and"] * len(others))
     x, y = (machine.read(operand, one.dtype) for operand in (first, second))
-    result = getattr(np, _COMPARED[how[:2]])(x, y)
-    if one.dtype.kind == "f":
+    if how == "num":
+        result = ~(np.isnan(x) | np.isnan(y))
+    else:
+        result = getattr(np, _COMPARED[how[:2]])(x, y)
+    if one.dtype.kind == "f" and how != "num":
         no_number = np.isnan(x) | np.isnan(y)
         result = result | no_number if how[2:] else result & ~no_number
     for other in others:
