@@ -402,7 +402,6 @@ class SparseRuntime:
         Returns:
             Per row, what it may draft; None where no index of its prefix is ready.
         """
-        self.rounds.begin(int(forward_batch.seq_lens_cpu.sum()))
         self.requests.are_as_long(forward_batch.rids, forward_batch.seq_lens_cpu.tolist())
         self._settle(forward_batch.rids)
         if self.builds is not None:

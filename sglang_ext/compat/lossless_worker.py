@@ -4,6 +4,9 @@ A round: requests whose prefix has an index draft some tokens by sparse decode s
 row for each request and each of its drafts: row j is the request's sequence with j drafts. In each layer it writes the
 K and V of all rows anew, before it attends. A request keeps its drafts as far as the exact step says the same, and one
 token more. Whatever an index selects, all tokens come out of exact steps; `decode.draws` has those with a temperature.
+
+With the overlap schedule the next round's first draft is launched behind the exact step, for what that keeps on the
+device: while it runs, the host learns how many tokens these are, and prepares what follows.
 """
 
 from __future__ import annotations
@@ -60,6 +63,22 @@ class _Rows(NamedTuple):
     seq_lens_cpu: Tensor
 
 
+class _Ahead(NamedTuple):
+    """What a round has launched of the next one.
+
+    Attributes:
+        rids: of the next round's requests; of any other batch it is no use.
+        wanted: per request, tokens that it drafts.
+        draws: how they are drawn.
+        first: of each request that drafts, by its row, the first draft, [] int64; empty: none was launched.
+    """
+
+    rids: list[str]
+    wanted: list[int]
+    draws: Draws
+    first: dict[int, Tensor]
+
+
 def may_draft(req: Any) -> bool:
     """Whether a request's next token is the most probable one by the model, or drawn as `Sampling` says, and nothing
     else is asked of its step.
@@ -102,6 +121,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         self._sampling_backend = str(resolved(server_args).sampling_backend)
         self.model_runner.spec_algorithm = SpeculativeAlgorithm.NONE  # before it captures graphs
         self._rounds: deque[tuple[list[str], list[int]]] = deque()
+        self._ahead: _Ahead | None = None
 
     @property
     def draft_worker(self) -> None:
@@ -131,21 +151,26 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         """
         stream = torch.get_device_module(batch.device).current_stream()
         record_stream_for_v2_verify(batch, None, stream)
+        ahead, self._ahead = self._ahead, None
         if batch.forward_mode.is_decode():
-            result = self._round(batch, on_publish)
+            rids = [req.rid for req in batch.reqs]
+            result, may = self._round(batch, ahead if ahead is not None and ahead.rids == rids else None, on_publish)
             scheduler_hooks.runtime().rounds.ended(max(self._rounds[-1][1]))
+            if on_publish is not None:
+                self._ahead = self._draft_ahead(batch, may, result)
         else:
             result = self._target_worker.forward_batch_generation(batch, **more)
             result = _told(result, result.next_token_ids, _ones(batch), batch.seq_lens.clone(), on_publish)
         scheduler_hooks.keep_waiting(self.model_runner)
         return result
 
-    def _round(self, batch: Any, on_publish: Any) -> Any:
+    def _round(self, batch: Any, ahead: _Ahead | None, on_publish: Any) -> tuple[Any, list[Drafting | None]]:
+        """What the scheduler takes of the round, and what its requests might draft."""
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         rows = list(range(len(batch.reqs)))
         last = batch.spec_info.accept_tokens
-        draws = Draws(samplings(batch.reqs, self._sampling_backend))
-        drafts = self._drafts(batch, last, draws)
+        draws = self._draws(batch) if ahead is None else ahead.draws
+        may, drafts = self._drafts(batch, last, draws, ahead)
         counts = [len(one) for one in drafts]
         self._rounds.append(([req.rid for req in batch.reqs], counts))
         step = self._step(batch, rows, [0] * len(rows), last, whole=True)
@@ -155,7 +180,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
                 on_publish(lens)  # before the step: the next one is prepared beside it
             result = self._target_worker.forward_batch_generation(None, forward_batch=step)
             _list_logprobs(result.logits_output)
-            return _told(result, result.next_token_ids, _ones(batch), lens)
+            return _told(result, result.next_token_ids, _ones(batch), lens), may
         places = [(row, depth) for row, count in enumerate(counts) for depth in range(count + 1)]
         tokens = torch.stack([last[row] if not depth else drafts[row][depth - 1] for row, depth in places])
         verify = self._step(batch, [row for row, _ in places], [depth for _, depth in places], tokens)
@@ -170,32 +195,79 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             _list_logprobs(sampled)
         exact, lens = _kept(said, tokens, counts)
         result = GenerationBatchResult(logits_output=sampled, can_run_cuda_graph=out.can_run_graph)
-        return _told(result, exact, lens, batch.seq_lens + lens, on_publish)
+        return _told(result, exact, lens, batch.seq_lens + lens, on_publish), may
 
     def on_verify_complete_cpu(self, accepted: list[int], batch_size: int = 0) -> None:
         """SGLang has a round's outcome on the host: of each request, drafts that were kept."""
         rids, drafted = self._rounds.popleft()
         scheduler_hooks.runtime().verified(rids, drafted, accepted)
 
-    def _drafts(self, batch: Any, last: Tensor, draws: Draws) -> list[list[Tensor]]:
-        """Per request, its drafted tokens, each [] int64."""
+    def _draws(self, batch: Any) -> Draws:
+        """Of a round of its requests."""
+        return Draws(samplings(batch.reqs, self._sampling_backend))
+
+    def _drafts(
+        self, batch: Any, last: Tensor, draws: Draws, ahead: _Ahead | None
+    ) -> tuple[list[Drafting | None], list[list[Tensor]]]:
+        """Per request, what it may draft, and its drafted tokens, each [] int64."""
         drafts: list[list[Tensor]] = [[] for _ in batch.reqs]
         runtime = scheduler_hooks.runtime()
         lens = batch.seq_lens + 1, batch.seq_lens_cpu + 1
         step = _Rows([req.rid for req in batch.reqs], len(batch.reqs), batch.req_pool_indices, *lens)
-        wanted = runtime.rounds.drafts(self._allowed(batch, runtime.begin_round(step)))
+        if ahead is None:
+            runtime.rounds.begin(int(step.seq_lens_cpu.sum()))
+        may = runtime.begin_round(step)
+        allowed = self._allowed(batch, may)
+        if ahead is None:
+            wanted = runtime.rounds.drafts(allowed)
+        else:
+            pairs = zip(ahead.wanted, allowed, strict=True)
+            wanted = [0 if one is None else min(count, one.most) for count, one in pairs]
         for depth in range(max(wanted)):
             rows = [row for row, count in enumerate(wanted) if count > depth]
-            tokens = torch.stack([drafts[row][-1] if depth else last[row] for row in rows])
-            with runtime.drafting():
-                out = self.model_runner.forward(self._step(batch, rows, [depth] * len(rows), tokens))
-            scheduler_hooks.keep_waiting(self.model_runner)
-            said = draws.tokens(out.logits_output.next_token_logits, [(row, depth) for row in rows])
+            if depth == 0 and ahead is not None and ahead.first:
+                said = [ahead.first[row] for row in rows]
+            else:
+                tokens = torch.stack([drafts[row][-1] if depth else last[row] for row in rows])
+                said = self._draft(self._step(batch, rows, [depth] * len(rows), tokens), rows, depth, draws)
             for row, token in zip(rows, said, strict=True):
                 drafts[row].append(token)
             if runtime.took not in (StepPath.SPARSE, StepPath.KEPT):
                 break  # it was an exact step, no faster than verifying
-        return drafts
+        return may, drafts
+
+    def _draft(self, step: Any, rows: Sequence[int], depth: int, draws: Draws) -> list[Tensor]:
+        """What a step that drafts says behind each of its rows, which are these of the round."""
+        with scheduler_hooks.runtime().drafting():
+            out = self.model_runner.forward(step)
+        scheduler_hooks.keep_waiting(self.model_runner)
+        return list(draws.tokens(out.logits_output.next_token_logits, [(row, depth) for row in rows]))
+
+    def _draft_ahead(self, batch: Any, may: Sequence[Drafting | None], result: Any) -> _Ahead:
+        """Behind a round, of the same requests' next one: what it drafts, and the first drafts, if there is room.
+
+        Args:
+            batch: of the round that was launched.
+            may: what its requests might draft.
+            result: of the round, as the scheduler takes it. Only the device knows how many tokens were kept.
+        """
+        runtime = scheduler_hooks.runtime()
+        most = batch.seq_lens_cpu + torch.tensor(self._rounds[-1][1]) + 1  # tokens of each, at most
+        runtime.rounds.begin(int(most.sum()) + len(most))
+        wanted = runtime.rounds.drafts(self._allowed(batch, may))
+        ahead = _Ahead([req.rid for req in batch.reqs], wanted, self._draws(batch), {})
+        rows = [row for row, count in enumerate(wanted) if count]
+        limit = int(self.model_runner.model_config.context_len)
+        room = [min(limit, int(batch.reqs[row].kv.kv_allocated_len)) - int(most[row]) for row in rows]
+        if min(room, default=0) <= 0:
+            return ahead
+        behind = copy.copy(batch)
+        behind.seq_lens, behind.seq_lens_cpu = result.new_seq_lens, most
+        last = result.next_draft_input.accept_tokens[placed(rows, batch.device)]
+        said = self._draft(self._step(behind, rows, [0] * len(rows), last), rows, 0, ahead.draws)
+        if runtime.took not in (StepPath.SPARSE, StepPath.KEPT):
+            return ahead._replace(wanted=[0] * len(wanted))
+        return ahead._replace(first=dict(zip(rows, said, strict=True)))
 
     def _allowed(self, batch: Any, may: Sequence[Drafting | None]) -> list[Drafting | None]:
         """Per request, what it may draft: rows of the exact step are no more than requests that may run.
