@@ -342,9 +342,9 @@ class SparseRuntime:
                 self.planner.offloaded(forward_batch.rids or ())
                 staged = self.offload.begin(forward_batch)
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
-            self.counters.begin_step(
-                "dense" if planned is None else planned.path.counted, timed=planned is None or planned.guarded is None
-            )
+            path = "dense" if planned is None else planned.path.counted
+            if planned is not None or not self.planner.ahead:
+                self.counters.begin_step(path, timed=planned is None or planned.guarded is None)
             builds = self.builds if self.planner.drafts is None else None
             chunks = () if builds is None else builds.decode(forward_batch)
             self._step = Step(planned, chunks, staged, virtual=bool(hosts))
@@ -412,15 +412,6 @@ class SparseRuntime:
             self._step_failed(forward_batch.rids, error)
             return [None] * forward_batch.batch_size
         return self.rounds.may(digests)
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Within the block decode steps draft: no request is told what they say."""
-        self.planner.drafts = True
-        try:
-            yield
-        finally:
-            self.planner.drafts = False
 
     def verified(self, rids: Sequence[str], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """A round ended: tokens that each request drafted, and how many of them the exact step said, too. Of a request

@@ -153,8 +153,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         record_stream_for_v2_verify(batch, None, stream)
         ahead, self._ahead = self._ahead, None
         if batch.forward_mode.is_decode():
-            rids = [req.rid for req in batch.reqs]
-            result, may = self._round(batch, ahead if ahead is not None and ahead.rids == rids else None, on_publish)
+            result, may = self._round(batch, ahead, on_publish)
             scheduler_hooks.runtime().rounds.ended(max(self._rounds[-1][1]))
             if on_publish is not None:
                 self._ahead = self._draft_ahead(batch, may, result)
@@ -165,12 +164,16 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         return result
 
     def _round(self, batch: Any, ahead: _Ahead | None, on_publish: Any) -> tuple[Any, list[Drafting | None]]:
-        """What the scheduler takes of the round, and what its requests might draft."""
+        """What the scheduler takes of the round, and what its requests may draft."""
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         rows = list(range(len(batch.reqs)))
         last = batch.spec_info.accept_tokens
+        if ahead is None or ahead.rids != [req.rid for req in batch.reqs]:
+            # What was launched for another batch took its time all the same.
+            scheduler_hooks.runtime().rounds.begin(int(batch.seq_lens_cpu.sum()) + len(rows), anew=ahead is None)
+            ahead = None
         draws = self._draws(batch) if ahead is None else ahead.draws
-        may, drafts = self._drafts(batch, last, draws, ahead)
+        may, drafts = self._drafts(batch, last, draws, ahead, overlaps=on_publish is not None)
         counts = [len(one) for one in drafts]
         self._rounds.append(([req.rid for req in batch.reqs], counts))
         step = self._step(batch, rows, [0] * len(rows), last, whole=True)
@@ -207,22 +210,22 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         return Draws(samplings(batch.reqs, self._sampling_backend))
 
     def _drafts(
-        self, batch: Any, last: Tensor, draws: Draws, ahead: _Ahead | None
+        self, batch: Any, last: Tensor, draws: Draws, ahead: _Ahead | None, *, overlaps: bool
     ) -> tuple[list[Drafting | None], list[list[Tensor]]]:
         """Per request, what it may draft, and its drafted tokens, each [] int64."""
         drafts: list[list[Tensor]] = [[] for _ in batch.reqs]
         runtime = scheduler_hooks.runtime()
         lens = batch.seq_lens + 1, batch.seq_lens_cpu + 1
         step = _Rows([req.rid for req in batch.reqs], len(batch.reqs), batch.req_pool_indices, *lens)
-        if ahead is None:
-            runtime.rounds.begin(int(step.seq_lens_cpu.sum()))
         may = runtime.begin_round(step)
-        allowed = self._allowed(batch, may)
         if ahead is None:
-            wanted = runtime.rounds.drafts(allowed)
-        else:
-            pairs = zip(ahead.wanted, allowed, strict=True)
-            wanted = [0 if one is None else min(count, one.most) for count, one in pairs]
+            wanted = runtime.rounds.drafts(self._allowed(batch, may))
+        else:  # as was chosen then: asked again, an index that drafts badly may want to draft nothing this time
+            chosen = [one and one._replace(most=count) for one, count in zip(may, ahead.wanted, strict=True)]
+            wanted = [0 if one is None else one.most for one in self._allowed(batch, chosen)]
+        if overlaps:  # leave a slot for the next round's first draft, but draft
+            slots = [int(req.kv.kv_allocated_len) - int(n) for req, n in zip(batch.reqs, lens[1], strict=True)]
+            wanted = [min(count, max(1, left - 1)) for count, left in zip(wanted, slots, strict=True)]
         for depth in range(max(wanted)):
             rows = [row for row, count in enumerate(wanted) if count > depth]
             if depth == 0 and ahead is not None and ahead.first:
@@ -236,11 +239,15 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
                 break  # it was an exact step, no faster than verifying
         return may, drafts
 
-    def _draft(self, step: Any, rows: Sequence[int], depth: int, draws: Draws) -> list[Tensor]:
-        """What a step that drafts says behind each of its rows, which are these of the round."""
-        with scheduler_hooks.runtime().drafting():
+    def _draft(self, step: Any, rows: Sequence[int], depth: int, draws: Draws, *, ahead: bool = False) -> list[Tensor]:
+        """What a step that drafts says behind each of its rows, which are these of the round. Empty where it is `ahead`
+        and indexes do not serve it: others' steps need the lengths.
+        """
+        with scheduler_hooks.runtime().planner.drafting(ahead=ahead):
             out = self.model_runner.forward(step)
         scheduler_hooks.keep_waiting(self.model_runner)
+        if out is None:
+            return []
         return list(draws.tokens(out.logits_output.next_token_logits, [(row, depth) for row in rows]))
 
     def _draft_ahead(self, batch: Any, may: Sequence[Drafting | None], result: Any) -> _Ahead:
@@ -248,7 +255,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
 
         Args:
             batch: of the round that was launched.
-            may: what its requests might draft.
+            may: what its requests may draft.
             result: of the round, as the scheduler takes it. Only the device knows how many tokens were kept.
         """
         runtime = scheduler_hooks.runtime()
@@ -264,10 +271,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         behind = copy.copy(batch)
         behind.seq_lens, behind.seq_lens_cpu = result.new_seq_lens, most
         last = result.next_draft_input.accept_tokens[placed(rows, batch.device)]
-        said = self._draft(self._step(behind, rows, [0] * len(rows), last), rows, 0, ahead.draws)
-        if runtime.took not in (StepPath.SPARSE, StepPath.KEPT):
-            return ahead._replace(wanted=[0] * len(wanted))
-        return ahead._replace(first=dict(zip(rows, said, strict=True)))
+        said = self._draft(self._step(behind, rows, [0] * len(rows), last), rows, 0, ahead.draws, ahead=True)
+        return ahead._replace(first=dict(zip(rows, said, strict=False)))
 
     def _allowed(self, batch: Any, may: Sequence[Drafting | None]) -> list[Drafting | None]:
         """Per request, what it may draft: rows of the exact step are no more than requests that may run.

@@ -321,6 +321,8 @@ def around_model_runner_forward(
     if _runtime is None or _runtime.view.runner is not runner:
         return original(runner, forward_batch, *args, **kwargs)
     with _runtime.step(forward_batch):
+        if _runtime.planner.ahead and _runtime.path is None:
+            return None
         forward = partial(original, runner, forward_batch, *args, **kwargs)
         output = _runtime.forward(forward, partial(next_tokens, runner))
         _runtime.prefilled(in_graph=bool(getattr(output, "can_run_graph", False)))

@@ -132,22 +132,29 @@ class RoundTimes:
         self._device = device
         self._known: dict[tuple[int, int, int], _Alike] = {}
         self._watch: Watch | None = None
-        self._tokens = 0
+        self._tokens = self._count = 0
         self._running = _Alike()
         self._measured: deque[tuple[Watch, _Alike, int]] = deque()
 
-    def begin(self, tokens: int) -> None:
-        """A round of requests of so many tokens begins. Never waits for the device."""
+    def begin(self, tokens: int, *, anew: bool = True) -> None:
+        """A round of requests of so many tokens begins. Never waits for the device.
+
+        Args:
+            anew: now; else it began before, with other requests.
+        """
         while self._measured and self._measured[0][0].is_over():
             watch, alike, count = self._measured.popleft()
             alike.took(count, watch.seconds())
-        self._watch, self._tokens = Watch(self._device), tokens
+        if anew or self._watch is None:
+            self._watch = Watch(self._device)
+        self._tokens = tokens
 
     def ended(self, drafted: int) -> None:
         """All of the round is launched, in which a request drafted so many tokens, at most."""
         assert self._watch is not None
         self._watch.stop()
         self._measured.append((self._watch, self._running, drafted))
+        self._running.tried[self._count] += 1
 
     def choose(self, size: int, drafting: Sequence[Drafting]) -> int:
         """Tokens that each request of the round drafts, at most: what gives most tokens a second, as far as is known.
@@ -158,9 +165,8 @@ class RoundTimes:
         """
         about = size.bit_length(), len(drafting).bit_length(), self._tokens.bit_length()
         self._running = self._known.setdefault(about, _Alike())
-        count = self._best(size, drafting, self._running) if drafting else 0
-        self._running.tried[count] += 1
-        return count
+        self._count = self._best(size, drafting, self._running) if drafting else 0
+        return self._count
 
     def _best(self, size: int, drafting: Sequence[Drafting], known: _Alike) -> int:
         most = max(one.most for one in drafting)
@@ -194,10 +200,10 @@ class Rounds:
     def __init__(self, most: int, device: torch.device, *, forced: bool) -> None:
         self.lengths, self.times, self._forced = DraftLengths(most), RoundTimes(device), forced
 
-    def begin(self, tokens: int) -> None:
-        """A round of requests of so many tokens begins."""
+    def begin(self, tokens: int, *, anew: bool = True) -> None:
+        """As `RoundTimes.begin`."""
         if not self._forced:
-            self.times.begin(tokens)
+            self.times.begin(tokens, anew=anew)
 
     def ended(self, drafted: int) -> None:
         """All of the round is launched; tokens that a request drafted, at most."""

@@ -95,6 +95,7 @@ class DecodePlanner:
         forced: whether a ready index is used whatever it costs: `decode_path` is sparse, or there are no decode graphs.
         saved_us: by digest of an index, microseconds that it saved by measured costs, a step's by the tokens not read.
         drafts: of lossless decode, whether the next step drafts; None where steps by an index answer.
+        ahead: whether that step is left out where no index serves it, see `drafting`.
         paused: whether an operator leaves all steps to SGLang for now; what is known of slots is kept up.
 
     Args:
@@ -131,6 +132,7 @@ class DecodePlanner:
         self._kept_steps = 0
         self._costs: dict[int, StepCosts] = {}
         self.drafts = False if config.exactness is Exactness.VERIFY else None
+        self.ahead = False
         self.paused = False
         self.saved_us: defaultdict[str, float] = defaultdict(float)
         self.cascade: CascadeDecode | None = None
@@ -278,10 +280,25 @@ class DecodePlanner:
             return None
         attachments = [self._requests.get(rid) for rid in rids]
         step = self._prepare(forward_batch, attachments, usable, hosts)
+        if self.ahead and (step is None or step.backend is not self.sparse):
+            return None
         if step is None or step.backend is not self.sparse:
             self._counters.count_step(0, len(rids), 0)
         self._counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
         return step
+
+    @contextmanager
+    def drafting(self, *, ahead: bool = False) -> Iterator[None]:
+        """Within the block decode steps draft: no request is told what they say.
+
+        Args:
+            ahead: the lengths on the host are upper bounds; a step that no index serves is not to be run.
+        """
+        self.drafts, self.ahead = True, ahead
+        try:
+            yield
+        finally:
+            self.drafts = self.ahead = False
 
     def drafters(self, forward_batch: Any, usable: Usable) -> list[str | None]:
         """Begin a round of lossless decode: digests of the indexes that its requests may draft with. The steps of a

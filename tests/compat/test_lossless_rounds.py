@@ -24,6 +24,8 @@ from sglang_ext.decode.types import StepPath
 
 MOST, CONTEXT, VOCAB = 3, 160, 29
 """Drafts of a round; tokens of a request; numbers that tokens are."""
+BAD = "12"
+"""Last letters of some requests."""
 
 
 def said(tokens: Sequence[int]) -> int:
@@ -59,8 +61,8 @@ class Model:
         self.table = torch.zeros(rows, CONTEXT + 32, dtype=torch.int64)
         self.held = torch.full((rows * (CONTEXT + 32) + 1,), -1)
         self.free = list(range(1, len(self.held)))
-        self.drafting = False
-        self.drafts = self.late = 0
+        self.drafting = self.ahead = self.full = False
+        self.drafts = self.late = self.rounds = 0
         self.took: StepPath | None = None
         self.max_running_requests, self.model_config = 32, SimpleNamespace(context_len=CONTEXT)
 
@@ -70,6 +72,8 @@ class Model:
         request.kv.kv_allocated_len = max(request.kv.kv_allocated_len, length)
 
     def forward(self, step: Any) -> Any:
+        if self.ahead and self.full:
+            return None
         assert bool((step.out_cache_loc > 0).all()), "a slot that nobody has allocated is written"
         self.held[step.out_cache_loc] = step.input_ids
         logits = torch.zeros(len(step.input_ids), VOCAB)
@@ -93,7 +97,8 @@ class Rounds:
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.open = rng, 0
 
-    def begin(self, _tokens: int) -> None:
+    def begin(self, _tokens: int, *, anew: bool = True) -> None:
+        assert anew or self.open, "it went on from a round that has not begun"
         self.open = 1
 
     def ended(self, _drafted: int) -> None:
@@ -110,18 +115,22 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     model, rng = Model(rows=5), random.Random(0)
 
     @contextmanager
-    def drafting() -> Iterator[None]:
-        model.drafting = True
+    def drafting(*, ahead: bool) -> Iterator[None]:
+        model.drafting, model.ahead = True, ahead
         yield
-        model.drafting = False
+        model.drafting = model.ahead = False
 
     class Runtime(SimpleNamespace):
         took = property(lambda _self: model.took)
 
     def begin_round(step: Any) -> list[Drafting | None]:
-        return [None if rid.startswith("dense") else Drafting(MOST, 0.9) for rid in step.rids]
+        """Some requests' index drafts badly: it is tried in every eighth round."""
+        model.rounds += 1
+        most = {rid: int(model.rounds % 8 == 0) if rid[-1] in BAD else MOST for rid in step.rids}
+        return [None if rid.startswith("dense") else Drafting(most[rid], 0.9) for rid in step.rids]
 
-    runtime = Runtime(rounds=Rounds(rng), begin_round=begin_round, drafting=drafting)
+    planner = SimpleNamespace(drafting=drafting)
+    runtime = Runtime(rounds=Rounds(rng), begin_round=begin_round, planner=planner)
     monkeypatch.setattr(scheduler_hooks, "_runtime", runtime)
     monkeypatch.setattr(lossless_worker, "record_stream_for_v2_verify", lambda *_of: None)
     monkeypatch.setattr(lossless_worker.ForwardBatch, "init_new", lambda step, _runner, **_more: step)
@@ -144,9 +153,10 @@ def test_requests_that_come_and_go_get_the_models_own_tokens(worker: Any, page: 
     pending: list[tuple[list[Request], Any]] = []
     lens: dict[str, int] = {}
     last: dict[str, Tensor] = {}
-    rows, names, used, launched = list(range(5)), 0, 0, 0
-    drafted, accepted = 0, 0
-    for _ in range(160):
+    rows, names, used, launched, wanted = list(range(5)), 0, 0, 0, 0
+    drafted, accepted, of_bad = 0, 0, 0
+    for number in range(160):
+        model.full = number % 16 == 9
         if rows and (not running or rng.random() < 0.1):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 20))]
             one = Request(f"{'dense' if names % 5 == 4 else 'r'}{names}", rows.pop(), prompt)
@@ -170,8 +180,11 @@ def test_requests_that_come_and_go_get_the_models_own_tokens(worker: Any, page: 
         before, drafts = made._ahead, model.drafts
         result = made.forward_batch_generation(batch, told.append if overlaps else None)
         assert len(told) == overlaps
-        used += before is not None and bool(before.first) and before.rids == [one.rid for one in running]
+        if before is not None and before.rids == [one.rid for one in running]:
+            used += bool(before.first)
+            assert [count > 0 for count in made._rounds[-1][1]] == [count > 0 for count in before.wanted]
         launched += made._ahead is not None and bool(made._ahead.first)
+        wanted += made._ahead is not None and any(made._ahead.wanted) and not model.full
         assert model.drafts - drafts <= MOST + 1
         for one, length, token in zip(running, result.new_seq_lens, result.next_draft_input.accept_tokens, strict=True):
             lens[one.rid], last[one.rid] = int(length), token
@@ -179,10 +192,9 @@ def test_requests_that_come_and_go_get_the_models_own_tokens(worker: Any, page: 
         if len(pending) > overlaps:
             of, found = pending.pop(0)
             width = len(found.next_token_ids) // len(of)
-            drafted, accepted = (
-                drafted + sum(made._rounds.popleft()[1]),
-                accepted + int(found.accept_lens.sum()) - len(of),
-            )
+            rids, counts = made._rounds.popleft()
+            drafted, accepted = drafted + sum(counts), accepted + int(found.accept_lens.sum()) - len(of)
+            of_bad += sum(count for rid, count in zip(rids, counts, strict=True) if rid[-1] in BAD)
             for n, (one, kept) in enumerate(zip(of, found.accept_lens.tolist(), strict=True)):
                 if one not in running:
                     continue
@@ -199,7 +211,10 @@ def test_requests_that_come_and_go_get_the_models_own_tokens(worker: Any, page: 
                     slots.zero_()
     assert names > 8
     assert accepted > drafted / 2, (accepted, drafted)
+    assert of_bad > 0
     if overlaps:
-        assert (launched > used > launched / 2, model.late > 20) == (True, True), (launched, used)
+        assert wanted > 40
+        assert launched == wanted
+        assert (used > launched / 2, model.late > 20) == (True, True), (launched, used)
     else:
         assert (launched, model.late) == (0, 0)

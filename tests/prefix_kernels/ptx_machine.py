@@ -396,8 +396,8 @@ _COMPARED = {"eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal",
 
 
 def _compare(machine: Machine, one: Instruction) -> None:
-    """`setp`; `u` behind a comparison of fp32: also where one is not a number; `num`: both are numbers; `and` behind it:
-    and a predicate.
+    """`setp`; `u` behind a comparison of fp32: also where one is no number; `num`: both are; `and` behind it: and a
+    predicate.
     """
     _, how, *joined, _ = one.parts
     into, first, second, *others = one.operands

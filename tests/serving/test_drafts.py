@@ -182,3 +182,16 @@ def test_requests_that_may_not_draft_are_counted_and_make_none(clock: Clock) -> 
     few, many = ([Drafting(3, 0.95)] * number for number in (1, 4))
     assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *few)[2 * LEARNT :]) == {0}
     assert set(rounds(times, clock, 50, lambda count: (30 + 9 * count) * MS, *many)[2 * LEARNT :]) == {3}
+
+
+def test_what_was_launched_for_another_batch_counts_for_the_round_that_drafts_anew(clock: Clock) -> None:
+    times, drafting = RoundTimes(torch.device("cpu")), [Drafting(3, 0.9)]
+    for requests, anew in ((2, True), (1, False)):
+        times.begin(8192, anew=anew)
+        count = times.choose(requests, drafting * requests)
+        clock.now += 5 * MS
+    times.ended(count)
+    times.begin(8192)
+    first, second = times._known.values()
+    assert (first.seconds, second.seconds) == ({}, {3: pytest.approx(10 * MS)})
+    assert (sum(first.tried.values()), sum(second.tried.values())) == (0, 1)
