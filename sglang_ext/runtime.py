@@ -269,7 +269,8 @@ class SparseRuntime:
 
     def weights_updated(self) -> None:
         """SGLang was told to replace the weights in place, on all ranks. One that failed may have changed some of them:
-        nothing is looked up, used or built any more, whatever came of it."""
+        nothing is looked up, used or built any more, whatever came of it.
+        """
         if self.ready.stale:
             return
         self.ready.stale = "the weights may have been updated in place; restart the server to use indexes"

@@ -317,7 +317,9 @@ def _misunderstood(custom: dict[Any, Any]) -> Iterator[str]:
 def around_model_runner_forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Every real forward of the target model passes here; warm-up and graph capture do not."""
+    """Every real forward of the target model passes here; warm-up and graph capture do not. None: it was not run, see
+    `DecodePlanner.drafting`.
+    """
     if _runtime is None or _runtime.view.runner is not runner:
         return original(runner, forward_batch, *args, **kwargs)
     with _runtime.step(forward_batch):

@@ -280,7 +280,7 @@ class DecodePlanner:
             return None
         attachments = [self._requests.get(rid) for rid in rids]
         step = self._prepare(forward_batch, attachments, usable, hosts)
-        if self.ahead and (step is None or step.backend is not self.sparse):
+        if step is None and self.ahead:
             return None
         if step is None or step.backend is not self.sparse:
             self._counters.count_step(0, len(rids), 0)
@@ -344,7 +344,7 @@ class DecodePlanner:
                 return step
         elif self.sparse is not None:
             self.sparse.skip()
-        if exact is None or exact.saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):
+        if self.ahead or exact is None or exact.saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):
             return None
         assert self.cascade is not None
         path = self.cascade.begin(exact, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,3 +178,17 @@ def test_a_guarded_step_is_not_replayed(hooked: Any, ours: bool, guarded: bool, 
     assert hooked(runtime).after_can_run_graph(True, _graph_runner(model if ours else object()), None) is can
     assert hooked(runtime).after_can_run_graph(False, _graph_runner(model), None) is False
     assert hooked(None).after_can_run_graph(True, _graph_runner(model), None) is True
+
+
+@pytest.mark.parametrize(
+    ("ahead", "path", "runs"), [(True, None, False), (True, StepPath.KEPT, True), (False, None, True)]
+)
+def test_a_draft_ahead_that_no_index_serves_is_not_run(
+    hooked: Any, ahead: bool, path: StepPath | None, runs: bool
+) -> None:
+    runtime: Any = Runtime(model := object(), largest=32)
+    runtime.planner.ahead, runtime.path = ahead, path
+    runtime.step, runtime.prefilled = (lambda _batch: nullcontext()), (lambda **_of: None)
+    runtime.forward = lambda forward, _tokens_of: forward()
+    found = hooked(runtime).around_model_runner_forward(lambda *_of: "output", model, "batch")
+    assert found == ("output" if runs else None)

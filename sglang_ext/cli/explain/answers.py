@@ -40,9 +40,11 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
         own = {"extra_key": args.extra_key, "cache_salt": args.cache_salt}
         prompt = msgspec.convert({**given, **{name: one for name, one in own.items() if one is not None}}, Prompt)
         check_prompt(prompt, args.messages or "--prompt")
+    except PromptError:
+        raise  # says all itself
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a file that can be read, got: {error}; correct the path") from error
-    except (TypeError, ValueError, PromptError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f'expected messages such as [{{"role": "user", "content": "..."}}], or an object with them; got: {error}'
         ) from error
