@@ -97,8 +97,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         exactness: `selected`: steps by an index answer. `verify`: they draft, an exact step keeps what dense
             decoding would have said. See docs/lossless.md.
         draft_tokens: with `verify`: tokens that a request drafts for one exact step, at most.
-        search_period: decode steps that use one selection of an anchor layer (CSAttention, 4.3). A group whose members
-            change searches anew.
+        search_period: decode steps, or drafts, that use one selection of an anchor layer (CSAttention, 4.3). A group
+            whose members change searches anew.
         select_ahead: whether a step's anchor layers select among candidates that the step before named, by its queries,
             for all layers at once. Of `two_level` only, with `search_period` 1. A step whose groups changed names its
             own.

@@ -133,6 +133,7 @@ class DecodePlanner:
         self._costs: dict[int, StepCosts] = {}
         self.drafts = False if config.exactness is Exactness.VERIFY else None
         self.ahead = False
+        self._drafted = False
         self.paused = False
         self.saved_us: defaultdict[str, float] = defaultdict(float)
         self.cascade: CascadeDecode | None = None
@@ -342,8 +343,9 @@ class DecodePlanner:
             step = self._selecting(batch, attachments, exact, hosted=hosted)
             if step is not None:
                 return step
-        elif self.sparse is not None:
+        elif self.sparse is not None and not self._drafted:
             self.sparse.skip()
+        self._drafted = False  # the exact step of a round ends no search: the next round's drafts follow those before
         if self.ahead or exact is None or exact.saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):
             return None
         assert self.cascade is not None
@@ -379,6 +381,7 @@ class DecodePlanner:
                 _note(CASCADE, range(len(batch.serials)), batch, attachments)
             _note_guarded(guarded, batch, attachments)
             return PlannedStep(guard.exact, StepPath.CASCADE, guarded)
+        self._drafted = self.drafts is True
         self._count_sparse(plan, path, batch, cost)
         found = () if self.drafts else zip(plan.reads, plan.selects.prefixes, strict=False)
         for read, prefix in found:  # then those of suffixes

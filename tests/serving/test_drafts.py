@@ -71,28 +71,55 @@ def test_the_indexes_that_drafted_last_are_remembered(monkeypatch: pytest.Monkey
     assert lengths.wanted("one") == 4
 
 
+class Drafted:
+    """Lossless decode of two requests on one prefix, the first of which has its index."""
+
+    def __init__(self, **fields: Any) -> None:
+        roles = ["dense", "anchor"]
+        config = config_from_dict({
+            "exactness": "verify", "layer_plan": roles, "share_prefixes": True, "min_top_k": 32,
+            "min_shared_tokens": 64, "guard_every": 2, **fields,
+        })  # fmt: skip
+        self.requests, self.index = RequestTable(), blank_index(2)
+        self.index.state = State.READY
+        plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
+        self.steps = planner(config, self.requests, Counters(2), plan, 8, 1)
+        assert self.steps.sparse is not None
+        self.steps.sparse._costs[block_of(8)] = COSTS
+        capture_all(self.steps, 8)
+        self._held = [entered(self.requests, Attachment(f"r{row}", index=self.index)) for row in range(2)]
+
+    def usable(self, attachment: Attachment | None, *, waits: bool = True) -> Any:
+        return self.index if attachment is self.requests.get("r0") else None
+
+    def path(self, rids: list[str], rows: list[int], lens: list[int]) -> StepPath | None:
+        return path_of(self.steps, forward_of(rids, rows, lens), self.usable)
+
+    def round(self, drafts: int) -> list[StepPath | None]:
+        """Ways of the drafting steps."""
+        assert self.steps.drafters(forward_of(["r0", "r1"], [0, 1], [PREFIX + 2] * 2), self.usable) == ["d", None]
+        with self.steps.drafting():
+            found = [self.path(["r0"], [0], [PREFIX + 2 + n]) for n in range(drafts)]
+        self.path(["r0"] * (drafts + 1) + ["r1"], [0] * (drafts + 1) + [1], [PREFIX + 2] * (drafts + 2))
+        return found
+
+
+def test_drafts_of_several_rounds_use_one_search() -> None:
+    drafted = Drafted(search_period=4)
+    while StepPath.KEPT not in drafted.round(2):
+        pass
+    begun = [drafted.round(2) for _ in range(4)]
+    kept, searched = [StepPath.KEPT] * 2, [StepPath.SPARSE, StepPath.KEPT]
+    assert begun == [kept, searched, kept, searched]
+    assert drafted.round(0) == []
+    assert [drafted.round(2) for _ in range(2)] == [searched, kept], "what was found is too old behind such a round"
+
+
 def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
     """By costs selecting never pays here: that a round drafts was decided before."""
-    roles = ["dense", "anchor"]
-    config = config_from_dict({
-        "exactness": "verify", "layer_plan": roles, "share_prefixes": True, "min_top_k": 32, "min_shared_tokens": 64,
-        "guard_every": 2,
-    })  # fmt: skip
-    requests, index = RequestTable(), blank_index(2)
-    index.state = State.READY
-    plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
-    steps = planner(config, requests, Counters(2), plan, 8, 1)
+    drafted = Drafted()
+    steps, usable, path = drafted.steps, drafted.usable, drafted.path
     assert steps.guard is None, "every draft is compared"
-    steps.sparse._costs[block_of(8)] = COSTS
-    capture_all(steps, 8)
-    _held = [entered(requests, Attachment(f"r{row}", index=index)) for row in range(2)]
-
-    def usable(attachment: Attachment | None, *, waits: bool = True) -> Any:
-        return index if attachment is requests.get("r0") else None
-
-    def path(rids: list[str], rows: list[int], lens: list[int]) -> StepPath | None:
-        return path_of(steps, forward_of(rids, rows, lens), usable)
-
     exact = ["r0", "r0", "r0", "r1"], [0, 0, 0, 1], [PREFIX + 2, PREFIX + 3, PREFIX + 4, PREFIX + 2]
     for number in range(4):
         whole = forward_of(["r0", "r1"], [0, 1], [PREFIX + 2] * 2)
