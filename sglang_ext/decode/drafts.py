@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sglang_ext.decode.costs import Watch
@@ -27,7 +28,7 @@ SLOWER = 0.125
 STALL = 2.0
 """Times of what is known that a round counts for, at most: now and then everything waits for something else."""
 LEARNT = 4
-"""Rounds of a number that are tried before it is known: in the first ones kernels are compiled, slots compared."""
+"""Rounds of a number that are measured before it is known: in the first ones kernels are compiled, slots compared."""
 KNOWN = 4096
 """Indexes that are remembered: those that drafted last."""
 
@@ -99,21 +100,26 @@ class Drafting(NamedTuple):
 
 @dataclass
 class _Alike:
-    """Rounds of about as many requests and tokens, of which about as many may draft: by tokens drafted, seconds."""
+    """Rounds of about as many requests and tokens, of which about as many may draft: by tokens drafted, seconds, how
+    many of them were measured, and, by tokens that were to be drafted, how many there were."""
 
     seconds: dict[int, float] = field(default_factory=dict)
+    measured: Counter[int] = field(default_factory=Counter)
     tried: Counter[int] = field(default_factory=Counter)
     rounds: int = 0
 
     def took(self, count: int, seconds: float) -> None:
         before = self.seconds.get(count, seconds)
         self.seconds[count] = min(seconds, before + SLOWER * (min(seconds, STALL * before) - before))
+        self.measured[count] += 1
 
-    def expected(self, count: int) -> float:
-        """Of a round of so many; of a number not measured yet, what lies between its neighbours."""
-        low, high = max(n for n in self.seconds if n <= count), min(n for n in self.seconds if n >= count)
-        part = (count - low) / max(1, high - low)
-        return (1 - part) * self.seconds[low] + part * self.seconds[high]
+    def expected(self) -> list[float]:
+        """Of rounds of no drafts, one, and so on; of a number not known, what lies between its neighbours."""
+        known = [count for count in sorted(self.seconds) if self.measured[count] >= LEARNT]
+        if not known or known[0] > 0:
+            return []
+        counts = np.arange(known[-1] + 1)
+        return list(np.interp(counts, known, [self.seconds[count] for count in known]).tolist())
 
     def unknown(self, most: int) -> int | None:
         """A number to be tried because too little is known of it: the most that a round may draft, and none."""
@@ -177,11 +183,13 @@ class RoundTimes:
         turn, due = divmod(known.rounds, OTHERWISE)
         if not due:
             return most if turn % 2 else turn // 2 % (most + 1)
-        if 0 not in known.seconds:
-            return 0  # the device has not come to its end yet
-        counts = range(min(most, max(known.seconds)) + 1)
-        gain = {count: (size + sum(one.tokens(count) for one in drafting)) / known.expected(count) for count in counts}
-        return max(gain, key=gain.__getitem__)
+        times = known.expected()[: most + 1]
+        if not times:
+            return 0  # the device has not come to the end of those that were tried
+        gain = [(size + sum(one.tokens(count) for one in drafting)) / one for count, one in enumerate(times)]
+        best = gain.index(max(gain))
+        beside = [count for count in (best + 1, best - 1) if 0 <= count <= most and known.tried[count] < LEARNT]
+        return beside[0] if beside else best
 
 
 class Rounds:
