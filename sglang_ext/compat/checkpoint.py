@@ -23,6 +23,7 @@ from sglang_ext.ranks import build_refusal
 
 #: In place of what is known only when the model is loaded; a profile is not compared by it.
 _UNREAD = "unread"
+_SUMMED_WORDS = 1 << 22
 
 
 def fingerprint(
@@ -144,3 +145,15 @@ def model_config_of(record: Any) -> Any:
     from sglang.srt.arg_groups import model_override_base
 
     return model_override_base.model_config_of(record)
+
+
+def weight_sums(model: torch.nn.Module) -> list[int]:
+    """Sums of the bits of a model's weights and buffers, one of each 16 MiB. Reads all of them, copies none."""
+    bits = torch.empty(0, dtype=torch.uint8)
+    storages = {one.untyped_storage().data_ptr(): one for one in (*model.parameters(), *model.buffers())}
+    sums = []
+    for tensor in storages.values():
+        whole = bits.to(tensor.device).set_(tensor.untyped_storage())
+        words = whole if len(whole) % 4 else whole.view(torch.int32)
+        sums += [part.sum(dtype=torch.int64) for part in torch.split(words, _SUMMED_WORDS)]
+    return torch.stack(sums).tolist() if sums else []

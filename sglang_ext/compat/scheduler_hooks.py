@@ -13,6 +13,7 @@ from typing import Any
 from prefix_index import printable_values
 from sglang_ext.administration import summary
 from sglang_ext.compat import administration, flags, latent
+from sglang_ext.compat.checkpoint import weight_sums
 from sglang_ext.compat.host_pool import offloading
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.response import tell
@@ -418,6 +419,19 @@ def after_weights_update(_result: Any, _updater: Any, _recv_req: Any) -> None:
     """Weights may have been changed in place, also by an update that failed."""
     if _runtime is not None:
         _runtime.weights_updated()
+
+
+def around_update_from_disk(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
+    """An update that left the weights as they were, as one from a mistyped path does, changes nothing for indexes."""
+    runner, before = updater.tp_worker.model_runner, None
+    # Of several ranks one may have failed alone; weights that were released cannot be read.
+    if _runtime is not None and _runtime.ranks.size == 1 and not updater.offload_tags:
+        before = weight_sums(runner.model)
+    try:
+        return original(updater, recv_req)
+    finally:
+        if _runtime is not None and (before is None or before != weight_sums(runner.model)):
+            _runtime.weights_updated()
 
 
 def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -43,7 +43,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_MEMORY}.memory_pool.ReqToTokenPool.alloc", _AFTER, hooks.after_req_to_token_alloc),
     Seam(f"{_MEMORY}.memory_pool.ReqToTokenPool.free", _BEFORE, hooks.before_req_to_token_free),
     Seam(f"{_MANAGERS}.schedule_batch.Req.update_finish_state", _AROUND, hooks.around_update_finish_state),
-    Seam(f"{_WEIGHTS}.update_weights_from_disk", _AFTER, hooks.after_weights_update),
+    Seam(f"{_WEIGHTS}.update_weights_from_disk", _AROUND, hooks.around_update_from_disk),
     Seam(f"{_WEIGHTS}.update_weights_from_distributed", _AFTER, hooks.after_weights_update),
     Seam(f"{_WEIGHTS}.update_weights_from_tensor", _AFTER, hooks.after_weights_update),
     Seam(f"{_WEIGHTS}.update_weights_from_ipc", _AFTER, hooks.after_weights_update),

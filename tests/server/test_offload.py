@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.server.harness import PRODUCTION, Answer, Pool, Server
+from tests.server.harness import MODEL, PRODUCTION, Answer, Pool, Server
 from tests.server.test_schedules import SMALL_POOL
 
 BYTES_OF_TOKEN = 6 * 2 * 2 * 64 * 4
@@ -68,7 +69,9 @@ def served(server: Server, prompts: list[str], prefix: int) -> list[Answer]:
 
 @pytest.mark.parametrize("page", ["16", pytest.param("1", marks=pytest.mark.full)])
 @pytest.mark.boot("offload")
-def test_answers_behind_host_memory_are_those_without(serve: Pool, store: Path, texts: Any, page: str) -> None:
+def test_answers_behind_host_memory_are_those_without(
+    serve: Pool, store: Path, texts: Any, tmp_path: Path, page: str
+) -> None:
     """One server's life: copied out, matched, chunks, mixed batches, abort, a full pool, flush, other weights."""
     server = serve(store, CONFIG, fresh=True, page_size=page, **FLAGS)
     assert "rows of the KV tensors behind SGLang's" in server.log.read_text()
@@ -91,7 +94,7 @@ def test_answers_behind_host_memory_are_those_without(serve: Pool, store: Path, 
     assert state["free_pages"] == state["pages"]
     assert server.generate(first[0], TOKENS).cached_tokens == 0
     served(server, first[:2], FIRST)
-    _weights_updated(server, first[0])
+    _weights_updated(server, first[0], tmp_path / "others")
 
 
 def _beside_others(server: Server, hosted: list[str], texts: Any) -> None:
@@ -157,11 +160,20 @@ def _room(server: Server, texts: Any) -> None:
     copied_out(server, texts.ask(texts.first, 0))
 
 
-def _weights_updated(server: Server, prompt: str) -> None:
-    """By an update that failed, too: an index or KV of before is used no more."""
-    dense = server.generate(prompt, TOKENS, sparse=False).ids
+def _weights_updated(server: Server, prompt: str, folder: Path) -> None:
+    """In place: one from a mistyped path changes nothing; behind others no index or KV of before is used."""
+    before = server.generate(prompt, TOKENS)
     with pytest.raises(OSError, match="HTTP 400"):
         server.post("/update_weights_from_disk", {"model_path": "/nowhere"})
+    again = server.generate(prompt, TOKENS)
+    assert (again.ids, again.told["steps"]) == (before.ids, before.told["steps"])
+    assert again.told["steps"]["sparse"] == again.decode_steps
+    weights = load_file(MODEL / "model.safetensors")
+    weights["model.layers.3.self_attn.v_proj.weight"] *= 2
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert server.post("/update_weights_from_disk", {"model_path": str(folder)})["success"]
+    dense = server.generate(prompt, TOKENS, sparse=False).ids
     assert offload(server)["prefixes"] == {}
     answer, delta = server.during(lambda: server.generate(prompt, TOKENS))
     assert (answer.ids, answer.told["steps"]["sparse"], delta.hits) == (dense, 0, 0)
