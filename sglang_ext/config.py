@@ -155,7 +155,7 @@ def _check_together(config: SparseAttnConfig) -> None:
     if config.select_ahead and config.method != "two_level":
         todo = f"Remove it, or name two_level; the method is {config.method!r}."
         raise _fail("select_ahead false with a method other than two_level", True, todo)
-    if config.select_ahead and config.search_period > 1:  # each step needs its own candidates
+    if config.select_ahead and config.steps_per_search > 1:  # each step needs its own candidates
         raise _fail("search_period 1 with select_ahead", config.search_period, one)
     if verify is Exactness.VERIFY:  # what reads the steps of a request one by one knows nothing of drafts
         if offload is not None:

@@ -98,7 +98,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             decoding would have said. See docs/lossless.md.
         draft_tokens: with `verify`: tokens that a request drafts for one exact step, at most.
         search_period: decode steps, or drafts, that use one selection of an anchor layer (CSAttention, 4.3). A group
-            whose members change searches anew.
+            whose members change searches anew. null: 1; with `verify` the drafts of a round.
         select_ahead: whether a step's anchor layers select among candidates that the step before named, by its queries,
             for all layers at once. Of `two_level` only, with `search_period` 1. A step whose groups changed names its
             own.
@@ -171,7 +171,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     decode_path: DecodePath = DecodePath.AUTO
     exactness: Exactness = Exactness.SELECTED
     draft_tokens: int = 7
-    search_period: int = 1
+    search_period: int | None = None
     select_ahead: bool = False
     offload: Offload | None = None
     suffix_dense_tokens: int | None = None
@@ -217,6 +217,13 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """Seconds from a load's begin that a request waits for it; inf: until it has ended."""
         waits = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.WAIT_COMPLETE: float("inf")}
         return waits.get(self.prefetch_policy, self.prefetch_timeout_s)
+
+    @property
+    def steps_per_search(self) -> int:
+        """Decode steps, or drafts, that use one selection, at most."""
+        if self.search_period is not None:
+            return self.search_period
+        return self.draft_tokens if self.exactness is Exactness.VERIFY and not self.select_ahead else 1
 
     def budget(self, prefix_len: int) -> int:
         """Prefix tokens that one request attends per KV head, sink and recent window included."""

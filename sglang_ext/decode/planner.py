@@ -134,6 +134,7 @@ class DecodePlanner:
         self.drafts = False if config.exactness is Exactness.VERIFY else None
         self.ahead = False
         self._drafted = False
+        self._rounds_search = config.search_period is None and not config.select_ahead
         self.paused = False
         self.saved_us: defaultdict[str, float] = defaultdict(float)
         self.cascade: CascadeDecode | None = None
@@ -343,9 +344,9 @@ class DecodePlanner:
             step = self._selecting(batch, attachments, exact, hosted=hosted)
             if step is not None:
                 return step
-        elif self.sparse is not None and not self._drafted:
+        elif self.sparse is not None and (self._rounds_search or not self._drafted):
             self.sparse.skip()
-        self._drafted = False  # the exact step of a round ends no search: the next round's drafts follow those before
+        self._drafted = False
         if self.ahead or exact is None or exact.saved < max(self._min_saved, sum(batch.seq_lens) // _LEAST_SHARE):
             return None
         assert self.cascade is not None

@@ -155,7 +155,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._largest_group = tracker.max_batch
         heads, batch = shape.num_kv_heads, tracker.max_batch
         self._num_passes = 2 if config.suffix_dense_tokens is None else 3
-        sets, self.width = num_sets(layer_plan, config.search_period), config.group_budget(max_prefix_len, batch)
+        sets, self.width = num_sets(layer_plan, config.steps_per_search), config.group_budget(max_prefix_len, batch)
         self.factor_of: Callable[[str], int] = lambda digest: 1
         max_groups = batch * (self._num_passes - 1)
         traced = config.trace_folder is not None
@@ -186,7 +186,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._active: _Kernels | None = None
         self._planned: _Tables | None = None
         # Behind one that named its own, any number of steps may have their candidates of the one before.
-        period = config.search_period if self._ahead is None else sys.maxsize
+        period = config.steps_per_search if self._ahead is None else sys.maxsize
         self._turns = SearchTurns(period if layer_plan.anchor_layers else 1)
         self.plans = 0
 

@@ -45,6 +45,7 @@ def indexes_of(fixed: int, available: int = 20 * GIB) -> int:
         ('{"method": "union"}', BUFFER_BYTES + COMBINED_BYTES, True),
         ('{"method": "exact"}', BUFFER_BYTES, False),
         ('{"search_period": 4}', BUFFER_BYTES + KEPT_BYTES, True),
+        ('{"exactness": "verify"}', BUFFER_BYTES + KEPT_BYTES, True),
         ('{"method": "two_level", "select_ahead": true}', BUFFER_BYTES + COMBINED_BYTES + KEPT_BYTES, True),
         ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES, False),
         ('{"trace_folder": "traces"}', BUFFER_BYTES + KEPT_BYTES, True),

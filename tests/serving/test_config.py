@@ -14,6 +14,7 @@ from sglang_ext.config import (
     ConfigError,
     Settings,
     SparseAttnConfig,
+    config_from_dict,
     default_store,
     make_settings,
     parse_profiled,
@@ -33,6 +34,22 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
     file = tmp_path / "config.json"
     file.write_text('{"keep_ratio": 0.25, "pooling": "mean"}')
     assert parsed(f"@{file}") == parsed(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 1),
+        ({"search_period": 3}, 3),
+        ({"exactness": "verify"}, 7),
+        ({"exactness": "verify", "search_period": 1}, 1),
+    ],
+)
+def test_drafts_use_a_selection_for_longer_than_steps_that_answer(given: dict[str, Any], steps: int) -> None:
+    assert config_from_dict(given).steps_per_search == steps
+    ahead = {**given, "method": "two_level", "select_ahead": True}
+    if given.get("search_period", 1) == 1:
+        assert config_from_dict(ahead).steps_per_search == 1
 
 
 NAN = float("nan")

@@ -113,6 +113,10 @@ def test_drafts_of_several_rounds_use_one_search() -> None:
     assert begun == [kept, searched, kept, searched]
     assert drafted.round(0) == []
     assert [drafted.round(2) for _ in range(2)] == [searched, kept], "what was found is too old behind such a round"
+    each = Drafted()
+    while StepPath.KEPT not in each.round(2):
+        pass
+    assert [each.round(2) for _ in range(3)] == [searched] * 3, "without a period each round has one search"
 
 
 def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
