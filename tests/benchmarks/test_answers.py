@@ -329,8 +329,8 @@ def test_the_documented_drafts_that_a_model_kept_are_the_rows() -> None:
     for row in rows:
         counts = kept.setdefault(row["config"], [0, 0])
         kept[row["config"]] = [one + more for one, more in zip(counts, row["drafts"], strict=True)]
-    (drafted, accepted), (seldom, less), (drawn, alike) = kept.values()
     assert {(row["model"], row["length"]) for row in rows} == {("qwen2.5-coder-0.5b-instruct", 4096)}
+    each, a_round, drawn, sixteen, four = (f"{accepted} of {drafted}" for drafted, accepted in kept.values())
     text = prose("lossless")
-    assert f"kept {accepted} of {drafted} drafts behind 4,096 tokens, {less} of {seldom} with one selection" in text
-    assert f"{alike} of {drawn} at temperature 1;" in text
+    assert f"kept {each} drafts behind 4,096 tokens where each searches, {a_round} with one search a round" in text
+    assert f"{four} and {sixteen} with one for 4 and 16 drafts (`search_period`), {drawn} at temperature 1;" in text
