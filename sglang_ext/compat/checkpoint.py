@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,11 @@ from sglang_ext.options import SparseAttnConfig
 from sglang_ext.profiles import check_profile, layer_plan_of_rank, local_folder
 from sglang_ext.ranks import build_refusal
 
+logger = logging.getLogger(__name__)
+
 #: In place of what is known only when the model is loaded; a profile is not compared by it.
 _UNREAD = "unread"
-_SUMMED_WORDS = 1 << 22
+_SUMMED_WORDS = 1 << 20
 
 
 def fingerprint(
@@ -147,13 +150,22 @@ def model_config_of(record: Any) -> Any:
     return model_override_base.model_config_of(record)
 
 
-def weight_sums(model: torch.nn.Module) -> list[int]:
-    """Sums of the bits of a model's weights and buffers, one of each 16 MiB. Reads all of them, copies none."""
-    bits = torch.empty(0, dtype=torch.uint8)
-    storages = {one.untyped_storage().data_ptr(): one for one in (*model.parameters(), *model.buffers())}
-    sums = []
-    for tensor in storages.values():
-        whole = bits.to(tensor.device).set_(tensor.untyped_storage())
-        words = whole if len(whole) % 4 else whole.view(torch.int32)
-        sums += [part.sum(dtype=torch.int64) for part in torch.split(words, _SUMMED_WORDS)]
-    return torch.stack(sums).tolist() if sums else []
+def weight_sums(model: torch.nn.Module) -> list[int] | None:
+    """A sum for each 4 MiB of the bits of a model's weights and buffers, in which each word has a factor of its place;
+    None: they cannot be read, as some quantized ones.
+    """
+    try:
+        tensors = {one.untyped_storage().data_ptr(): one for one in (*model.parameters(), *model.buffers())}
+        factors = torch.randint(1 << 31, (_SUMMED_WORDS,), generator=torch.Generator().manual_seed(0)) | 1
+        on = {device: factors.to(device) for device in {one.device for one in tensors.values()}}
+        for device in on:
+            torch.get_device_module(device).synchronize(device)  # loaders copy by streams of other threads
+        sums = []
+        for tensor in tensors.values():
+            bits = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            words = bits if len(bits) % 4 else bits.view(torch.int32)
+            sums += [int((part * on[tensor.device][: len(part)]).sum()) for part in torch.split(words, _SUMMED_WORDS)]
+        return sums
+    except Exception as error:
+        logger.info("sparse attention: the weights in memory could not be compared: %r", error)
+        return None

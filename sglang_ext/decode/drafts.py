@@ -29,6 +29,8 @@ STALL = 2.0
 """Times of what is known that a round counts for, at most: now and then everything waits for something else."""
 LEARNT = 4
 """Rounds of a number that are measured before it is known: in the first ones kernels are compiled, slots compared."""
+TRIES = 4 * LEARNT
+"""Rounds that were to draft a number and drafted fewer: behind so many there is no room for it."""
 KNOWN = 4096
 """Indexes that are remembered: those that drafted last."""
 
@@ -121,9 +123,13 @@ class _Alike:
         counts = np.arange(known[-1] + 1)
         return list(np.interp(counts, known, [self.seconds[count] for count in known]).tolist())
 
+    def is_unknown(self, count: int) -> bool:
+        """Whether a number is to be tried because too little is known of it, and may yet be: there is room for it."""
+        return self.measured[count] < LEARNT and self.tried[count] < TRIES
+
     def unknown(self, most: int) -> int | None:
-        """A number to be tried because too little is known of it: the most that a round may draft, and none."""
-        known = [count for count, tries in self.tried.items() if tries >= LEARNT]
+        """A number to be tried before others: the most that a round may draft, and none."""
+        known = [count for count in {*self.tried, *self.measured} if not self.is_unknown(count)]
         return most if max(known, default=0) < most else 0 if 0 not in known else None
 
 
@@ -188,7 +194,7 @@ class RoundTimes:
             return 0  # the device has not come to the end of those that were tried
         gain = [(size + sum(one.tokens(count) for one in drafting)) / one for count, one in enumerate(times)]
         best = gain.index(max(gain))
-        beside = [count for count in (best + 1, best - 1) if 0 <= count <= most and known.tried[count] < LEARNT]
+        beside = [count for count in (best + 1, best - 1) if 0 <= count <= most and known.is_unknown(count)]
         return beside[0] if beside else best
 
 

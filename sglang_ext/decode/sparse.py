@@ -537,7 +537,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
 
 
 class SearchTurns:
-    """Counts the decode steps that may use one search: so many in a row, the searching one included.
+    """Counts the sparse decode steps that may use one search: so many, the searching one included.
 
     Attributes:
         period: steps that use one search, at most.

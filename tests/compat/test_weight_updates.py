@@ -5,7 +5,6 @@ Real are the scheduler's manager, the worker's method, the updater, the loader, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +44,9 @@ class Model(torch.nn.Module):
             default_weight_loader(parameters[name], tensor)
 
 
-def checkpoint(folder: Path, names: Sequence[str] = NAMES) -> None:
+def save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     folder.mkdir()
-    save_file({name: torch.full((8, 8), 2.0) for name in names}, str(folder / "model.safetensors"))
+    save_file({name: weight.clone() for name, weight in weights.items()}, str(folder / "model.safetensors"))
 
 
 class Server:
@@ -76,7 +75,7 @@ class Server:
         for name, value in fields.items():
             setattr(self.manager, name, value)
         self.heard, self.ranks = 0, SimpleNamespace(size=ranks)
-        hooks._runtime = self
+        self.hooks = hooks
 
     def weights_updated(self) -> None:
         self.heard += 1
@@ -85,7 +84,7 @@ class Server:
         """What it says, whether the weights are what they were, and how often it was heard of."""
         request = UpdateWeightFromDiskReqInput(model_path=str(folder), load_format="auto", flush_cache=True)
         before = [parameter.clone() for parameter in self.model.parameters()]
-        success = None
+        self.hooks._runtime, success = self, None
         with suppress(KeyError):  # SGLang means to roll back, and reads the same folder again
             success = self.manager.update_weights_from_disk(request).success
         same = all(torch.equal(*pair) for pair in zip(before, self.model.parameters(), strict=True))
@@ -99,17 +98,27 @@ def weight_updates(folder: Path) -> dict[str, tuple[bool | None, bool, int]]:
 
     args = ServerArgs(model_path="models/needle", device="cpu")
     set_global_server_args_for_scheduler(args)
-    good, missing, part = (folder / name for name in ("good", "nowhere", "part"))
-    checkpoint(good)
-    checkpoint(part, ("second.weight", "third.weight"))
+    good, missing, part, turned = (folder / name for name in ("good", "nowhere", "part", "turned"))
+    twos = torch.full((8, 8), 2.0)
+    save(good, dict.fromkeys(NAMES, twos))
+    save(part, dict.fromkeys(("second.weight", "third.weight"), twos))
     again = Server(hooks, folder, args)
     again.update(good)
+    values = torch.arange(64.0).view(8, 8)
+    save(folder / "rows", dict.fromkeys(NAMES, values))
+    save(turned, dict.fromkeys(NAMES, values.flip(0)))
+    exchanged = Server(hooks, folder, args)
+    exchanged.update(folder / "rows")
+    unreadable = Server(hooks, folder, args)
+    unreadable.model.register_buffer("table", torch.empty(4, device="meta"))
     return {
         "good": Server(hooks, folder, args).update(good),
         "good, again": again.update(good),
         "missing": Server(hooks, folder, args).update(missing),
         "missing, two ranks": Server(hooks, folder, args, ranks=2).update(missing),
         "half of it": Server(hooks, folder, args).update(part),
+        "in another order": exchanged.update(turned),
+        "unreadable": unreadable.update(missing),
     }
 
 
@@ -121,4 +130,6 @@ def test_an_update_is_heard_of_where_weights_may_have_changed(tmp_path: Path) ->
         "missing": (False, True, 0),
         "missing, two ranks": (False, True, 1),
         "half of it": (None, False, 1),
+        "in another order": (True, False, 2),
+        "unreadable": (False, True, 1),
     }
