@@ -50,7 +50,7 @@ test: venv $(GPU_TRITON)/.whole ## what protects a change: at most 15 minutes on
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY)
 	$(ON_GPU_TRITON) $(DAY) $(COMPILED)
-	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED) $(wildcard tests/server/test_offload*.py)
+	$(PYTEST_ENV) $(NEW)/bin/python -m pytest $(DAY) tests/compat $(SERVED) tests/server/test_offload.py
 
 $(BETWEEN:%=.releases/%/.whole): .releases/%/.whole: | venv-$(firstword $(SGLANG_VERSIONS))
 	-rm -rf $(@D) && $(OLD)/bin/python -m pip install -q --retries 1 --no-deps --target $(@D) sglang==$* && touch $@
