@@ -49,11 +49,8 @@ def promised_bytes(config: SparseAttnConfig, available: int, *, graphs: bool) ->
         total += BUILD_BYTES if config.build is Build.SHARED else 0
         total += COMBINED_BYTES if graphs and issubclass(METHODS[config.method].spec, CombinedSpec) else 0
         total += config.suffix_index_bytes if config.suffix_dense_tokens is not None else 0
-        total += (
-            KEPT_BYTES
-            if config.steps_per_search > 1 or config.select_ahead or _reuses_earlier(config.layer_plan)
-            else 0
-        )
+        kept = config.steps_per_search > 1 or config.select_ahead or _reuses_earlier(config.layer_plan)
+        total += KEPT_BYTES if kept else 0
         total += KEPT_BYTES if config.trace_folder is not None else 0  # copies of lists
         # The pool takes what is left. So 1 of 21 parts is a twentieth of a pool that has the other 20.
         given, rest = config.index_gpu_bytes, max(0, available - total)
