@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import typing
 from collections.abc import Mapping
 from enum import Enum
@@ -157,6 +158,8 @@ def _check_together(config: SparseAttnConfig) -> None:
         raise _fail("select_ahead false with a method other than two_level", True, todo)
     if config.select_ahead and config.steps_per_search > 1:  # each step needs its own candidates
         raise _fail("search_period 1 with select_ahead", config.search_period, one)
+    if config.cache_device is not None:
+        _check_cache_device(config, config.cache_device)
     if verify is Exactness.VERIFY:  # what reads the steps of a request one by one knows nothing of drafts
         if offload is not None:
             raise _fail("exactness selected with offload", verify.value, one)
@@ -168,6 +171,16 @@ def _check_together(config: SparseAttnConfig) -> None:
                 raise _fail(f"{name} null with exactness verify", getattr(config, name), todo)
     if offload is not None:
         _check_offload(config, offload)
+
+
+def _check_cache_device(config: SparseAttnConfig, device: str) -> None:
+    if not re.fullmatch(r"cuda:\d+|cpu", device):
+        raise _fail("cache_device as cuda:1, cuda:2, ...", device, "Name another GPU of this machine.")
+    if not config.select_ahead:
+        raise _fail("cache_device null without select_ahead", device, "Remove it, or set select_ahead to true.")
+    for name, beside in (("offload", config.offload), ("exactness verify", config.exactness is Exactness.VERIFY)):
+        if beside:
+            raise _fail(f"cache_device null with {name}", device, "Remove one of them.")
 
 
 def _check_offload(config: SparseAttnConfig, offload: Offload) -> None:

@@ -150,6 +150,11 @@ def ranks_refusal(record: Any, config: SparseAttnConfig) -> str | None:
             f"--sparse-attn: expected no trace_folder with tensor parallelism (--tp-size); got tp_size={size}. A rank "
             "selects for its own KV heads only: remove trace_folder, or serve on one GPU."
         )
+    if config.cache_device is not None:
+        return (
+            f"--sparse-attn: expected no cache_device with tensor parallelism (--tp-size); got tp_size={size}. Remove "
+            "it: each rank names its own candidates."
+        )
     for name in _CLOCKS:
         if os.environ.get(name, "-1").strip() not in ("", "-1", "0"):
             return (

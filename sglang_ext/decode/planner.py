@@ -16,13 +16,14 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
+from sglang_ext.cache_rank.client import CacheRank
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.guard import GuardedStep, QualityGuard
-from sglang_ext.decode.select_op import ListSizes, OpContext, SelectOp, graph_refusal, make_op
+from sglang_ext.decode.select_op import AheadOp, ListSizes, OpContext, SelectOp, graph_refusal, make_op
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, HostPrefix, StepPath
@@ -195,13 +196,16 @@ class DecodePlanner:
         view, graphs = self._view, self._view.decode_graphs
         longest = view.req_to_token.shape[1]
 
+        def context(sizes: ListSizes) -> OpContext:
+            return OpContext(shape, config, len(layer_plan), sizes, view.device)
+
         def made(sizes: ListSizes) -> SelectOp:
-            return make_op(spec, OpContext(shape, config, len(layer_plan), sizes, view.device), captured=graphs)
+            return make_op(spec, context(sizes), captured=graphs)
 
         message = graph_refusal(spec.method) if graphs else None
         if message is None:
             try:
-                return SparseDecode(
+                sparse = SparseDecode(
                     shape,
                     config,
                     made,
@@ -218,6 +222,11 @@ class DecodePlanner:
                 )
             except ValueError as error:
                 message = str(error)
+            else:
+                if config.cache_device is not None and isinstance(sparse.op, AheadOp):
+                    made_for, device = context(sparse.sizes), config.cache_device
+                    sparse.cache_rank = CacheRank(spec, made_for, sparse.op, device, captured=graphs)
+                return sparse
         logger.warning("sparse attention: indexes are not used: %s", message)
         return None
 
@@ -557,6 +566,7 @@ class DecodePlanner:
             "buffer_bytes": sum(one.nbytes for one in self._backends),
             "sparse": self.uses_indexes,
             "refusal": self.refusal,
+            "cache_rank": None if self.sparse is None else self.sparse.cache_rank_snapshot(),
         }
 
 

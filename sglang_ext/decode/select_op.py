@@ -144,8 +144,30 @@ class SelectOp(ABC):
         """Device memory of the buffers of fixed place."""
 
 
+FIRST_PART = "first."
+"""What arrays of an index that name candidates begin with."""
+
+
 class AheadOp(SelectOp):
     """One that names candidates first, and may name those of the next step with the queries of this one."""
+
+    @abstractmethod
+    def plan_ahead(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        indexes: Sequence[Index],
+    ) -> None:
+        """As `plan`, of `look_ahead` alone: of the indexes the arrays that name candidates suffice."""
+
+    @abstractmethod
+    def first_groups(self, groups: Sequence[SelectionGroup]) -> list[SelectionGroup]:
+        """What is named of groups, and where it is listed in each layer's part of what is named."""
+
+    @abstractmethod
+    def named_ahead(self) -> list[Tensor]:
+        """What the last `look_ahead` of this plan named, of all anchor layers; written by the next one."""
 
     @abstractmethod
     def look_ahead(self, size: int, queries: Sequence[Tensor], sm_scale: float) -> None:
@@ -257,6 +279,21 @@ class ReferenceOp(AheadOp):
             for number, (rows, group, index) in enumerate(self._groups())
             if group.budget < group.prefix_len
         }
+
+    def plan_ahead(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        indexes: Sequence[Index],
+    ) -> None:
+        self.plan(size, rows, groups, indexes)
+
+    def first_groups(self, groups: Sequence[SelectionGroup]) -> list[SelectionGroup]:
+        return list(groups)
+
+    def named_ahead(self) -> list[Tensor]:
+        return list(self._candidates.values())
 
     @property
     def _leveled(self) -> LeveledSelector[Any]:

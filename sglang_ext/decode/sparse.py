@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV, SelectionGroup, list_stride, pack_lists
+from sglang_ext.cache_rank.client import CacheRank
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.attention import Attends, Attentions
 from sglang_ext.decode.base import DecodeBackend
@@ -39,6 +40,7 @@ from sglang_ext.decode.grouping import SlotTracker, StepGroups, first_that_fit
 from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, selection_group
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.trace import SelectionCopies
+from sglang_ext.decode.turns import SearchTurns
 from sglang_ext.decode.types import DecodeBatch, GroupRead, HostPrefix, Index, PrefixGroup, StepPath
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.options import SparseAttnConfig
@@ -109,8 +111,10 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     """Decode steps whose prefixes have indexes.
 
     Attributes:
+        sizes: what the operation holds.
         width: tokens of a budget, at most: what lists were made for.
         factor_of: digest of an index -> factor of its budget.
+        cache_rank: names the candidates of the next step; None: this process does.
 
     Args:
         shape: of a layer.
@@ -169,9 +173,11 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._room = min(arena_size, most, max_groups * (max_prefix_len + PAGE_TOKENS))
         self._max_prefix_len = max_prefix_len
         ahead = layer_plan.anchor_layers if config.select_ahead else ()
-        sizes = ListSizes(max_groups, entries, batch, max_prefix_len, self._room, self._num_passes - 1, ahead)
-        self.op = op_for(sizes)
+        passes = self._num_passes - 1
+        self.sizes = ListSizes(max_groups, entries, batch, max_prefix_len, self._room, passes, ahead)
+        self.op = op_for(self.sizes)
         self._ahead = self.op if ahead and isinstance(self.op, AheadOp) else None
+        self.cache_rank: CacheRank | None = None
         self._warn_of_room()
         self._asked: dict[int, tuple[Tensor, float]] = {}
         self._groups = StepGroups(tracker.prefixes, self.op.number_of)
@@ -353,6 +359,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
         self._buffers.refresh(batch)
         self._active = plan.kernels
+        if self.cache_rank is not None and not self.cache_rank.serves():
+            self._turns.skip(plan.settled)
         self._turns.take(plan.settled)
         if self.copies is not None:
             groups = zip(layout.prefixes, plan.indexes, strict=True)
@@ -379,6 +387,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         chosen = self._packed([(prefix.length, budget, begin) for prefix, begin, budget in groups])
         if before is None or selects != before.selects:
             self.op.plan(kernels.size, rows, chosen, indexes)
+            if self.cache_rank is not None:
+                self.cache_rank.plan(kernels.size, rows, chosen, indexes)
             if self.swap is not None:
                 self.swap.plan(chosen, [prefix.host for prefix in layout.prefixes])
         if self.copies is not None:
@@ -411,6 +421,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             return out
         selects = self._turns.searches or self._ahead is not None
         anchors = mode is LayerMode.ANCHOR and selects
+        if self.cache_rank is not None and not self._turns.searches and layer == self._layer_plan.anchor_layers[0]:
+            self.cache_rank.take()
         if anchors:
             select = self.op.run if self._turns.searches or self._ahead is None else self._ahead.run_behind
             select(kernels.size, q, sm_scale, arena, layer, lists)
@@ -434,7 +446,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             return
         asked = [self._asked.pop(one) for one in layers]
         assert self._ahead is not None
-        self._ahead.look_ahead(size, [q if of == sm_scale else q * (of / sm_scale) for q, of in asked], sm_scale)
+        queries = [q if of == sm_scale else q * (of / sm_scale) for q, of in asked]
+        if self.cache_rank is not None and not self._turns.searches:
+            self.cache_rank.ask(size, queries)
+            return
+        self._ahead.look_ahead(size, queries, sm_scale)
+        if self.cache_rank is not None:
+            self.cache_rank.forget(sm_scale)
 
     def attended(self, plan: SparsePlan) -> list[int]:
         """Tokens of prefixes that each layer of a step attends, a token once for each request."""
@@ -529,68 +547,12 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse, **named)
         return costs
 
+    def cache_rank_snapshot(self) -> dict[str, Any] | None:
+        """State of the cache rank as plain values; None without one."""
+        return None if self.cache_rank is None else self.cache_rank.snapshot()
+
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
         swap = 0 if self.swap is None else self.swap.nbytes
         return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self.lse.nbytes + swap
-
-
-class SearchTurns:
-    """Counts the sparse decode steps that may use one search: so many, the searching one included.
-
-    Attributes:
-        period: steps that use one search, at most.
-        searches: whether the last step that was taken searches.
-
-    Args:
-        period: see above.
-    """
-
-    def __init__(self, period: int) -> None:
-        self.period = period
-        self._uses = 0
-        self._searched: Hashable | None = None
-        self._groups: Hashable | None = None
-        self._steps = 0
-        self.searches = True
-
-    def steps_of(self, groups: Hashable | None) -> int:
-        """Steps over which the cost of a search is to be spread: the period, but no more than there have been with
-        these groups, the next one included. Groups that come and go may not stay for the rest of it either.
-
-        Args:
-            groups: as for `take`.
-        """
-        return min(self.period, 1 + (self._steps if groups is not None and groups == self._groups else 0))
-
-    def take(self, groups: Hashable | None) -> None:
-        """The next decode step is a sparse one: it searches where the last search was for others, or has served long
-        enough.
-
-        Args:
-            groups: what makes two selections the same but for the queries. None: its slots may still change, so that
-                lists would hold those of before.
-        """
-        self.searches = groups is None or groups != self._searched or self._uses == self.period
-        self._uses = 1 if self.searches else self._uses + 1
-        self._searched = groups
-        self._count(groups)
-
-    def skip(self, groups: Hashable | None = None) -> None:
-        """The next decode step attends otherwise: what was found before it is too old behind it.
-
-        Args:
-            groups: as for `take`, where they are known.
-        """
-        self._searched = None
-        self._count(groups)
-
-    def begin(self, *, searches: bool) -> None:
-        """Forget the last search; until the next step `searches` is as said."""
-        self.skip()
-        self.searches = searches
-
-    def _count(self, groups: Hashable | None) -> None:
-        self._steps = self._steps + 1 if groups is not None and groups == self._groups else 1
-        self._groups = groups

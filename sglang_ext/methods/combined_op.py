@@ -11,7 +11,7 @@ from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined import part_arrays
 
 
-class _PartIndex:
+class PartIndex:
     """One part of an index, to the part's own operation an index. Arrays are the index's own."""
 
     def __init__(self, index: Index, part: str) -> None:
@@ -33,7 +33,7 @@ class CombinedOp(SelectOp):
 
     def number_of(self, index: Index) -> int:
         if index not in self._known:
-            self._known[index] = [cast(Index, _PartIndex(index, part)) for part in ("first", "second")]
+            self._known[index] = [cast(Index, PartIndex(index, part)) for part in ("first", "second")]
         return [op.number_of(part) for op, part in zip(self._both, self._known[index], strict=True)][-1]
 
     def fits(self, lengths: Sequence[int], budgets: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from prefix_kernels.types import (
 )
 from sglang_ext.decode.select_op import AheadOp, OpContext, graph_op
 from sglang_ext.decode.types import Index
-from sglang_ext.methods.combined_op import CombinedOp
+from sglang_ext.methods.combined_op import CombinedOp, PartIndex
 from sglang_ext.methods.score_pack import ScorePack
 from sglang_ext.methods.scored_op import ScoredOp
 from sglang_ext.methods.token_index import TokenIndexSpec
@@ -92,6 +93,21 @@ class TwoLevelOp(CombinedOp, AheadOp):
         self._second.plan_probe(size, rows, second, listed=first, lengths=[group.prefix_len for group in groups])
         if self._pack is not None:
             self._pack.plan_probe(size, rows, first)
+
+    def plan_ahead(
+        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
+    ) -> None:
+        assert self._pack is not None
+        own = [cast(Index, PartIndex(index, "first")) for index in indexes]
+        for part in own:
+            self._first.number_of(part)
+        self._pack.plan(size, rows, self.first_groups(groups), own)
+
+    def first_groups(self, groups: Sequence[SelectionGroup]) -> list[SelectionGroup]:
+        return self._levels(groups)[0]
+
+    def named_ahead(self) -> list[Tensor]:
+        return [self._lists.positions]
 
     def _levels(self, groups: Sequence[SelectionGroup]) -> tuple[list[SelectionGroup], list[SelectionGroup]]:
         """What each level selects. Windows are candidates, and so as many at either end of their list."""

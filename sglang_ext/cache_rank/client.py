@@ -1,0 +1,276 @@
+"""The inference rank's side of a cache rank: its process, the indexes it has, questions and answers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from prefix_kernels.types import SelectionGroup
+from sglang_ext.cache_rank.mailbox import make_mailbox
+from sglang_ext.cache_rank.messages import Drop, Load, Plan, Planned, Problem, Ready, Reply, Setup, Timed, packed
+from sglang_ext.decode.select_op import FIRST_PART, AheadOp, OpContext
+from sglang_ext.decode.types import Index
+from sglang_ext.methods.base import IndexSpec
+
+logger = logging.getLogger(__name__)
+
+_MISSES, _WINDOW_S = 8, 10.0
+"""Answers that did not come within so many seconds: the process is ended, as it hangs or is too slow."""
+_START_S, _AGAIN_S = 180.0, 10.0
+"""For the process to make its operation; until it is started again."""
+
+
+_numbers = itertools.count(1)
+
+
+class _Asked:
+    """A plan that the process is to know: of its indexes what it lacks is sent before."""
+
+    def __init__(self, plan: Plan, indexes: Sequence[Index]) -> None:
+        self.plan, self.indexes = plan, list(map(weakref.ref, indexes))
+
+
+class CacheRank:
+    """Has another process name the candidates of each next step.
+
+    Everything that may wait for that process is done by a thread; the steps' own calls are launches. A step may be a
+    `StepPath.KEPT` one only where `serves` says so.
+
+    Args:
+        spec: of the method.
+        context: that the operation was made for.
+        op: it.
+        device: of the other process.
+        captured: whether decode steps replay graphs.
+
+    Raises:
+        ValueError: no such device, the operation's own, or none that it shares memory with.
+    """
+
+    def __init__(self, spec: IndexSpec, context: OpContext, op: AheadOp, device: str, *, captured: bool) -> None:
+        check_device(torch.device(device), context.device)
+        self._op, self._context, self._layers = op, context, len(context.sizes.ahead)
+        self._mailbox = make_mailbox(op, context)
+        self._setup = Setup.of(spec, context, device, self._mailbox.address, captured=captured)
+        self._numbers: weakref.WeakKeyDictionary[Index, int] = weakref.WeakKeyDictionary()
+        self._wanted: queue.SimpleQueue[_Asked | Drop | None] = queue.SimpleQueue()
+        self._latest: _Asked | None = None
+        self._plan = self._planned = 0
+        self._scale = 0.0
+        self._seen_missed = 0
+        self._state, self._starts, self._problems = "starting", 0, 0
+        self._timed = Timed(0, 0)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cache-rank", daemon=True)
+        self._thread.start()
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        size: int,
+        rows: Sequence[tuple[int, ...]],
+        groups: Sequence[SelectionGroup],
+        indexes: Sequence[Index],
+    ) -> None:
+        """What the next steps select, behind `SelectOp.plan`, with its arguments. Until the other process knows of it,
+        `serves` says no.
+        """
+        self._plan = self._plan % 0x7FFFFFFF + 1
+        self._mailbox.plan(self._plan, groups)
+        plan = Plan(self._plan, size, list(rows), list(groups), list(map(self._number_of, indexes)), self._scale)
+        self._latest = _Asked(plan, indexes)
+        if groups and self._scale:
+            self._wanted.put(self._latest)
+
+    def _number_of(self, index: Index) -> int:
+        if index not in self._numbers:
+            self._numbers[index] = number = next(_numbers)
+            weakref.finalize(index, self._wanted.put, Drop(number))
+        return self._numbers[index]
+
+    def serves(self) -> bool:
+        """Whether the next step may have its candidates of the other process. Not one behind a step whose answer did
+        not come: the next one names its own.
+        """
+        missed = int(self._mailbox.words[2])
+        came, self._seen_missed = missed == self._seen_missed, missed
+        return came and self._planned == self._plan
+
+    def ask(self, size: int, queries: Sequence[Tensor]) -> None:
+        """Behind a step's last anchor layer: its queries, of each anchor layer, as of `AheadOp.look_ahead`."""
+        of_layers = self._mailbox.queries[: self._layers * size].view(self._layers, size, *queries[0].shape[1:])
+        torch.stack([q[:size] for q in queries], out=of_layers[:, : len(queries[0])])
+        self._mailbox.ask()
+
+    def forget(self, sm_scale: float) -> None:
+        """Behind a step that named its own, by queries of that scale."""
+        self._mailbox.forget()
+        if sm_scale != self._scale:
+            self._scale = sm_scale
+            if self._latest is not None:
+                self._latest.plan = msgspec.structs.replace(self._latest.plan, sm_scale=sm_scale)
+                self._wanted.put(self._latest)
+
+    def take(self) -> None:
+        """Before the first anchor layer of a `StepPath.KEPT` step: what comes is what `run_behind` reads; where nothing
+        comes in time, that of the step before.
+        """
+        self._mailbox.take(self._op.named_ahead())
+
+    def snapshot(self) -> dict[str, Any]:
+        """State and counters as plain values."""
+        _, served, missed, *_ = self._mailbox.words.tolist()
+        answers, mean = self._timed.answers, self._timed.nanoseconds / 1000 / max(1, self._timed.answers)
+        counted = {"served": served, "missed": missed, "starts": self._starts, "problems": self._problems}
+        pid = None if self._process is None else self._process.pid
+        return {"state": self._state, "pid": pid, **counted, "answers": answers, "answer_us": round(mean, 1)}
+
+    def close(self) -> None:
+        """End the process."""
+        self._closed.set()
+        self._wanted.put(None)
+        self._thread.join()
+        self._mailbox.close()
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            folder = tempfile.mkdtemp(prefix="sglang-ext-cache-rank-")
+            with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+                socket.linger = 0
+                try:
+                    socket.bind(f"ipc://{folder}/socket")
+                    self._lost(self._serve(socket, f"ipc://{folder}/socket"))
+                except Exception as error:  # of the other process, of sockets, of memory: steps go on without
+                    self._lost(f"{type(error).__name__}: {error}")
+                finally:
+                    self._end()
+                    shutil.rmtree(folder, ignore_errors=True)
+            self._closed.wait(_AGAIN_S)
+
+    def _lost(self, why: str) -> None:
+        self._planned, self._state = 0, "lost"
+        if not self._closed.is_set():
+            logger.warning(
+                "sparse attention: the cache rank on %s is lost: %s. Steps name their own candidates; it is started "
+                "again in %.0f s",
+                self._setup.device,
+                why,
+                _AGAIN_S,
+            )
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _serve(self, socket: zmq.Socket[bytes], address: str) -> str:
+        """Start the process and keep it informed; why that ended."""
+        self._starts += 1
+        self._state, self._planned = "starting", 0
+        command = [sys.executable, "-m", "sglang_ext.cache_rank.process", address]
+        self._process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        socket.send(msgspec.msgpack.encode(self._setup))
+        sent: set[int] = set()
+        begin, missed = time.monotonic(), [int(self._mailbox.words[2])]
+        looked = begin
+        if self._latest is not None:
+            self._wanted.put(self._latest)
+        while not self._closed.is_set():
+            wanted = self._next()
+            if self._process.poll() is not None:
+                return f"its process ended with status {self._process.returncode}"
+            while socket.poll(0):
+                self._read(socket.recv())
+            if isinstance(wanted, Drop) and wanted.number in sent:
+                sent.discard(wanted.number)
+                socket.send(msgspec.msgpack.encode(wanted))
+            elif isinstance(wanted, _Asked) and wanted is self._latest:
+                self._tell(socket, wanted, sent)
+            now = time.monotonic()
+            if self._state == "starting" and now - begin > _START_S:
+                return f"it was not ready within {_START_S:.0f} s"
+            if now - looked > _WINDOW_S / 10:
+                looked = now
+                missed = [*missed[-10:], int(self._mailbox.words[2])]
+                if missed[-1] - missed[0] >= _MISSES:
+                    return f"{missed[-1] - missed[0]} answers did not come in time within {_WINDOW_S:.0f} s"
+        return "it was closed"
+
+    def _next(self) -> _Asked | Drop | None:
+        try:
+            return self._wanted.get(timeout=0.02)
+        except queue.Empty:
+            return None
+
+    def _tell(self, socket: zmq.Socket[bytes], asked: _Asked, sent: set[int]) -> None:
+        for number, held in zip(asked.plan.indexes, asked.indexes, strict=True):
+            index = held()
+            if index is None:
+                return
+            if number not in sent:
+                layers = [named_first(layer) for layer in list(index.layers)]
+                if len(layers) != self._context.num_layers:
+                    return  # residency has let it go
+                load = Load(number, index.prefix_len, [packed(layer) for layer in layers])
+                del index, layers
+                socket.send(msgspec.msgpack.encode(load))
+                sent.add(number)
+        socket.send(msgspec.msgpack.encode(asked.plan))
+
+    def _read(self, content: bytes) -> None:
+        try:
+            reply: Any = msgspec.msgpack.decode(content, type=Reply)
+        except msgspec.MsgspecError as error:
+            self._problems += 1
+            logger.warning("sparse attention: the cache rank said what is no reply: %s", error)
+            return
+        if isinstance(reply, Ready):
+            self._state = "serving"
+            logger.info("sparse attention: the cache rank on %s is ready", self._setup.device)
+        elif isinstance(reply, Planned):
+            self._planned = reply.number
+        elif isinstance(reply, Timed):
+            self._timed = reply
+        elif isinstance(reply, Problem):
+            self._problems += 1
+            logger.warning("sparse attention: the cache rank did not follow a message: %s", reply.text)
+
+
+def named_first(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The arrays that name candidates."""
+    return {name: array for name, array in arrays.items() if name.startswith(FIRST_PART)}
+
+
+def check_device(device: torch.device, own: torch.device) -> None:
+    """Raise ValueError unless a process on that device can read and write the memory of our own."""
+    expected, count = "expected cache_device as another GPU that this one shares memory with", torch.cuda.device_count()
+    if device.type != own.type:
+        raise ValueError(f"{expected}, got {device} beside {own}; name one of {count} GPUs")
+    if own.type == "cpu":
+        return
+    number = torch.cuda.current_device() if own.index is None else own.index
+    if device.index >= count or device.index == number:
+        raise ValueError(f"{expected}, got {device} of {count} GPUs beside cuda:{number}; name another one, or null")
+    if not torch.cuda.can_device_access_peer(number, device.index):
+        raise ValueError(f"{expected}, got {device}, which cuda:{number} cannot reach; name another one, or null")
