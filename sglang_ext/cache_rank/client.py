@@ -30,12 +30,14 @@ from sglang_ext.methods.base import IndexSpec
 
 logger = logging.getLogger(__name__)
 
-_MISSES, _WINDOW_S = 8, 10.0
-"""Answers that did not come within so many seconds: the process is ended, as it hangs or is too slow."""
+_MISSES = 8
+"""Answers that did not come one after the other: the process is ended, as it hangs or is too slow."""
 _START_S, _AGAIN_S = 180.0, 10.0
 """For the process to make its operation; until it is started again."""
 
 
+_COMMAND = [sys.executable, "-m", "sglang_ext.cache_rank.process"]
+"""Of the process; the address to connect to comes behind."""
 _numbers = itertools.count(1)
 
 
@@ -51,6 +53,9 @@ class CacheRank:
 
     Everything that may wait for that process is done by a thread; the steps' own calls are launches. A step may be a
     `StepPath.KEPT` one only where `serves` says so.
+
+    Attributes:
+        socket_path: where the process connects.
 
     Args:
         spec: of the method.
@@ -155,11 +160,12 @@ class CacheRank:
     def _run(self) -> None:
         while not self._closed.is_set():
             folder = tempfile.mkdtemp(prefix="sglang-ext-cache-rank-")
+            self.socket_path = f"{folder}/socket"
             with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
                 socket.linger = 0
                 try:
-                    socket.bind(f"ipc://{folder}/socket")
-                    self._lost(self._serve(socket, f"ipc://{folder}/socket"))
+                    socket.bind(f"ipc://{self.socket_path}")
+                    self._lost(self._serve(socket, f"ipc://{self.socket_path}"))
                 except Exception as error:  # of the other process, of sockets, of memory: steps go on without
                     self._lost(f"{type(error).__name__}: {error}")
                 finally:
@@ -188,12 +194,12 @@ class CacheRank:
         """Start the process and keep it informed; why that ended."""
         self._starts += 1
         self._state, self._planned = "starting", 0
-        command = [sys.executable, "-m", "sglang_ext.cache_rank.process", address]
-        self._process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen([*_COMMAND, address], env=environment)
         socket.send(msgspec.msgpack.encode(self._setup))
         sent: set[int] = set()
-        begin, missed = time.monotonic(), [int(self._mailbox.words[2])]
-        looked = begin
+        begin = time.monotonic()
+        _, served, before, *_ = self._mailbox.words.tolist()
         if self._latest is not None:
             self._wanted.put(self._latest)
         while not self._closed.is_set():
@@ -207,14 +213,13 @@ class CacheRank:
                 socket.send(msgspec.msgpack.encode(wanted))
             elif isinstance(wanted, _Asked) and wanted is self._latest:
                 self._tell(socket, wanted, sent)
-            now = time.monotonic()
-            if self._state == "starting" and now - begin > _START_S:
+            if self._state == "starting" and time.monotonic() - begin > _START_S:
                 return f"it was not ready within {_START_S:.0f} s"
-            if now - looked > _WINDOW_S / 10:
-                looked = now
-                missed = [*missed[-10:], int(self._mailbox.words[2])]
-                if missed[-1] - missed[0] >= _MISSES:
-                    return f"{missed[-1] - missed[0]} answers did not come in time within {_WINDOW_S:.0f} s"
+            _, came, missed, *_ = self._mailbox.words.tolist()
+            if came != served:
+                served, before = came, missed
+            if missed - before >= _MISSES:
+                return f"{missed - before} answers, one after the other, did not come in time"
         return "it was closed"
 
     def _next(self) -> _Asked | Drop | None:

@@ -1,9 +1,12 @@
-"""A cache rank beside decode steps: a process of its own, on a CPU."""
+"""A cache rank beside decode steps: a process of its own, on a CPU, or on a second GPU."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket as sockets
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +15,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import zmq
 
 from sglang_ext.cache_rank import client
-from sglang_ext.cache_rank.client import CacheRank
+from sglang_ext.cache_rank.client import CacheRank, check_device, named_first
+from sglang_ext.cache_rank.mailbox import make_mailbox
+from sglang_ext.cache_rank.messages import Load, Plan, Planned, Problem, Ready, Reply, Setup, packed
 from sglang_ext.decode.select_op import AheadOp, OpContext
-from sglang_ext.decode.types import StepPath
 from sglang_ext.methods.base import parse_spec
-from tests.sparse_server import LAYERS, Server, join_four, searches, walk_ahead
+from tests.sparse_server import LAYERS, Server, join_four, searches
 
 CPU = torch.device("cpu")
 SPEC = parse_spec({"method": "two_level"})
+ALL = parse_spec({"method": "two_level", "candidate_ratio": 1.0})
+"""Whatever names them, all tokens are candidates: the step's own query decides."""
 
 
 def within(seconds: float, holds: Callable[[], bool]) -> None:
@@ -34,28 +41,41 @@ def within(seconds: float, holds: Callable[[], bool]) -> None:
 class Ranked(Server):
     """A server whose candidates another process names."""
 
-    def __init__(self) -> None:
-        super().__init__(CPU, kernels=False, spec=SPEC, select_ahead=True, cache_device="cpu")
+    def __init__(self, spec: Any, device: str = "cpu", other: str = "cpu") -> None:
+        own = torch.device(device)
+        super().__init__(own, kernels=own != CPU, spec=spec, select_ahead=True, cache_device=other)
         op = self.sparse.op
         assert isinstance(op, AheadOp)
-        context = OpContext(self.shape, self.config, LAYERS, self.sparse.sizes, CPU)
-        self.rank = self.sparse.cache_rank = CacheRank(SPEC, context, op, "cpu", captured=False)
-        within(60, lambda: self.state["state"] == "serving")
+        self.context = OpContext(self.shape, self.config, LAYERS, self.sparse.sizes, own)
+        self.rank = self.sparse.cache_rank = CacheRank(spec, self.context, op, other, captured=own != CPU)
 
     @property
     def state(self) -> dict[str, Any]:
         return self.rank.snapshot()
 
-    def settled(self, serials: list[int]) -> None:
-        """Steps until the rank answers them."""
+    def until_served(self, serials: list[int]) -> None:
+        """Steps until the other process answers them."""
         served = self.state["served"]
-        within(30, lambda: (self.step(serials), self.state["served"] > served + 2)[1])
+
+        def steps() -> bool:
+            self.step(serials)
+            return int(self.state["served"]) > served + 2
+
+        within(120, steps)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranked]:
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_AGAIN_S", 0.2)
-    made = Ranked()
+    monkeypatch.setattr(client, "_MISSES", 4)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def server(request: pytest.FixtureRequest, soon: None) -> Iterator[Ranked]:
+    """Whose answers depend on what is named."""
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed")
+    made = Ranked(SPEC, *(("cpu", "cpu") if request.param == "cpu" else ("cuda:0", "cuda:1")))
     yield made
     made.rank.close()
 
@@ -63,8 +83,132 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranked]:
 def test_candidates_are_those_that_a_step_would_name_itself(server: Ranked) -> None:
     """Each step is compared with one whose candidates the queries of the step before name."""
     join_four(server)
-    server.settled([1, 2, 3, 4])
+    server.until_served([1, 2, 3, 4])
     before = server.state
     assert searches(server, [1, 2, 3, 4], 6) == [False] * 6
     after = server.state
-    assert (after["served"] - before["served"], after["missed"]) == (6, 0)
+    assert after["served"] - before["served"] == 6
+    assert (after["missed"], after["problems"], after["starts"]) == (before["missed"], 0, 1)
+    server.leave(1)
+    assert searches(server, [3, 2, 4], 1) == [True], "others are in the group now"
+    server.until_served([3, 2, 4])
+    within(30, lambda: server.state["answers"] > 0)
+    assert server.state["answer_us"] > 0
+
+
+def test_a_process_that_ends_is_started_again_and_steps_go_on(server: Ranked) -> None:
+    join_four(server)
+    server.until_served([1, 2, 3, 4])
+    os.kill(server.state["pid"], signal.SIGKILL)
+    within(30, lambda: server.state["starts"] == 2)
+    assert searches(server, [1, 2, 3, 4], 2)[-1], "it knows nothing yet"
+    server.until_served([1, 2, 3, 4])
+    assert server.state["state"] == "serving"
+
+
+def test_a_process_that_hangs_costs_a_wait_and_then_its_life(soon: None) -> None:
+    """A step whose answer does not come has older candidates; the one behind it names its own."""
+    server = Ranked(ALL)
+    join_four(server)
+    server.until_served([1, 2, 3, 4])
+    os.kill(server.state["pid"], signal.SIGSTOP)
+    found = searches(server, [1, 2, 3, 4], 6)
+    assert found[:2] in ([False, True], [False, False]), "a step may have had its answer before"
+    assert not any(one and two for one, two in zip(found, found[1:], strict=False)), "each miss costs one search"
+    assert server.state["missed"] >= 2
+
+    def replaced() -> bool:
+        server.step([1, 2, 3, 4])
+        return int(server.state["starts"]) == 2
+
+    within(60, replaced)
+    server.until_served([1, 2, 3, 4])
+    server.rank.close()
+
+
+def test_words_that_no_one_said_are_no_answers(soon: None) -> None:
+    """Whatever stands in the memory of both, steps are right, and the process goes on or is started again."""
+    server = Ranked(ALL)
+    join_four(server)
+    server.until_served([1, 2, 3, 4])
+    gen = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        words = server.rank._mailbox.words
+        words[0] = int(torch.randint(1 << 62, (), generator=gen))
+        words[3] = int(torch.randint(1 << 62, (), generator=gen))
+        server.step([1, 2, 3, 4])
+    server.until_served([1, 2, 3, 4])
+    server.rank.close()
+
+
+def test_the_process_follows_what_it_can_and_says_what_it_cannot(tmp_path: Path) -> None:
+    """Garbage, arrays whose bytes are missing, a plan with an index that it was never given; then a whole one."""
+    server = Ranked(SPEC)
+    server.rank.close()
+    mailbox = make_mailbox(server.sparse.op, server.context)
+    setup = Setup.of(SPEC, server.context, "cpu", mailbox.address, captured=False)
+    _, index = server.prefix(200)
+    arrays = [packed(named_first(layer)) for layer in index.layers]
+    short = [{name: (dtype, shape, content[:-1]) for name, (dtype, shape, content) in arrays[0].items()}]
+    plan = Plan(1, 1, [(0,)], server.sparse._packed([(200, 40, 0)]), [7], 0.1)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.linger = 0
+        socket.bind(f"ipc://{tmp_path}/socket")
+        process = subprocess.Popen([sys.executable, "-m", "sglang_ext.cache_rank.process", f"ipc://{tmp_path}/socket"])
+        with process:
+            try:
+
+                def said(message: Any) -> Any:
+                    socket.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
+                    while socket.poll(60_000):
+                        reply: Any = msgspec.msgpack.decode(socket.recv(), type=Reply)
+                        if isinstance(reply, (Ready, Planned, Problem)):
+                            return reply
+                    raise AssertionError("no reply")
+
+                assert said(setup) == Ready()
+                assert "MsgspecError" in said(b"\xc1 no message").text or "DecodeError" in said(b"\xc1").text
+                assert "RuntimeError" in said(Load(7, 200, short)).text
+                assert "expected indexes that were loaded, got numbers [7]" in said(plan).text
+                socket.send(msgspec.msgpack.encode(Load(7, 200, arrays)))
+                assert said(plan) == Planned(1)
+                assert process.poll() is None
+            finally:
+                process.kill()
+                mailbox.close()
+
+
+def test_replies_that_are_none_are_counted(soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that says garbage before it ends."""
+    script = tmp_path / "speaks.py"
+    script.write_text(
+        "import sys, time, zmq\n"
+        "socket = zmq.Context.instance().socket(zmq.PAIR)\n"
+        "socket.connect(sys.argv[1])\n"
+        "socket.recv()\n"
+        "socket.send(b'garbage')\n"
+        "time.sleep(0.5)\n"
+    )
+    monkeypatch.setattr(client, "_COMMAND", [sys.executable, str(script)])
+    server = Ranked(SPEC)
+    join_four(server)
+    within(60, lambda: (server.step([1, 2, 3, 4]), server.state["problems"] >= 1 and server.state["starts"] >= 2)[1])
+    assert server.state["served"] == 0
+    server.rank.close()
+
+
+def test_who_speaks_to_the_socket_without_being_asked_is_not_heard(server: Ranked) -> None:
+    join_four(server)
+    server.until_served([1, 2, 3, 4])
+    intruder = sockets.socket(sockets.AF_UNIX)
+    intruder.connect(server.rank.socket_path)
+    intruder.send(b"\xff" * 4096)
+    intruder.close()
+    server.until_served([1, 2, 3, 4])
+    assert server.state["starts"] == 1
+
+
+def test_a_device_that_shares_no_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="another GPU that this one shares memory with, got cpu beside cuda:0"):
+        check_device(CPU, torch.device("cuda:0"))
+    check_device(CPU, CPU)
