@@ -187,6 +187,8 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
                 steps = cell.steps(row, stock=row["path"] == "stock")
                 ours = {name: count - before[name] for name, count in cell.counted().items()}
                 row |= {"steps": len(steps), **ours, **_times(steps)}
+                if "cache_device" in row["config"]:
+                    row["cache_rank"] = cell.state()["decode"]["cache_rank"]
                 engines.append(args.out, row)
                 print(
                     f"{engine:10s} {row['path']:6s} {row['prefixes']:3d} x {row['context']:6d} tokens, batch "

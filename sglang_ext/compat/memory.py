@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 BUFFER_BYTES = 768 << 20
 """For what shared and sparse steps need at a fixed place and while costs are measured: more than the table in
 docs/operating.md adds up to for 8 KV heads of 128 and contexts of 131,072 tokens."""
+CACHE_RANK_BYTES = 320 << 20
+"""For what a cache rank reads and writes: queries of all layers, and lists as large as those of `COMBINED_BYTES`."""
 COMBINED_BYTES = 256 << 20
 """For the scores of a second and a third method, or the lists between two."""
 BUILD_BYTES = 768 << 20
@@ -51,6 +53,7 @@ def promised_bytes(config: SparseAttnConfig, available: int, *, graphs: bool) ->
         total += config.suffix_index_bytes if config.suffix_dense_tokens is not None else 0
         kept = config.steps_per_search > 1 or config.select_ahead or _reuses_earlier(config.layer_plan)
         total += KEPT_BYTES if kept else 0
+        total += CACHE_RANK_BYTES if config.cache_device is not None else 0
         total += KEPT_BYTES if config.trace_folder is not None else 0  # copies of lists
         # The pool takes what is left. So 1 of 21 parts is a twentieth of a pool that has the other 20.
         given, rest = config.index_gpu_bytes, max(0, available - total)

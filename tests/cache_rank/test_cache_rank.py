@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_a_process_that_hangs_costs_a_wait_and_then_its_life(soon: None) -> None
     os.kill(server.state["pid"], signal.SIGSTOP)
     found = searches(server, [1, 2, 3, 4], 6)
     assert found[:2] in ([False, True], [False, False]), "a step may have had its answer before"
-    assert not any(one and two for one, two in zip(found, found[1:], strict=False)), "each miss costs one search"
+    assert not any(one and two for one, two in pairwise(found)), "each miss costs one search"
     assert server.state["missed"] >= 2
 
     def replaced() -> bool:
