@@ -221,7 +221,8 @@ class DevicePeer:
         self._groups.copy_(group_table(self._op.first_groups(groups), heads, len(self._groups)))
         key = size, sm_scale
         if key not in self._graphs:
-            self._run(size, sm_scale)  # compiles
+            self._run(size, sm_scale)
+            answer(self._always.clone().data_ptr(), 1 << 32)  # no question waits for a compiler
             torch.cuda.synchronize()
             self._graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

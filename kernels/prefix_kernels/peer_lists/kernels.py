@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PLAN: tl.constexpr = 0
-NUMBER: tl.constexpr = 1
-EXPECTED: tl.constexpr = 2
-CAME: tl.constexpr = 3
-SERVED: tl.constexpr = 4
-MISSED: tl.constexpr = 5
+PLAN: tl.constexpr = tl.constexpr(0)
+NUMBER: tl.constexpr = tl.constexpr(1)
+EXPECTED: tl.constexpr = tl.constexpr(2)
+CAME: tl.constexpr = tl.constexpr(3)
+SERVED: tl.constexpr = tl.constexpr(4)
+MISSED: tl.constexpr = tl.constexpr(5)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def wait_kernel(
     tl.store(of_host + 2, missed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["word"])
 def answer_kernel(
     answer,  # address of int64 [1] on the other device
     word,  # int64
