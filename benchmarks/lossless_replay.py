@@ -69,13 +69,13 @@ def judged(drafted: int, accepted: int) -> str:
     return "1" * accepted + "0" * (accepted < drafted)
 
 
-def record(runtime: type, attachment: type) -> None:
+def record(runtime: Any, attachment: Any) -> None:
     """What a response says of lossless decode has `kept`, too: the request's drafts, as `Replay` takes them.
 
     Args:
         runtime, attachment: the plugin's classes. What they count is recorded: nothing of requests that ended.
     """
-    verified, told = runtime.verified, attachment.told  # type: ignore[attr-defined]
+    verified, told = runtime.verified, attachment.told
 
     def noted(self: Any, rids: Sequence[str], *counts: Sequence[int]) -> None:
         found = [self.requests.get(rid) for rid in rids]
@@ -85,8 +85,8 @@ def record(runtime: type, attachment: type) -> None:
             if one is not None and one.drafts != drafts:
                 one.kept = getattr(one, "kept", "") + judged(*tokens)
 
-    runtime.verified = noted  # type: ignore[attr-defined]
-    attachment.told = lambda self, tokens: {**told(self, tokens), "kept": getattr(self, "kept", "")}  # type: ignore[attr-defined]
+    runtime.verified = noted
+    attachment.told = lambda self, tokens: {**told(self, tokens), "kept": getattr(self, "kept", "")}
 
 
 def replay(kept: str) -> None:
