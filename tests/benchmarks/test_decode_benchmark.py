@@ -20,6 +20,7 @@ from tests.benchmarks.results import RESULTS, ROOT, cells, document, documented_
 GRID, BEFORE, AFTER, DEFAULT = (
     RESULTS / f"decode-h200-{name}.jsonl" for name in ("grid", "house-before", "house-after", "default")
 )
+KEPT = RESULTS / "answers-cpu-kept.jsonl.xz"
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
 ORIGIN |= {"start": 0, "plan": "kascade", "prefixes": 1}
 BATCHES = ("1", "8", "32")
@@ -265,6 +266,20 @@ def test_drafts_are_kept_by_a_share_by_bits_or_as_recorded(bench: Any, tmp_path:
         with pytest.raises(SystemExit):
             acceptance(text)
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen-16"])
+def test_the_recorded_drafts_are_as_many_as_the_responses_counted(bench: Any, name: str) -> None:
+    """Drafted ones that are missing were not judged."""
+    rows = [one for one in rows_of(KEPT) if one["config"] == name]
+    assert len(rows) == 6
+    for one in rows:
+        kept, (drafted, accepted) = "".join(one["kept"]), one["drafts"]
+        assert (len(one["kept"]), kept.count("1")) == (len(one["scores"]), accepted)
+        assert accepted <= len(kept) <= drafted
+    found = bench.decode.acceptance_of(f"{KEPT}:{name}")
+    assert found.kept == "".join("".join(one["kept"]) for one in rows)
+    assert found.name.startswith(f"{name}, 0.9")
 
 
 def test_with_random_weights_attention_differs_from_token_to_token(bench: Any) -> None:
