@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -41,7 +42,7 @@ from typing import Any
 
 from answers_data import KINDS, OWN_QUESTIONS, RULER_TASKS, Chat, Document, Question, documents, own_documents, ruler
 from answers_table import plot, table
-from engines import Row, append, grouped, launched, read, sampling, sparse_flags, unmeasured
+from engines import Row, append, grouped, launched, plugin_environment, read, sampling, sparse_flags, unmeasured
 from kernel_rows import origin
 from tqdm import tqdm
 
@@ -131,7 +132,8 @@ def ask(served: Served, docs: Sequence[Document], in_flight: int, done: Callable
     """Ask all questions of these documents, so many at a time; a row for each task.
 
     `scores` has one entry for each question, `documents` the number of its document; `drafts` are tokens that lossless
-    decode drafted, and those that were kept.
+    decode drafted, and those that were kept; `kept`, with --kept, has for each question its drafts, "1" where one was
+    kept, else "0".
     """
     before, begun = served.state(), time.perf_counter()
     asked = [(number, turns) for number, document in enumerate(docs) for turns in document.conversations]
@@ -151,6 +153,8 @@ def ask(served: Served, docs: Sequence[Document], in_flight: int, done: Callable
             row = tasks.setdefault(question.task, {"scores": [], "documents": [], "drafts": [0, 0]})
             row["scores"].append(round(score, 4))
             row["documents"].append(number)
+            if "kept" in told:
+                row.setdefault("kept", []).append(told["kept"])
             row["drafts"] = [row["drafts"][n] + told.get(name, 0) for n, name in enumerate(("drafted", "accepted"))]
     return ({"task": task, **row, **ours} for task, row in tasks.items())
 
@@ -282,6 +286,7 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
     """One configuration: start its server, measure the cells that the result file lacks."""
     asked = {key: getattr(args, key) for key in ("documents", "forced_documents", "samples", "steps")}
     asked |= {"temperature": args.temperature} if args.temperature else {}
+    asked |= {"kept": True} if args.kept else {}
     known = {"config": name, "settings": config, "seed": args.seed, "model": Path(args.model_path).name}
     known |= {"asked": asked, "profile": digest_of(config.get("profile")), "flags": args.sglang_flags, **origin(args)}
     named = ("suite", "cell", "length", "in_flight")
@@ -386,6 +391,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="of a forced answer; the first is prefill's")
     parser.add_argument("--samples", type=int, default=20, help="of each RULER task and length")
     parser.add_argument("--temperature", type=float, default=0.0, help="of answers, not of forced ones nor of times")
+    parser.add_argument("--kept", action="store_true", help="of lossless decode: which drafts, for decode.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path(".models/answers"), help="folder of references and logs")
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
@@ -428,6 +434,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         docs = [one for length in args.lengths for one in plan.documents("documents", "", length)]
         write_prompts(args.prompts, docs, chat)
         return 0
+    if args.kept:
+        os.environ |= plugin_environment(plan.work / "plugins", "lossless_replay", {})
     total = len(configs) * len(args.in_flight) * sum(plan.size(suite) for suite, _, _ in plan.cells())
     with tqdm(total=total, unit=" conversations", smoothing=0.05) as bar:
         for name, config in configs:

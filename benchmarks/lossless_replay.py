@@ -1,8 +1,9 @@
 """Acceptance of a real model's drafts in a server with random weights, which say nothing of how likely drafts are kept.
 
-`decode.py` makes this module a plugin of SGLang. Rounds of lossless decode cost what they cost; which drafts are kept
-is replayed: of a request's n-th draft, whether the n-th one of a real model's was kept, one request of these after the
-other, from another place on for each row of a batch. The model goes on with the tokens that were kept.
+A plugin of SGLang. `answers.py --kept` records with it: responses say which of their drafts were kept. `decode.py`
+replays with it. Rounds of lossless decode cost what they cost; which drafts are kept is replayed: of a request's n-th
+draft, whether the n-th one of a real model's was kept, one request of these after the other, from another place on for
+each row of a batch. The model goes on with the tokens that were kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 SETTINGS = "LOSSLESS_REPLAY"
-"""Environment variable: argument of `Replay`."""
+"""Environment variable: argument of `Replay`; without it, drafts are recorded."""
 _STEP = 977
 """Drafts between the places at which two rows of a batch begin."""
 
@@ -63,13 +64,49 @@ class Replay:
         return said
 
 
-def register() -> None:
-    """SGLang's plugin: what is kept of a round is replayed."""
+def judged(drafted: int, accepted: int) -> str:
+    """A round's drafts as `Replay` takes them. Those behind the first one that was not kept are not judged."""
+    return "1" * accepted + "0" * (accepted < drafted)
+
+
+def record(runtime: Any, attachment: Any) -> None:
+    """What a response says of lossless decode has `kept`, too: the request's drafts, as `Replay` takes them.
+
+    Args:
+        runtime, attachment: the plugin's classes. What they count is recorded: nothing of requests that ended.
+    """
+    verified, told = runtime.verified, attachment.told
+
+    def noted(self: Any, rids: Sequence[str], *counts: Sequence[int]) -> None:
+        found = [self.requests.get(rid) for rid in rids]
+        before = [one and one.drafts for one in found]
+        verified(self, rids, *counts)
+        for one, drafts, *tokens in zip(found, before, *counts, strict=True):
+            if one is not None and one.drafts != drafts:
+                one.kept = getattr(one, "kept", "") + judged(*tokens)
+
+    runtime.verified = noted
+    attachment.told = lambda self, tokens: {**told(self, tokens), "kept": getattr(self, "kept", "")}
+
+
+def replay(kept: str) -> None:
+    """What is kept of a round is replayed; `kept` as `Replay` has it."""
     from sglang_ext.compat import lossless_worker
 
-    replay, kept_of = Replay(os.environ[SETTINGS]), lossless_worker._kept
+    replayed, kept_of = Replay(kept), lossless_worker._kept
 
-    def kept(said: Tensor, tokens: Tensor, counts: Sequence[int], *more: Any) -> Any:
-        return kept_of(replay.said(tokens, counts, said.clone()), tokens, counts, *more)
+    def stead(said: Tensor, tokens: Tensor, counts: Sequence[int], *more: Any) -> Any:
+        return kept_of(replayed.said(tokens, counts, said.clone()), tokens, counts, *more)
 
-    lossless_worker._kept = kept
+    lossless_worker._kept = stead
+
+
+def register() -> None:
+    """SGLang's plugin."""
+    if SETTINGS in os.environ:
+        replay(os.environ[SETTINGS])
+        return
+    from sglang_ext.prefix.requests import Attachment
+    from sglang_ext.runtime import SparseRuntime
+
+    record(SparseRuntime, Attachment)

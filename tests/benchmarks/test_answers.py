@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -85,6 +86,20 @@ def test_differences_are_paired_and_of_cells_that_count(bench: Any) -> None:
     rows[2]["documents"] = [0, 0, 0, 1]
     with pytest.raises(ValueError, match="expected the same questions in both rows of needle"):
         bench.answers_table.differences(rows)
+
+
+def test_rows_have_which_drafts_each_question_kept_where_responses_say_it(bench: Any) -> None:
+    def asked(told: list[dict[str, Any]]) -> list[Any]:
+        found = iter([(1.0, 5, one) for one in told])
+        served = SimpleNamespace(state=dict, converse=lambda _, turns: [next(found) for _ in turns])
+        first, second = (bench.answers_data.Question(task, "?", "", (), "all", 8) for task in ("needle", "copy"))
+        documents = [SimpleNamespace(conversations=[[first, second], [first]])]
+        rows = bench.answers.ask(served, documents, 1, lambda: None)
+        return [(row["task"], row["drafts"], row.get("kept")) for row in rows]
+
+    told = [{"drafted": 7, "accepted": 2, "kept": "110"}, {"kept": ""}, {"drafted": 1, "accepted": 1, "kept": "1"}]
+    assert asked(told) == [("needle", [8, 3], ["110", "1"]), ("copy", [0, 0], [""])]
+    assert asked([{}, {}, {}]) == [("needle", [0, 0], None), ("copy", [0, 0], None)]
 
 
 def test_a_table_mixes_no_models_and_no_settings_of_one_name(bench: Any) -> None:

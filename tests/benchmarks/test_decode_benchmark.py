@@ -6,16 +6,21 @@ import json
 import re
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_ext.decode.drafts import DraftLengths
+from sglang_ext.prefix.requests import Attachment
+from sglang_ext.runtime import SparseRuntime
 from tests.benchmarks.results import RESULTS, ROOT, cells, document, documented_table, prose, rows_of
 
 GRID, BEFORE, AFTER, DEFAULT = (
     RESULTS / f"decode-h200-{name}.jsonl" for name in ("grid", "house-before", "house-after", "default")
 )
+KEPT = RESULTS / "answers-cpu-kept.jsonl.xz"
 ORIGIN: dict[str, Any] = {"device": "GPU", "shape": "tiny", "page": 16, "config": {}, "flags": [], "tokens": 40}
 ORIGIN |= {"start": 0, "plan": "kascade", "prefixes": 1}
 BATCHES = ("1", "8", "32")
@@ -216,6 +221,65 @@ def test_which_drafts_are_kept_is_replayed(bench: Any) -> None:
     half = bench.lossless_replay.Replay("0.5")
     kept = sum(count for _ in range(2000) for count in half.counts([1]))
     assert 850 < kept < 1150
+
+
+def test_what_a_request_keeps_is_recorded_as_it_is_replayed(bench: Any) -> None:
+    """Not of a request that ended, as rounds run ahead, nor drafts behind one that was dropped."""
+    runtime_class = type("Runtime", (SimpleNamespace,), {"verified": SparseRuntime.verified})
+    attachment_class = type("Recorded", (Attachment,), {})
+    bench.lossless_replay.record(runtime_class, attachment_class)
+    index = SimpleNamespace(entry=SimpleNamespace(digest="index"))
+    one, idle, lost = (
+        attachment_class("one", index=index),
+        attachment_class("idle", index=index),
+        attachment_class("lost"),
+    )
+    counters, rounds = SimpleNamespace(count_drafts=lambda *_: None), SimpleNamespace(lengths=DraftLengths(7))
+    requests = {request.rid: request for request in (one, idle, lost)}
+    runtime = runtime_class(requests=requests, counters=counters, rounds=rounds)
+    for drafted, accepted in ((4, 4), (4, 1), (2, 0)):
+        runtime.verified(["ended", "one", "idle", "lost"], [5, drafted, 0, 3], [5, accepted, 0, 2])
+    told = one.told(1)
+    assert (told["drafted"], told["accepted"], told["kept"]) == (10, 5, "1111100")
+    assert [request.told(1)["kept"] for request in (idle, lost)] == ["", ""]
+    again = bench.lossless_replay.Replay(told["kept"])
+    assert [again.counts([drafted]) for drafted in (4, 4, 2)] == [[4], [1], [0]]
+
+
+def test_drafts_are_kept_by_a_share_by_bits_or_as_recorded(bench: Any, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "answers.jsonl"
+    rows: list[dict[str, Any]] = [{"config": "dense"}, {"config": "a: b", "kept": ["11", "", "10"]}]
+    path.write_text("".join(json.dumps(one) + "\n" for one in (*rows, {"config": "a: b", "kept": ["0"]})))
+
+    def acceptance(text: str) -> Any:
+        return bench.decode.parse(["--acceptance", text]).acceptance
+
+    assert [acceptance(text) for text in (".5", "1.0")] == [(".5", ".5"), ("1.0", "1.0")]
+    assert acceptance("1101") == ("1101, 0.750", "1101")
+    assert acceptance(f"{path}:a: b") == ("a: b, 0.600", "11100")
+    for text, message in {
+        "92%": "expected a share such as 0.92, bits such as 1101, or FILE:NAME, got '92%'",
+        "1.5": "`answers.py --kept` writes such a file",
+        f"{path}:dense": "that `answers.py --kept` measured (a: b), got",
+        str(path): "that `answers.py --kept` measured (a: b), got",
+    }.items():
+        with pytest.raises(SystemExit):
+            acceptance(text)
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen-16"])
+def test_the_recorded_drafts_are_as_many_as_the_responses_counted(bench: Any, name: str) -> None:
+    """Drafted ones that are missing were not judged."""
+    rows = [one for one in rows_of(KEPT) if one["config"] == name]
+    assert len(rows) == 6
+    for one in rows:
+        kept, (drafted, accepted) = "".join(one["kept"]), one["drafts"]
+        assert (len(one["kept"]), kept.count("1")) == (len(one["scores"]), accepted)
+        assert accepted <= len(kept) <= drafted
+    found = bench.decode.acceptance_of(f"{KEPT}:{name}")
+    assert found.kept == "".join("".join(one["kept"]) for one in rows)
+    assert found.name.startswith(f"{name}, 0.9")
 
 
 def test_with_random_weights_attention_differs_from_token_to_token(bench: Any) -> None:
