@@ -166,6 +166,7 @@ class DeviceMailbox:
         self._side.take(self._inbox, lists, len(self._context.sizes.ahead))
 
     def close(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self.words.data_ptr())  # type: ignore[no-untyped-call]
         self._file.close()
 
 
