@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 _MISSES = 8
 """Answers that did not come one after the other: the process is ended, as it hangs or is too slow."""
-_START_S, _AGAIN_S = 180.0, 10.0
-"""For the process to make its operation; until it is started again."""
+_START_S, _SILENT_S, _AGAIN_S = 180.0, 30.0, 10.0
+"""For the process to make its operation; without a word of it, which the first plan of a size may be long; until it is
+started again."""
 
 
 _COMMAND = [sys.executable, "-m", "sglang_ext.cache_rank.process"]
@@ -81,6 +82,7 @@ class CacheRank:
         self._seen_missed = 0
         self._state, self._starts, self._problems = "starting", 0, 0
         self._timed = Timed(0, 0)
+        self.socket_path = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cache-rank", daemon=True)
@@ -146,7 +148,8 @@ class CacheRank:
         answers, mean = self._timed.answers, self._timed.nanoseconds / 1000 / max(1, self._timed.answers)
         counted = {"served": served, "missed": missed, "starts": self._starts, "problems": self._problems}
         pid = None if self._process is None else self._process.pid
-        return {"state": self._state, "pid": pid, **counted, "answers": answers, "answer_us": round(mean, 1)}
+        where = {"pid": pid, "socket": self.socket_path, "words": self._mailbox.address.path}
+        return {"state": self._state, **where, **counted, "answers": answers, "answer_us": round(mean, 1)}
 
     def close(self) -> None:
         """End the process."""
@@ -198,7 +201,7 @@ class CacheRank:
         self._process = subprocess.Popen([*_COMMAND, address], env=environment)
         socket.send(msgspec.msgpack.encode(self._setup))
         sent: set[int] = set()
-        begin = time.monotonic()
+        begin = heard = time.monotonic()
         _, served, before, *_ = self._mailbox.words.tolist()
         if self._latest is not None:
             self._wanted.put(self._latest)
@@ -208,13 +211,17 @@ class CacheRank:
                 return f"its process ended with status {self._process.returncode}"
             while socket.poll(0):
                 self._read(socket.recv())
+                heard = time.monotonic()
             if isinstance(wanted, Drop) and wanted.number in sent:
                 sent.discard(wanted.number)
                 socket.send(msgspec.msgpack.encode(wanted))
             elif isinstance(wanted, _Asked) and wanted is self._latest:
                 self._tell(socket, wanted, sent)
-            if self._state == "starting" and time.monotonic() - begin > _START_S:
+            now = time.monotonic()
+            if self._state == "starting" and now - begin > _START_S:
                 return f"it was not ready within {_START_S:.0f} s"
+            if self._state == "serving" and now - heard > _SILENT_S:
+                return f"it said nothing for {_SILENT_S:.0f} s"
             _, came, missed, *_ = self._mailbox.words.tolist()
             if came != served:
                 served, before = came, missed

@@ -127,6 +127,16 @@ def test_a_process_that_hangs_costs_a_wait_and_then_its_life(soon: None) -> None
     server.rank.close()
 
 
+def test_a_process_that_says_nothing_is_started_again(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no question waits for it."""
+    monkeypatch.setattr(client, "_SILENT_S", 2.0)
+    server = Ranked(ALL)
+    within(60, lambda: server.state["state"] == "serving")
+    os.kill(server.state["pid"], signal.SIGSTOP)
+    within(60, lambda: (server.state["starts"], server.state["state"]) == (2, "serving"))
+    server.rank.close()
+
+
 def test_words_that_no_one_said_are_no_answers(soon: None) -> None:
     """Whatever stands in the memory of both, steps are right, and the process goes on or is started again."""
     server = Ranked(ALL)

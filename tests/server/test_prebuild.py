@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +58,8 @@ def test_a_built_line_holds_sizes_time_and_recall(built: Any) -> None:
     assert built.line("second")["digest"] != built.line("second-named")["digest"], "one text in two namespaces"
 
 
-#: Up to 2,048 tokens all positions are selected; of `large` as many, among 3,072 that the step before named.
+#: Up to 2,048 tokens all positions are selected; of `large` as many, among 3,072 that another process names by the
+#: queries of the step before.
 AHEAD: dict[str, Any] = {
     **EXACT_CONFIG,
     "keep_ratio": 0.1,
@@ -61,6 +67,7 @@ AHEAD: dict[str, Any] = {
     "method": "two_level",
     "methods": {"two_level": {"candidate_factor": 1.5}},
     "select_ahead": True,
+    "cache_device": "cpu",
 }
 
 
@@ -139,14 +146,17 @@ def test_candidates_named_ahead_are_what_the_references_say(building: Any, texts
     server, report = building
     prompt = texts.ask(texts.large, 0)
     server.generate(prompt, 1, rid="large")
-    before = server.state()["decode"]["kept_steps"]
-    _, delta = server.during(lambda: server.generate(prompt, 24, rid="trace-ahead"))
-    kept = server.state()["decode"]["kept_steps"] - before
-    assert (delta.sparse_rows, delta.fallbacks) == (23, {})
-    assert 16 <= kept < 23
+    before = server.state()["decode"]
+    _, delta = server.during(lambda: server.generate(prompt, 48, rid="trace-ahead"))
+    after = server.state()["decode"]
+    kept = after["kept_steps"] - before["kept_steps"]
+    assert (delta.sparse_rows, delta.fallbacks) == (47, {})
+    assert 16 <= kept < 47
+    served, missed = (after["cache_rank"][name] - before["cache_rank"][name] for name in ("served", "missed"))
+    assert (served, missed) == (kept - 1, 0), "the first one had what the step before named itself"
     (path,) = (report.parent / "trace").iterdir()
     steps = [group for one in read_trace(path) if isinstance(one, SparseStep) for group in one.groups]
-    assert len(steps) == 23
+    assert len(steps) == 47
     config = config_from_dict({name: value for name, value in AHEAD.items() if name != "methods"})
     spec = parse_spec({"method": "two_level", **AHEAD["methods"]["two_level"]})
     selector, places = make_selector(spec, summed_every(config)), selection_group(config, 5120, 2048)
@@ -172,3 +182,49 @@ def test_candidates_named_ahead_are_what_the_references_say(building: Any, texts
                     assert len(mine - set(ahead.positions[head].tolist())) <= 2, "near ties"
                     differing += mine != set(inline.positions[head].tolist())
     assert differing > 0, "a step's own candidates are others"
+
+
+@pytest.mark.boot("building")
+def test_requests_end_and_are_right_whatever_becomes_of_the_cache_rank(building: Any, texts: Any) -> None:
+    """Killed, stopped, spoken to by a stranger, its words overwritten, under load."""
+    server, _ = building
+    documents = (texts.first, texts.second, texts.first)
+    prompts = [texts.ask(document, n) for n, document in enumerate(documents)]
+    large = texts.ask(texts.large, 1)
+    for prompt in (texts.first.text, texts.second.text, texts.large.text):
+        server.generate(prompt, 1)
+    dense = [server.generate(prompt, 64, sparse=False).ids for prompt in prompts]
+
+    def rank() -> dict[str, Any]:
+        found: dict[str, Any] = server.state()["decode"]["cache_rank"]
+        return found
+
+    def kill() -> None:
+        os.kill(rank()["pid"], signal.SIGKILL)
+
+    def stop() -> None:
+        os.kill(rank()["pid"], signal.SIGSTOP)
+
+    def speak() -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(rank()["socket"])
+            stranger.send(b"\xff" * 4096)
+
+    def overwrite() -> None:
+        words = np.memmap(rank()["words"], np.int64, "r+", shape=4)
+        for number in range(100):
+            words[[0, 3]] = number << 40 | number, number << 32 | 7
+            time.sleep(0.002)
+
+    for fault in (kill, speak, overwrite, stop):
+        server.until(lambda state: state["decode"]["cache_rank"]["state"] == "serving")
+        served = rank()["served"]
+        server.generate(large, 64)
+        assert rank()["served"] > served
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(server.generate, prompt, 64) for prompt in (*prompts, large)]
+            fault()
+            answers = [call.result() for call in calls]
+        assert [answer.ids for answer in answers[:3]] == dense, fault.__name__
+        assert len(answers[3].ids) == 64
+    assert rank()["starts"] >= 2
