@@ -342,15 +342,18 @@ def test_the_documented_times_of_lossless_decode_are_the_rows() -> None:
     lines = (line for line in document("lossless").splitlines() if line.startswith("| H"))
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     columns = [("flashinfer", "stock", None), ("plugin", "shared", None)]
-    columns += [("lossless", "lossless", kept) for kept in ("0.986", "0.92", "0.85")]
-    for (name, *said), device in zip(table, ("h100", "h200"), strict=True):
+    columns += [("lossless", "lossless", kept) for kept in ("qwen, 0.984", "0.986", "0.92", "0.85")]
+    files = ("h100-lossless", "h200-lossless", "h200-lossless-qwen")
+    for (name, *said), file in zip(table, files, strict=True):
         ms = {
             (row["engine"], row["path"], row.get("acceptance"), row["batch"]): row[
                 "ms_mean" if row["engine"] == "lossless" else "ms"
             ]
-            for row in rows_of(RESULTS / f"decode-{device}-lossless.jsonl")
+            for row in rows_of(RESULTS / f"decode-{file}.jsonl")
             if row["context"] == 131072
         }
         times = [[ms.get((*of, batch)) for batch in (1, 8)] for of in columns]
         wanted = [", ".join(f"{one:.2f}" for one in pair) if all(pair) else "" for pair in times]
-        assert (name[:4].lower(), said) == (device, wanted)
+        assert (name[:4].lower(), said) == (file[:4], wanted)
+    many = (f"{ms[of]:.2f}" for of in (("plugin", "shared", None, 32), ("lossless", "lossless", "0.92", 32)))
+    assert "32 requests take {} ms in exact steps and {} with drafts at 92%".format(*many) in prose("docs/lossless")

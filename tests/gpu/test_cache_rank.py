@@ -1,0 +1,108 @@
+"""On two GPUs: a cache rank's candidates in decode graphs, and what becomes of requests when it is killed or stopped.
+
+    python -m pytest -s tests/gpu/test_cache_rank.py
+
+SPARSE_ATTN_TEST_BACKEND names the attention backend, where the default (triton) cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from scripts.needle.tasks import make_document
+from tests.gpu.serving import PAGED, prebuilt, served
+from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Server, tokens_alike
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")]
+
+TOKENS, QUESTIONS, SAID = 8192, 4, 192
+FLAGS = [*PAGED, "--dtype", "float16", "--max-total-tokens", "65536", "--max-running-requests", "32"]
+FLAGS += ["--disable-prefill-cuda-graph"]
+CONFIG: dict[str, Any] = {
+    **DISK, **SPARSE_CONFIG, "layer_plan": ["dense", *["anchor"] * 5], "share_prefixes": True, "keep_ratio": 0.05,
+    "decode_path": "sparse", "method": "two_level", "methods": {"two_level": {}}, "select_ahead": True,
+    "guard_every": 0,
+}  # fmt: skip
+DOCUMENT = make_document("many_keys", seed=81, num_tokens=TOKENS, num_questions=QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prebuilt(tmp_path_factory.mktemp("built"), [{"id": "0", "text": DOCUMENT.text}], CONFIG, FLAGS)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    asked = [f"{DOCUMENT.text} {one.text}" for one in DOCUMENT.questions]
+    found: list[list[int]] = AutoTokenizer.from_pretrained(str(MODEL))(asked, add_special_tokens=False)["input_ids"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(store: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Answers of a server that names its own candidates."""
+    with served(store, CONFIG, FLAGS, tmp_path_factory.mktemp("alone")) as server:
+        return [server.generate(one, SAID) for one in prompts]
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = {**CONFIG, "cache_device": "cuda:1"}
+    with served(store, config, FLAGS, tmp_path_factory.mktemp("ranked")) as server:
+        yield server
+
+
+def rank(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.state()["decode"]["cache_rank"]
+    return found
+
+
+def until_served(server: Server, prompt: list[int]) -> dict[str, Any]:
+    """Answers until the other process has a part in one."""
+    server.until(lambda state: state["decode"]["cache_rank"]["state"] == "serving")
+    before = rank(server)["served"]
+    for _ in range(20):
+        server.generate(prompt, SAID)
+        if rank(server)["served"] > before + SAID / 2:
+            break
+    return rank(server)
+
+
+def test_answers_are_those_of_a_server_that_names_its_own_candidates(
+    server: Server, alone: list[Any], prompts: list[list[int]]
+) -> None:
+    before = until_served(server, prompts[0])
+    answers = [server.generate(one, SAID) for one in prompts]
+    after = rank(server)
+    served, missed = (after[name] - before[name] for name in ("served", "missed"))
+    shares = [tokens_alike(one, of) / SAID for one, of in zip(answers, alone, strict=True)]
+    print(f"{served} steps served, {missed} not, {after['answer_us']} us an answer, alike {shares}")
+    assert served > len(prompts) * SAID / 2
+    assert missed <= served / 100
+    assert sum(shares) > 0.9 * len(shares)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_end_whatever_becomes_of_the_process(
+    server: Server, alone: list[Any], prompts: list[list[int]], fault: signal.Signals
+) -> None:
+    starts = until_served(server, prompts[0])["starts"]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        calls = [pool.submit(server.generate, one, SAID) for one in prompts]
+        os.kill(rank(server)["pid"], fault)
+        answers = [call.result() for call in calls]
+    shares = [tokens_alike(one, of) / SAID for one, of in zip(answers, alone, strict=True)]
+    print(f"{fault.name}: alike {shares}")
+    assert [len(one.ids) for one in answers] == [SAID] * len(prompts)
+    assert sum(shares) > 0.8 * len(shares)
+    server.until(lambda state: state["decode"]["cache_rank"]["starts"] > starts)
+    assert until_served(server, prompts[0])["state"] == "serving"
