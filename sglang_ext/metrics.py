@@ -44,6 +44,7 @@ OFFLOAD = (
     *("translated", "short", "page_size", "few_residents", "too_long", "host_full"),
 )
 """Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
+CACHE_RANK = ("served", "missed", "started")
 _DAMAGES = ("bytes", "content")
 _PLACES = ("device", "store")
 EVICTED = ("evicted", "evicted_bytes", "evicted_seconds")
@@ -108,6 +109,7 @@ METRICS = (
     Metric("guard_recall", "Attention mass recall, mean of the indexes.", "layer", gauge=True),
     Metric("guard_output_error", "Relative output error, mean of the indexes.", "layer", gauge=True),
     Metric("offload", "Host memory: what became of prefixes, requests served, why not copied.", "event", OFFLOAD),
+    Metric("cache_rank", "Answers of the cache rank, those that did not come, its starts.", "event", CACHE_RANK),
     Metric("device_bytes", "Device bytes of indexes.", gauge=True),
     Metric("store_indexes", "Usable indexes in the store.", gauge=True),
     Metric("store_bytes", "Bytes of the indexes in the store.", gauge=True),

@@ -550,6 +550,7 @@ class SparseRuntime:
             **self.residency.figures(),
             **({} if builds is None else builds.figures()),
             **({} if self.offload is None else self.offload.figures()),
+            **({} if self.planner.cache_rank is None else {"cache_rank": self.planner.cache_rank.counted()}),
             **{
                 name: {"device": device, "store": store}
                 for name, device, store in zip(EVICTED, self.residency.evicted, self.store.evicted, strict=True)
@@ -587,5 +588,7 @@ class SparseRuntime:
             self._exporter.close()
         if self.builds is not None:
             self.builds.close()
+        if self.planner.cache_rank is not None:
+            self.planner.cache_rank.close()
         self.residency.close()
         self.directory.close()

@@ -55,9 +55,6 @@ class CacheRank:
     Everything that may wait for that process is done by a thread; the steps' own calls are launches. A step may be a
     `StepPath.KEPT` one only where `serves` says so.
 
-    Attributes:
-        socket_path: where the process connects.
-
     Args:
         spec: of the method.
         context: that the operation was made for.
@@ -82,7 +79,6 @@ class CacheRank:
         self._seen_missed = 0
         self._state, self._starts, self._problems = "starting", 0, 0
         self._timed = Timed(0, 0)
-        self.socket_path = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cache-rank", daemon=True)
@@ -144,12 +140,15 @@ class CacheRank:
 
     def snapshot(self) -> dict[str, Any]:
         """State and counters as plain values."""
-        _, served, missed, *_ = self._mailbox.words.tolist()
         answers, mean = self._timed.answers, self._timed.nanoseconds / 1000 / max(1, self._timed.answers)
-        counted = {"served": served, "missed": missed, "starts": self._starts, "problems": self._problems}
         pid = None if self._process is None else self._process.pid
-        where = {"pid": pid, "socket": self.socket_path, "words": self._mailbox.address.path}
-        return {"state": self._state, **where, **counted, "answers": answers, "answer_us": round(mean, 1)}
+        told = {"problems": self._problems, "answers": answers, "answer_us": round(mean, 1)}
+        return {"state": self._state, "pid": pid, **self.counted(), **told}
+
+    def counted(self) -> dict[str, int]:
+        """Answers that came, and that did not; starts of the process. In any thread."""
+        _, served, missed, *_ = self._mailbox.words.tolist()
+        return {"served": served, "missed": missed, "started": self._starts}
 
     def close(self) -> None:
         """End the process."""
@@ -163,12 +162,10 @@ class CacheRank:
     def _run(self) -> None:
         while not self._closed.is_set():
             folder = tempfile.mkdtemp(prefix="sglang-ext-cache-rank-")
-            self.socket_path = f"{folder}/socket"
             with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
                 socket.linger = 0
                 try:
-                    socket.bind(f"ipc://{self.socket_path}")
-                    self._lost(self._serve(socket, f"ipc://{self.socket_path}"))
+                    self._lost(self._serve(socket, folder))
                 except Exception as error:  # of the other process, of sockets, of memory: steps go on without
                     self._lost(f"{type(error).__name__}: {error}")
                 finally:
@@ -193,12 +190,15 @@ class CacheRank:
             self._process.wait()
             self._process = None
 
-    def _serve(self, socket: zmq.Socket[bytes], address: str) -> str:
-        """Start the process and keep it informed; why that ended."""
+    def _serve(self, socket: zmq.Socket[bytes], folder: str) -> str:
+        """Start the process, which connects to a socket in the folder, and keep it informed; why that ended."""
+        address = f"ipc://{folder}/socket"
+        socket.bind(address)
         self._starts += 1
         self._state, self._planned = "starting", 0
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = subprocess.Popen([*_COMMAND, address], env=environment)
+        files = (self._mailbox.descriptor,)
+        self._process = subprocess.Popen([*_COMMAND, address], env=environment, pass_fds=files)
         socket.send(msgspec.msgpack.encode(self._setup))
         sent: set[int] = set()
         begin = heard = time.monotonic()
@@ -212,6 +212,7 @@ class CacheRank:
             while socket.poll(0):
                 self._read(socket.recv())
                 heard = time.monotonic()
+                shutil.rmtree(folder, ignore_errors=True)  # it is connected; nothing is left when this process ends
             if isinstance(wanted, Drop) and wanted.number in sent:
                 sent.discard(wanted.number)
                 socket.send(msgspec.msgpack.encode(wanted))

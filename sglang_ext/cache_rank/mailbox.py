@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -32,11 +31,13 @@ class Mailbox(Protocol):
 
     Attributes:
         address: what the other side opens.
+        descriptor: of the memory of the host, which the other process inherits.
         queries: [num_layers * max_batch, num_qo_heads, head_dim], written before `ask`.
         words: int64 on the host: the last question, answers that came, answers that did not.
     """
 
     address: Address
+    descriptor: int
     queries: Tensor
     words: Tensor
 
@@ -53,7 +54,7 @@ class Mailbox(Protocol):
         """Wait a little for the answer; what comes goes to `named`, else these stay as they are."""
 
     def close(self) -> None:
-        """Remove the file."""
+        """Let go of the memory of the host."""
 
 
 def make_mailbox(op: AheadOp, context: OpContext) -> Mailbox:
@@ -73,19 +74,19 @@ def queries_of(context: OpContext) -> tuple[int, ...]:
 
 
 class _Words:
-    """The file of the words, and on a CPU of all else."""
+    """Memory of the host: the words, and on a CPU all else. It has no name: a process that is given the descriptor opens
+    it, and it ends with both.
+    """
 
     def __init__(self, size: int) -> None:
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        descriptor, self.path = tempfile.mkstemp(prefix="sglang-ext-cache-rank-", dir=folder)
-        os.truncate(descriptor, size)
-        os.close(descriptor)
+        self.descriptor = os.memfd_create("sglang-ext-cache-rank")
+        os.truncate(self.descriptor, size)
+        self.path = f"/proc/self/fd/{self.descriptor}"
         self.all = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
         self.words = self.all[:_WORDS].view(torch.int64)
 
     def close(self) -> None:
-        if os.path.exists(self.path):
-            os.unlink(self.path)
+        os.close(self.descriptor)
 
 
 class HostMailbox:
@@ -95,6 +96,7 @@ class HostMailbox:
         queries, dtype, sizes = queries_of(context), context.shape.dtype, context.sizes
         size, lists = math.prod(queries) * dtype.itemsize, len(sizes.ahead) * context.shape.num_kv_heads * sizes.room
         self._file = _Words(_WORDS + size + lists)
+        self.descriptor = self._file.descriptor
         self.words, self._lists = self._file.words, self._file.all[_WORDS + size :]
         self.queries = self._file.all[_WORDS : _WORDS + size].view(dtype).view(queries)
         self.address = Address(self._file.path, "cpu", b"", (name_of(dtype), queries), lists)
@@ -145,7 +147,7 @@ class DeviceMailbox:
         size = -(-used // _HEADER) * _HEADER
         self._file, self._op, self._context = _Words(_WORDS), op, context
         memory, handle = allocate(_HEADER + size + lists, device)
-        self.words = self._file.words
+        self.words, self.descriptor = self._file.words, self._file.descriptor
         self.queries = memory[_HEADER : _HEADER + used].view(dtype).view(queries)
         self._inbox = memory[_HEADER + size :].view(torch.int32)
         self.address = Address(self._file.path, str(device), handle, (name_of(dtype), queries), lists)

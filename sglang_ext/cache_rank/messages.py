@@ -24,7 +24,7 @@ class Address(msgspec.Struct, frozen=True):
     """Where memory that both sides see is.
 
     Attributes:
-        path: file of the words, and on a CPU of all else.
+        path: of the words, and on a CPU of all else: memory whose descriptor the cache rank inherits.
         device: of the inference rank's memory.
         handle: of it, to open it in another process; empty on a CPU.
         queries: dtype, then lengths of their axes.

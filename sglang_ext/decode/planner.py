@@ -224,8 +224,8 @@ class DecodePlanner:
                 message = str(error)
             else:
                 if config.cache_device is not None and isinstance(sparse.op, AheadOp):
-                    made_for, device = context(sparse.sizes), config.cache_device
-                    sparse.cache_rank = CacheRank(spec, made_for, sparse.op, device, captured=graphs)
+                    own = context(sparse.sizes), sparse.op, config.cache_device
+                    sparse.cache_rank = CacheRank(spec, *own, captured=graphs)
                 return sparse
         logger.warning("sparse attention: indexes are not used: %s", message)
         return None
@@ -556,6 +556,11 @@ class DecodePlanner:
                 self.cascade.warm(DecodeBatch([None], [1], self._view.req_to_token, one - 1, one))
             yield PlannedStep(backend, path)
 
+    @property
+    def cache_rank(self) -> CacheRank | None:
+        """What names candidates on another device."""
+        return None if self.sparse is None else self.sparse.cache_rank
+
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
         return {
@@ -566,7 +571,7 @@ class DecodePlanner:
             "buffer_bytes": sum(one.nbytes for one in self._backends),
             "sparse": self.uses_indexes,
             "refusal": self.refusal,
-            "cache_rank": None if self.sparse is None else self.sparse.cache_rank_snapshot(),
+            "cache_rank": None if self.cache_rank is None else self.cache_rank.snapshot(),
         }
 
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -546,10 +546,6 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         named = dict(zip(("ahead", "behind"), later, strict=False))
         costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse, **named)
         return costs
-
-    def cache_rank_snapshot(self) -> dict[str, Any] | None:
-        """State of the cache rank as plain values; None without one."""
-        return None if self.cache_rank is None else self.cache_rank.snapshot()
 
     @property
     def nbytes(self) -> int:

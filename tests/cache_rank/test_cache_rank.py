@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket as sockets
 import subprocess
 import sys
 import time
@@ -89,7 +88,7 @@ def test_candidates_are_those_that_a_step_would_name_itself(server: Ranked) -> N
     assert searches(server, [1, 2, 3, 4], 6) == [False] * 6
     after = server.state
     assert after["served"] - before["served"] == 6
-    assert (after["missed"], after["problems"], after["starts"]) == (before["missed"], 0, 1)
+    assert (after["missed"], after["problems"], after["started"]) == (before["missed"], 0, 1)
     server.leave(1)
     assert searches(server, [3, 2, 4], 1) == [True], "others are in the group now"
     server.until_served([3, 2, 4])
@@ -101,7 +100,7 @@ def test_a_process_that_ends_is_started_again_and_steps_go_on(server: Ranked) ->
     join_four(server)
     server.until_served([1, 2, 3, 4])
     os.kill(server.state["pid"], signal.SIGKILL)
-    within(30, lambda: server.state["starts"] == 2)
+    within(30, lambda: server.state["started"] == 2)
     assert searches(server, [1, 2, 3, 4], 2)[-1], "it knows nothing yet"
     server.until_served([1, 2, 3, 4])
     assert server.state["state"] == "serving"
@@ -120,7 +119,7 @@ def test_a_process_that_hangs_costs_a_wait_and_then_its_life(soon: None) -> None
 
     def replaced() -> bool:
         server.step([1, 2, 3, 4])
-        return int(server.state["starts"]) == 2
+        return int(server.state["started"]) == 2
 
     within(60, replaced)
     server.until_served([1, 2, 3, 4])
@@ -133,7 +132,7 @@ def test_a_process_that_says_nothing_is_started_again(soon: None, monkeypatch: p
     server = Ranked(ALL)
     within(60, lambda: server.state["state"] == "serving")
     os.kill(server.state["pid"], signal.SIGSTOP)
-    within(60, lambda: (server.state["starts"], server.state["state"]) == (2, "serving"))
+    within(60, lambda: (server.state["started"], server.state["state"]) == (2, "serving"))
     server.rank.close()
 
 
@@ -165,7 +164,8 @@ def test_the_process_follows_what_it_can_and_says_what_it_cannot(tmp_path: Path)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.bind(f"ipc://{tmp_path}/socket")
-        process = subprocess.Popen([sys.executable, "-m", "sglang_ext.cache_rank.process", f"ipc://{tmp_path}/socket"])
+        command = [sys.executable, "-m", "sglang_ext.cache_rank.process", f"ipc://{tmp_path}/socket"]
+        process = subprocess.Popen(command, pass_fds=(mailbox.descriptor,))
         with process:
             try:
 
@@ -203,20 +203,9 @@ def test_replies_that_are_none_are_counted(soon: None, tmp_path: Path, monkeypat
     monkeypatch.setattr(client, "_COMMAND", [sys.executable, str(script)])
     server = Ranked(SPEC)
     join_four(server)
-    within(60, lambda: (server.step([1, 2, 3, 4]), server.state["problems"] >= 1 and server.state["starts"] >= 2)[1])
+    within(60, lambda: (server.step([1, 2, 3, 4]), server.state["problems"] >= 1 and server.state["started"] >= 2)[1])
     assert server.state["served"] == 0
     server.rank.close()
-
-
-def test_who_speaks_to_the_socket_without_being_asked_is_not_heard(server: Ranked) -> None:
-    join_four(server)
-    server.until_served([1, 2, 3, 4])
-    intruder = sockets.socket(sockets.AF_UNIX)
-    intruder.connect(server.rank.socket_path)
-    intruder.send(b"\xff" * 4096)
-    intruder.close()
-    server.until_served([1, 2, 3, 4])
-    assert server.state["starts"] == 1
 
 
 def test_a_device_that_shares_no_memory_is_refused() -> None:

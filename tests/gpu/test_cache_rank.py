@@ -95,7 +95,7 @@ def test_answers_are_those_of_a_server_that_names_its_own_candidates(
 def test_requests_end_whatever_becomes_of_the_process(
     server: Server, alone: list[Any], prompts: list[list[int]], fault: signal.Signals
 ) -> None:
-    starts = until_served(server, prompts[0])["starts"]
+    starts = until_served(server, prompts[0])["started"]
     with ThreadPoolExecutor(len(prompts)) as pool:
         calls = [pool.submit(server.generate, one, SAID) for one in prompts]
         os.kill(rank(server)["pid"], fault)
@@ -104,5 +104,5 @@ def test_requests_end_whatever_becomes_of_the_process(
     print(f"{fault.name}: alike {shares}")
     assert [len(one.ids) for one in answers] == [SAID] * len(prompts)
     assert sum(shares) > 0.8 * len(shares)
-    server.until(lambda state: state["decode"]["cache_rank"]["starts"] > starts)
+    server.until(lambda state: state["decode"]["cache_rank"]["started"] > starts)
     assert until_served(server, prompts[0])["state"] == "serving"
