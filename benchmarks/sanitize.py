@@ -101,6 +101,11 @@ CASES = (
     ),
     Case(("depth_kernel", "merge_kernel"), "triton/test_sparse_decode.py", "every_method and union"),
     Case(("copy_slot_lists_kernel", "common_slots_kernel"), "triton/test_slot_lists.py", "follow or compared"),
+    Case(
+        ("post_kernel", "wait_kernel", "answer_kernel", "copy_words_kernel", "copy_lists_kernel"),
+        "triton/test_peer_lists.py",
+        "answer or copied",
+    ),
     Case(("attend_tiles_kernel",), "triton/test_prefill_attention.py", "as_the_reference and (extend or decode)"),
     Case(
         ("look_up_kernel", "count_kernel", "fetch_kernel"),

@@ -74,9 +74,7 @@ def queries_of(context: OpContext) -> tuple[int, ...]:
 
 
 class _Words:
-    """Memory of the host: the words, and on a CPU all else. It has no name: a process that is given the descriptor opens
-    it, and it ends with both.
-    """
+    """Memory of the host without a name, which ends with the processes that have it: the words, and on a CPU all else."""
 
     def __init__(self, size: int) -> None:
         self.descriptor = os.memfd_create("sglang-ext-cache-rank")

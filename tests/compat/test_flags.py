@@ -71,6 +71,7 @@ def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
         ({"build": "shared"}, None),
         ({"build": "capture", "capture_folder": "c"}, ["off, prefill or shared", "build='capture'", "tp_size=2"]),
         ({"trace_folder": "traces"}, ["no trace_folder", "serve on one GPU"]),
+        ({"method": "two_level", "select_ahead": True, "cache_device": "cuda:1"}, ["no cache_device", "tp_size=2"]),
     ],
 )
 def test_what_does_not_go_with_ranks_is_named(config: Any, words: list[str] | None) -> None:

@@ -10,7 +10,14 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_ext.compat.memory import BUFFER_BYTES, BUILD_BYTES, COMBINED_BYTES, after_profile_available_bytes, kv_bytes
+from sglang_ext.compat.memory import (
+    BUFFER_BYTES,
+    BUILD_BYTES,
+    CACHE_RANK_BYTES,
+    COMBINED_BYTES,
+    after_profile_available_bytes,
+    kv_bytes,
+)
 from sglang_ext.compat.server_args import ATTRIBUTE, settings_of
 from sglang_ext.config import make_settings
 from sglang_ext.decode.buffers import KEPT_BYTES
@@ -47,6 +54,11 @@ def indexes_of(fixed: int, available: int = 20 * GIB) -> int:
         ('{"search_period": 4}', BUFFER_BYTES + KEPT_BYTES, True),
         ('{"exactness": "verify"}', BUFFER_BYTES + KEPT_BYTES, True),
         ('{"method": "two_level", "select_ahead": true}', BUFFER_BYTES + COMBINED_BYTES + KEPT_BYTES, True),
+        (
+            '{"method": "two_level", "select_ahead": true, "cache_device": "cuda:1"}',
+            BUFFER_BYTES + COMBINED_BYTES + KEPT_BYTES + CACHE_RANK_BYTES,
+            True,
+        ),
         ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES, False),
         ('{"trace_folder": "traces"}', BUFFER_BYTES + KEPT_BYTES, True),
         ('{"suffix_dense_tokens": 4096, "suffix_index_bytes": 3000}', 3000 + BUFFER_BYTES, True),

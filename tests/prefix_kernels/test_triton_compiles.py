@@ -26,6 +26,7 @@ from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, Se
 from prefix_kernels.grouped_attention import default_config as default_attention
 from prefix_kernels.grouped_attention.runner import GroupedAttention
 from prefix_kernels.launching import Launch, launch, recording
+from prefix_kernels.peer_lists import AskingSide, answer, copy_words
 from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.prefill_attention import Span
@@ -155,6 +156,16 @@ def compared_lists() -> None:
     common_slots(*slot_lists(), 3, torch.zeros(8, dtype=torch.int32), implementation="triton")
 
 
+def exchanged() -> None:
+    """A question and its answer."""
+    words, lists = torch.zeros(4, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    side = AskingSide(words.data_ptr(), words, 4, 500)
+    side.ask()
+    copy_words(lists.data_ptr(), lists.data_ptr(), 64)
+    answer(words.data_ptr(), 1 << 32)
+    side.take(lists, lists, 2)
+
+
 def swapped_in(dtype: torch.dtype = torch.bfloat16, dim: int = DIM, groups: int = 64, kv_heads: int = KV_HEADS) -> None:
     """A step of the layer that selects, then the copy of one that reuses its selection."""
     residents = Residents(ResidentShape(2, kv_heads, 4096, 8, 64), groups, 64, CPU, implementation="triton")
@@ -241,6 +252,7 @@ CASES: dict[str, Callable[[], None]] = {
     "copy_slot_lists": copied_lists,
     "copy_slot_lists of one KV head": lambda: copied_lists(1),
     "common_slots": compared_lists,
+    "questions and answers": exchanged,
     "prefill_attention of 16 tokens": lambda: prefilled(16),
     "prefill_attention of 64 tokens": lambda: prefilled(64),
     "prefill_attention in fp32": lambda: prefilled(64, torch.float32),

@@ -55,6 +55,7 @@ def test_drafts_use_a_selection_for_longer_than_steps_that_answer(given: dict[st
 NAN = float("nan")
 VERIFY, OFFLOAD = {"exactness": "verify"}, {"offload": {"host_bytes": 99}}
 CAPTURE = {"build": "capture", "capture_folder": "x"}
+RANKED = {"method": "two_level", "select_ahead": True, "cache_device": "cuda:1"}
 #: The least value of each key that counts something.
 LEAST = {
     "top_k": 1, "min_top_k": 0, "search_period": 1, "suffix_dense_tokens": 32, "num_sink_tokens": 0,
@@ -97,6 +98,10 @@ LEAST = {
         ({"suffix_dense_tokens": 64, "method": "csattention"}, ["other than token_index", "csattention"]),
         # What does not go together.
         ({"method": "two_level", "select_ahead": True, "search_period": 2}, ["search_period 1 with select_ahead", "2"]),
+        ({"cache_device": "cuda:1"}, ["cache_device null without select_ahead"]),
+        ({**RANKED, "cache_device": "gpu1"}, ["cache_device as cuda:1", "'gpu1'"]),
+        ({**RANKED, **OFFLOAD}, ["cache_device null with offload"]),
+        ({**RANKED, **VERIFY, "search_period": 1}, ["cache_device null with exactness verify"]),
         ({"suffix_dense_tokens": 64, "trace_folder": "somewhere"}, ["trace_folder", "from prefixes only"]),
         ({**OFFLOAD, **VERIFY}, ["exactness selected with offload"]),
         ({**OFFLOAD, **CAPTURE}, ["build off, shared or prefill with offload"]),
