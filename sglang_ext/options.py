@@ -103,7 +103,7 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             for all layers at once. Of `two_level` only, with `search_period` 1. A step whose groups changed names its
             own.
         cache_device: with `select_ahead`: the other device, such as `cuda:1`, on which a process of its own names the
-            candidates (see docs/operating.md). null: each step does.
+            candidates (see docs/selection.md). null: each step does.
         offload: KV of indexed prefixes in host memory, as an object: `host_bytes`, and, where the defaults are not
             right, `min_tokens` (8192), `staging_tokens` (8192), `resident_tokens` (32768), `folder` and `folder_bytes`
             (null). null: off. See docs/offload.md.

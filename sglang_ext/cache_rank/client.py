@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,8 +23,21 @@ from torch import Tensor
 
 from prefix_kernels.types import SelectionGroup
 from sglang_ext.cache_rank.mailbox import make_mailbox
-from sglang_ext.cache_rank.messages import Drop, Load, Plan, Planned, Problem, Ready, Reply, Setup, Timed, packed
-from sglang_ext.decode.select_op import FIRST_PART, AheadOp, OpContext
+from sglang_ext.cache_rank.messages import (
+    Array,
+    Drop,
+    Load,
+    Plan,
+    Planned,
+    Problem,
+    Ready,
+    Reply,
+    Setup,
+    Timed,
+    Told,
+    packed,
+)
+from sglang_ext.decode.select_op import FIRST_PART, AheadOp, OpContext, SelectOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.base import IndexSpec
 
@@ -32,9 +45,12 @@ logger = logging.getLogger(__name__)
 
 _MISSES = 8
 """Answers that did not come one after the other: the process is ended, as it hangs or is too slow."""
-_START_S, _SILENT_S, _AGAIN_S = 180.0, 30.0, 10.0
-"""For the process to make its operation; without a word of it, which the first plan of a size may be long; until it is
-started again."""
+_START_S, _SILENT_S = 180.0, 60.0
+"""For the process to make its operation; without a word of it, as it may be while it compiles for a first plan."""
+_AGAIN_S, _RARELY_S = 10.0, 300.0
+"""Until it is started again; each time twice as long, up to so many, until it has answered."""
+_SOON_S, _LATER_S = 5e-4, 0.02
+"""Between two looks for its replies, while one is waited for, and while none is."""
 
 
 _COMMAND = [sys.executable, "-m", "sglang_ext.cache_rank.process"]
@@ -77,8 +93,11 @@ class CacheRank:
         self._plan = self._planned = 0
         self._scale = 0.0
         self._seen_missed = 0
-        self._state, self._starts, self._problems = "starting", 0, 0
+        self._state, self._starts, self._problems, self._problem = "starting", 0, 0, ""
+        self._sent: set[int] = set()
         self._timed = Timed(0, 0)
+        cuda = context.device.type == "cuda"
+        self._stream = torch.cuda.Stream(context.device) if cuda else None  # type: ignore[no-untyped-call]
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cache-rank", daemon=True)
@@ -109,13 +128,24 @@ class CacheRank:
             weakref.finalize(index, self._wanted.put, Drop(number))
         return self._numbers[index]
 
+    @property
+    def knows_plan(self) -> bool:
+        """Whether the process answers questions about what steps select now."""
+        return self._planned == self._plan
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory, of this process's device."""
+        return self._mailbox.nbytes
+
     def serves(self) -> bool:
-        """Whether the next step may have its candidates of the other process. Not one behind a step whose answer did
-        not come: the next one names its own.
+        """Whether the next step may have its candidates of the other process. Not where an answer did not come since
+        this was asked before: the step names its own then. The host learns of that a step late where it plans one
+        while another one runs.
         """
         missed = int(self._mailbox.words[2])
         came, self._seen_missed = missed == self._seen_missed, missed
-        return came and self._planned == self._plan
+        return came and self.knows_plan
 
     def ask(self, size: int, queries: Sequence[Tensor]) -> None:
         """Behind a step's last anchor layer: its queries, of each anchor layer, as of `AheadOp.look_ahead`."""
@@ -141,7 +171,8 @@ class CacheRank:
     def snapshot(self) -> dict[str, Any]:
         """State and counters as plain values."""
         answers, mean = self._timed.answers, self._timed.nanoseconds / 1000 / max(1, self._timed.answers)
-        pid = None if self._process is None else self._process.pid
+        process = self._process  # the thread may let go of it
+        pid = None if process is None else process.pid
         told = {"problems": self._problems, "answers": answers, "answer_us": round(mean, 1)}
         return {"state": self._state, "pid": pid, **self.counted(), **told}
 
@@ -150,39 +181,42 @@ class CacheRank:
         _, served, missed, *_ = self._mailbox.words.tolist()
         return {"served": served, "missed": missed, "started": self._starts}
 
-    def close(self) -> None:
-        """End the process."""
+    def stop(self) -> None:
+        """End the process for good. Graphs that were captured may still be replayed."""
         self._closed.set()
         self._wanted.put(None)
         self._thread.join()
+
+    def close(self) -> None:
+        """`stop`, and let go of what captured graphs write."""
+        self.stop()
         self._mailbox.close()
 
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        wait = _AGAIN_S
         while not self._closed.is_set():
-            folder = tempfile.mkdtemp(prefix="sglang-ext-cache-rank-")
-            with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-                socket.linger = 0
-                try:
-                    self._lost(self._serve(socket, folder))
-                except Exception as error:  # of the other process, of sockets, of memory: steps go on without
-                    self._lost(f"{type(error).__name__}: {error}")
-                finally:
-                    self._end()
-                    shutil.rmtree(folder, ignore_errors=True)
-            self._closed.wait(_AGAIN_S)
-
-    def _lost(self, why: str) -> None:
-        self._planned, self._state = 0, "lost"
-        if not self._closed.is_set():
-            logger.warning(
-                "sparse attention: the cache rank on %s is lost: %s. Steps name their own candidates; it is started "
-                "again in %.0f s",
-                self._setup.device,
-                why,
-                _AGAIN_S,
-            )
+            before, why = int(self._mailbox.words[1]), ""
+            try:
+                with tempfile.TemporaryDirectory(prefix="sglang-ext-cache-rank-") as folder:
+                    why = self._lives(folder)
+            except Exception as error:  # of the other process, of sockets, of memory, of disks: steps go on without
+                why = f"{type(error).__name__}: {error}"
+            finally:
+                self._end()
+            wait = _AGAIN_S if int(self._mailbox.words[1]) > before else wait
+            self._planned, self._state = 0, "lost"
+            if not self._closed.wait(0):
+                logger.warning(
+                    "sparse attention: the cache rank on %s is lost: %s. Steps name their own candidates; it is "
+                    "started again in %.0f s",
+                    self._setup.device,
+                    why,
+                    wait,
+                )
+            self._closed.wait(wait)
+            wait = min(2 * wait, _RARELY_S)
 
     def _end(self) -> None:
         if self._process is not None:
@@ -190,39 +224,46 @@ class CacheRank:
             self._process.wait()
             self._process = None
 
-    def _serve(self, socket: zmq.Socket[bytes], folder: str) -> str:
+    def _lives(self, folder: str) -> str:
         """Start the process, which connects to a socket in the folder, and keep it informed; why that ended."""
         address = f"ipc://{folder}/socket"
-        socket.bind(address)
         self._starts += 1
-        self._state, self._planned = "starting", 0
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        files = (self._mailbox.descriptor,)
-        self._process = subprocess.Popen([*_COMMAND, address], env=environment, pass_fds=files)
-        socket.send(msgspec.msgpack.encode(self._setup))
-        sent: set[int] = set()
+        self._state, self._planned, self._sent = "starting", 0, set()
+        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+            socket.linger = 0
+            socket.bind(address)
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            command, files = [*_COMMAND, address, str(os.getpid())], (self._mailbox.descriptor,)
+            self._process = subprocess.Popen(command, env=environment, pass_fds=files)
+            self._send(socket, self._setup)
+            os.unlink(f"{folder}/socket")  # it is connected
+            if self._latest is not None:
+                self._wanted.put(self._latest)
+            return self._serve(socket)
+
+    def _serve(self, socket: zmq.Socket[bytes]) -> str:
+        """Keep the process informed until it ends, hangs or is too late; which of these."""
         begin = heard = time.monotonic()
         _, served, before, *_ = self._mailbox.words.tolist()
-        if self._latest is not None:
-            self._wanted.put(self._latest)
         while not self._closed.is_set():
             wanted = self._next()
+            assert self._process is not None
             if self._process.poll() is not None:
                 return f"its process ended with status {self._process.returncode}"
             while socket.poll(0):
                 self._read(socket.recv())
                 heard = time.monotonic()
-                shutil.rmtree(folder, ignore_errors=True)  # it is connected; nothing is left when this process ends
-            if isinstance(wanted, Drop) and wanted.number in sent:
-                sent.discard(wanted.number)
-                socket.send(msgspec.msgpack.encode(wanted))
-            elif isinstance(wanted, _Asked) and wanted is self._latest:
-                self._tell(socket, wanted, sent)
             now = time.monotonic()
             if self._state == "starting" and now - begin > _START_S:
                 return f"it was not ready within {_START_S:.0f} s"
             if self._state == "serving" and now - heard > _SILENT_S:
                 return f"it said nothing for {_SILENT_S:.0f} s"
+            if isinstance(wanted, Drop) and wanted.number in self._sent:
+                self._sent.discard(wanted.number)
+                self._send(socket, wanted)
+            elif isinstance(wanted, _Asked) and wanted is self._latest:
+                self._tell(socket, wanted)
+                heard = time.monotonic()
             _, came, missed, *_ = self._mailbox.words.tolist()
             if came != served:
                 served, before = came, missed
@@ -230,26 +271,40 @@ class CacheRank:
                 return f"{missed - before} answers, one after the other, did not come in time"
         return "it was closed"
 
+    def _send(self, socket: zmq.Socket[bytes], message: Told) -> None:
+        """Raises RuntimeError where the process ends, or takes nothing for too long."""
+        until = time.monotonic() + _START_S
+        assert self._process is not None
+        while not socket.poll(50, zmq.POLLOUT):
+            if self._process.poll() is not None:
+                raise RuntimeError(f"its process ended with status {self._process.returncode}")
+            if self._closed.is_set() or time.monotonic() > until:
+                raise RuntimeError(f"it took no message within {_START_S:.0f} s, or was closed")
+        socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+
     def _next(self) -> _Asked | Drop | None:
         try:
-            return self._wanted.get(timeout=0.02)
+            return self._wanted.get(timeout=_LATER_S if self.knows_plan or not self._scale else _SOON_S)
         except queue.Empty:
             return None
 
-    def _tell(self, socket: zmq.Socket[bytes], asked: _Asked, sent: set[int]) -> None:
+    def _tell(self, socket: zmq.Socket[bytes], asked: _Asked) -> None:
+        """A plan, and before it what the process lacks of its indexes, a layer at a time: residency may let them go."""
         for number, held in zip(asked.plan.indexes, asked.indexes, strict=True):
-            index = held()
-            if index is None:
-                return
-            if number not in sent:
-                layers = [named_first(layer) for layer in list(index.layers)]
-                if len(layers) != self._context.num_layers:
-                    return  # residency has let it go
-                load = Load(number, index.prefix_len, [packed(layer) for layer in layers])
-                del index, layers
-                socket.send(msgspec.msgpack.encode(load))
-                sent.add(number)
-        socket.send(msgspec.msgpack.encode(asked.plan))
+            if number in self._sent:
+                continue
+            for layer in range(self._context.num_layers):
+                index = held()
+                if index is None or len(index.layers) != self._context.num_layers:
+                    return
+                self._send(socket, Load(number, index.prefix_len, layer, self._first(index.layers[layer])))
+            self._sent.add(number)
+        self._send(socket, asked.plan)
+
+    def _first(self, arrays: Mapping[str, Tensor]) -> dict[str, Array]:
+        """The arrays that name candidates, as they travel, copied beside the steps."""
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return packed({name: array for name, array in arrays.items() if name.startswith(FIRST_PART)})
 
     def _read(self, content: bytes) -> None:
         try:
@@ -267,12 +322,19 @@ class CacheRank:
             self._timed = reply
         elif isinstance(reply, Problem):
             self._problems += 1
-            logger.warning("sparse attention: the cache rank did not follow a message: %s", reply.text)
+            self._sent.difference_update(reply.lacks)  # the next plan has them sent again
+            if reply.text != self._problem:
+                logger.warning("sparse attention: the cache rank did not follow a message: %s", reply.text)
+            self._problem = reply.text
 
 
-def named_first(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The arrays that name candidates."""
-    return {name: array for name, array in arrays.items() if name.startswith(FIRST_PART)}
+def cache_rank_for(spec: IndexSpec, context: OpContext, op: SelectOp, *, captured: bool) -> CacheRank | None:
+    """What `cache_device` asks for; None where nothing is named ahead. Arguments and errors as of `CacheRank`."""
+    device = context.config.cache_device
+    held = captured or context.device.type == "cpu"
+    if device is None or not held or not context.sizes.ahead or not isinstance(op, AheadOp):
+        return None
+    return CacheRank(spec, context, op, device, captured=captured)
 
 
 def check_device(device: torch.device, own: torch.device) -> None:
@@ -285,5 +347,5 @@ def check_device(device: torch.device, own: torch.device) -> None:
     number = torch.cuda.current_device() if own.index is None else own.index
     if device.index >= count or device.index == number:
         raise ValueError(f"{expected}, got {device} of {count} GPUs beside cuda:{number}; name another one, or null")
-    if not torch.cuda.can_device_access_peer(number, device.index):
-        raise ValueError(f"{expected}, got {device}, which cuda:{number} cannot reach; name another one, or null")
+    if not torch.cuda.can_device_access_peer(device.index, number):
+        raise ValueError(f"{expected}, got {device}, which cannot reach cuda:{number}; name another one, or null")

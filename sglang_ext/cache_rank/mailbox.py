@@ -34,12 +34,14 @@ class Mailbox(Protocol):
         descriptor: of the memory of the host, which the other process inherits.
         queries: [num_layers * max_batch, num_qo_heads, head_dim], written before `ask`.
         words: int64 on the host: the last question, answers that came, answers that did not.
+        nbytes: device memory.
     """
 
     address: Address
     descriptor: int
     queries: Tensor
     words: Tensor
+    nbytes: int
 
     def plan(self, number: int, groups: Sequence[SelectionGroup]) -> None:
         """Groups of the next questions; see `AskingSide.plan`."""
@@ -74,7 +76,7 @@ def queries_of(context: OpContext) -> tuple[int, ...]:
 
 
 class _Words:
-    """Memory of the host without a name, which ends with the processes that have it: the words, and on a CPU all else."""
+    """Memory of the host without a name, that ends with the processes: the words, and on a CPU all else."""
 
     def __init__(self, size: int) -> None:
         self.descriptor = os.memfd_create("sglang-ext-cache-rank")
@@ -97,8 +99,8 @@ class HostMailbox:
         self.descriptor = self._file.descriptor
         self.words, self._lists = self._file.words, self._file.all[_WORDS + size :]
         self.queries = self._file.all[_WORDS : _WORDS + size].view(dtype).view(queries)
-        self.address = Address(self._file.path, "cpu", b"", (name_of(dtype), queries), lists)
-        self._plan = self._number = self._expected = 0
+        self.address = Address(self._file.path, b"", (name_of(dtype), queries), lists)
+        self._plan = self._number = self._expected = self.nbytes = 0
 
     def plan(self, number: int, groups: Sequence[SelectionGroup]) -> None:
         self._plan = number
@@ -144,11 +146,12 @@ class DeviceMailbox:
         used, lists = math.prod(queries) * dtype.itemsize, named.nbytes
         size = -(-used // _HEADER) * _HEADER
         self._file, self._op, self._context = _Words(_WORDS), op, context
-        memory, handle = allocate(_HEADER + size + lists, device)
+        self.nbytes = _HEADER + size + lists
+        memory, handle = allocate(self.nbytes, device)
         self.words, self.descriptor = self._file.words, self._file.descriptor
         self.queries = memory[_HEADER : _HEADER + used].view(dtype).view(queries)
         self._inbox = memory[_HEADER + size :].view(torch.int32)
-        self.address = Address(self._file.path, str(device), handle, (name_of(dtype), queries), lists)
+        self.address = Address(self._file.path, handle, (name_of(dtype), queries), lists)
         came = memory[:8].view(torch.int64)
         self._side = AskingSide(registered(self.words), came, context.sizes.max_groups, _WAIT_US)
 
@@ -225,9 +228,10 @@ class DevicePeer:
             self._run(size, sm_scale)
             answer(self._always.clone().data_ptr(), 1 << 32)  # no question waits for a compiler
             torch.cuda.synchronize()
-            self._graphs[key] = graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._run(size, sm_scale)
+            self._graphs[key] = graph
         self._graph = self._graphs[key]
         torch.cuda.synchronize()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -25,14 +25,12 @@ class Address(msgspec.Struct, frozen=True):
 
     Attributes:
         path: of the words, and on a CPU of all else: memory whose descriptor the cache rank inherits.
-        device: of the inference rank's memory.
-        handle: of it, to open it in another process; empty on a CPU.
+        handle: of the inference rank's device memory, to open it in another process; empty on a CPU.
         queries: dtype, then lengths of their axes.
         lists: bytes of what is named.
     """
 
     path: str
-    device: str
     handle: bytes
     queries: tuple[str, tuple[int, ...]]
     lists: int
@@ -77,11 +75,14 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """An index: its number, tokens, and each layer's arrays that name candidates."""
+    """A layer of an index: the index's number and tokens, the layer, and its arrays that name candidates. Layers come in
+    order.
+    """
 
     number: int
     prefix_len: int
-    layers: list[dict[str, Array]]
+    layer: int
+    arrays: dict[str, Array]
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
@@ -117,16 +118,22 @@ class Planned(msgspec.Struct, tag=True, frozen=True):
 
 
 class Timed(msgspec.Struct, tag=True, frozen=True):
-    """Answers so far, and nanoseconds from a question to its answer, all together."""
+    """Answers so far, and nanoseconds from where a question was seen to its answer, all together."""
 
     answers: int
     nanoseconds: int
 
 
 class Problem(msgspec.Struct, tag=True, frozen=True):
-    """A message could not be followed; the cache rank goes on."""
+    """A message could not be followed; the cache rank goes on.
+
+    Attributes:
+        text: why.
+        lacks: numbers of indexes that it has not, or not whole.
+    """
 
     text: str
+    lacks: list[int] = []
 
 
 Told = Setup | Load | Drop | Plan
@@ -158,14 +165,3 @@ def unpacked(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Ten
         flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
         found[name] = flat.view(getattr(torch, dtype)).view(shape).to(device)
     return found
-
-
-def same_order(numbers: Sequence[int], known: Mapping[int, Any]) -> list[Any]:
-    """Of each number what is known of it.
-
-    Raises:
-        ValueError: nothing is known of one.
-    """
-    if missing := [number for number in numbers if number not in known]:
-        raise ValueError(f"expected indexes that were loaded, got numbers {missing}")
-    return [known[number] for number in numbers]

@@ -1,16 +1,20 @@
-"""The cache rank's process: `python -m sglang_ext.cache_rank.process ADDRESS`. The inference rank starts it."""
+"""The cache rank's process: `python -m sglang_ext.cache_rank.process ADDRESS PID`. The inference rank, whose process that
+is, starts it, and it ends with that.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 import zmq
+from torch import Tensor
 
 from sglang_ext.cache_rank.mailbox import make_peer
 from sglang_ext.cache_rank.messages import (
@@ -24,15 +28,14 @@ from sglang_ext.cache_rank.messages import (
     Setup,
     Timed,
     Told,
-    same_order,
     unpacked,
 )
 from sglang_ext.decode.select_op import AheadOp, make_op
 
-logger = logging.getLogger(__name__)
-
-_LOOK_S, _SPIN_S, _REST_S, _TELL_S = 2e-4, 0.02, 1e-4, 0.5
-"""Between two looks for a message; after a question, before rests begin; a rest; between two reports."""
+_LOOK_S, _SPIN_S, _TELL_S = 2e-4, 0.02, 0.5
+"""Between two looks for a message; after a question, before rests begin; between two reports."""
+_RESTS = ((0.5, 1e-4), (float("inf"), 2e-3))
+"""Seconds since the last question -> of a rest: the first question behind a long one may wait for it."""
 
 
 class LoadedIndex:
@@ -43,9 +46,9 @@ class LoadedIndex:
         layers: each layer's arrays that name candidates.
     """
 
-    def __init__(self, message: Load, device: torch.device) -> None:
-        self.prefix_len = message.prefix_len
-        self.layers = [unpacked(layer, device) for layer in message.layers]
+    def __init__(self, prefix_len: int) -> None:
+        self.prefix_len = prefix_len
+        self.layers: list[dict[str, Tensor]] = []
 
 
 class CacheRankProcess:
@@ -54,16 +57,17 @@ class CacheRankProcess:
     Args:
         socket: to that process; the first message has come.
         setup: that message.
+        parent: its number.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], setup: Setup) -> None:
-        self._socket, self._parent = socket, os.getppid()
+    def __init__(self, socket: zmq.Socket[bytes], setup: Setup, parent: int) -> None:
+        self._socket, self._parent = socket, parent
         spec, context = setup.made_for()
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)
         op = make_op(spec, context, captured=setup.captured)
         assert isinstance(op, AheadOp)
-        self._op, self._device = op, context.device
+        self._op, self._device, self._num_layers = op, context.device, context.num_layers
         self._peer = make_peer(setup.address, op, context)
         self._known: dict[int, LoadedIndex] = {}
         self._plan, self._asked = 0, int(self._peer.words[0])
@@ -75,22 +79,35 @@ class CacheRankProcess:
 
     def follow(self, content: bytes) -> None:
         """One message. What cannot be followed is answered by why, and changes nothing but that no plan is in force."""
+        lacks: list[int] = []
         try:
             message: Any = msgspec.msgpack.decode(content, type=Told)
             if isinstance(message, Load):
-                self._known[message.number] = LoadedIndex(message, self._device)
+                lacks = [message.number]
+                self._load(message)
             elif isinstance(message, Drop):
                 self._known.pop(message.number, None)
             elif isinstance(message, Plan):
                 self._plan = 0
-                indexes = same_order(message.indexes, self._known)
-                self._op.plan_ahead(message.size, message.rows, message.groups, indexes)
+                whole = {n for n, index in self._known.items() if len(index.layers) == self._num_layers}
+                lacks = [number for number in message.indexes if number not in whole]
+                if lacks:
+                    raise ValueError(f"expected indexes that were loaded, got numbers {lacks}")
+                indexes = [self._known[number] for number in message.indexes]
+                self._op.plan_ahead(message.size, message.rows, message.groups, cast(Any, indexes))
                 self._peer.plan(message.size, message.groups, message.sm_scale)
                 self._plan = message.number
                 self._send(Planned(message.number))
-        except (msgspec.MsgspecError, ValueError, RuntimeError, KeyError, AttributeError, IndexError) as error:
-            logger.warning("cache rank: a message was not followed: %s", error)
-            self._send(Problem(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # of bytes, of memory, of kernels: the next message may be another one
+            self._send(Problem(f"{type(error).__name__}: {error}", lacks))
+
+    def _load(self, message: Load) -> None:
+        """A layer of an index; where one is missing the index is none."""
+        index = self._known.get(message.number)
+        if index is None or message.layer == 0:
+            index = self._known[message.number] = LoadedIndex(message.prefix_len)
+        if message.layer == len(index.layers):
+            index.layers.append(unpacked(message.arrays, self._device))
 
     def serve(self) -> None:
         """Answer questions, of the plan in force only, and follow messages between them."""
@@ -117,19 +134,21 @@ class CacheRankProcess:
                         return
                     self._send(Timed(self._answers, self._nanoseconds))
             if now - busy > _SPIN_S:
-                time.sleep(_REST_S)
+                time.sleep(next(rest for since, rest in _RESTS if now - busy < since))
 
 
 def main() -> None:
     """Serve the process that listens at the address in the arguments."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    address, parent = sys.argv[1], int(sys.argv[2])
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s")
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.linger = 0
-    socket.connect(sys.argv[1])
+    socket.connect(address)
     while not socket.poll(1000):
-        if os.getppid() == 1:
+        if os.getppid() != parent:
             return
-    CacheRankProcess(socket, msgspec.msgpack.decode(socket.recv(), type=Setup)).serve()
+    CacheRankProcess(socket, msgspec.msgpack.decode(socket.recv(), type=Setup), parent).serve()
 
 
 if __name__ == "__main__":

@@ -236,6 +236,11 @@ def graph_refusal(device: str, config: SparseAttnConfig, has: Callable[[str, str
             "--sparse-attn: expected decode CUDA graphs to be off while prompts are captured; they are on. A graph "
             "replays attention without Python, so decode steps cannot be recorded: add --disable-decode-cuda-graph."
         )
+    if config.cache_device is not None and no_decode_graph and build in (Build.OFF, Build.SHARED):
+        return (
+            "--sparse-attn: expected decode CUDA graphs with cache_device; they are off. Remove the flag that turns "
+            "them off, or cache_device."
+        )
     if not (no_decode_graph or has(Phase.DECODE, Backend.FULL)):
         return (
             "--sparse-attn: expected the decode graph backend 'full' (SGLang's default on CUDA) or none; got another "

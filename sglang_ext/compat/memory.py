@@ -12,6 +12,7 @@ from sglang_ext.compat import latent
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.decode.buffers import KEPT_BYTES
+from sglang_ext.decode.planner import MAX_BATCH
 from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
 from sglang_ext.methods.layer_plan import heads_of_rank
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 BUFFER_BYTES = 768 << 20
 """For what shared and sparse steps need at a fixed place and while costs are measured: more than the table in
 docs/operating.md adds up to for 8 KV heads of 128 and contexts of 131,072 tokens."""
-CACHE_RANK_BYTES = 320 << 20
-"""For what a cache rank reads and writes: queries of all layers, and lists as large as those of `COMBINED_BYTES`."""
 COMBINED_BYTES = 256 << 20
 """For the scores of a second and a third method, or the lists between two."""
 BUILD_BYTES = 768 << 20
@@ -53,7 +52,6 @@ def promised_bytes(config: SparseAttnConfig, available: int, *, graphs: bool) ->
         total += config.suffix_index_bytes if config.suffix_dense_tokens is not None else 0
         kept = config.steps_per_search > 1 or config.select_ahead or _reuses_earlier(config.layer_plan)
         total += KEPT_BYTES if kept else 0
-        total += CACHE_RANK_BYTES if config.cache_device is not None else 0
         total += KEPT_BYTES if config.trace_folder is not None else 0  # copies of lists
         # The pool takes what is left. So 1 of 21 parts is a twentieth of a pool that has the other 20.
         given, rest = config.index_gpu_bytes, max(0, available - total)
@@ -92,6 +90,16 @@ def offload_bytes(settings: Settings, configurator: Any) -> int:
     return cells + rows * per_layer + len(plan.dense_layers) * host_bytes // layers
 
 
+def cache_rank_bytes(config: SparseAttnConfig, configurator: Any) -> int:
+    """Device bytes of what a cache rank reads and writes: queries of all layers, and lists as `COMBINED_BYTES` has."""
+    if config.cache_device is None or config.decode_path in (DecodePath.STOCK, DecodePath.CASCADE):
+        return 0
+    model_config = configurator.model_config
+    _, width, _ = latent.kv_shape(model_config)
+    rows = int(model_config.num_hidden_layers) * MAX_BATCH
+    return COMBINED_BYTES + rows * int(model_config.num_attention_heads) * width * int(model_config.dtype.itemsize)
+
+
 _offload: Offload | None = None
 """What asks for rows behind the KV pool in this process."""
 
@@ -127,7 +135,7 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
         return result
     args = configurator.server_args
     off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
-    behind = offload_bytes(settings, configurator)
+    behind = offload_bytes(settings, configurator) + cache_rank_bytes(settings.config, configurator)
     promised = behind + promised_bytes(settings.config, result - behind, graphs=not off)
     if promised >= result:
         config = settings.config

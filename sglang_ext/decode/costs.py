@@ -72,6 +72,7 @@ class StepCosts:
         behind: one among candidates that the step before named; nothing where it attends what that one selected.
         ahead: naming the candidates of the next step, for all layers; nothing where no step does.
         num_dense, num_anchors, num_reuse: layers of each role.
+        elsewhere: whether another device names them, but for steps that name their own.
     """
 
     attend: Lines
@@ -81,6 +82,7 @@ class StepCosts:
     num_reuse: int
     behind: Lines = field(default_factory=_nothing)
     ahead: Lines = field(default_factory=_nothing)
+    elsewhere: bool = False
 
     def exact_us(self, tokens: int, lists: int) -> float:
         """A step that attends so many tokens of so many groups and single requests in each layer, each read once."""
@@ -101,7 +103,7 @@ class StepCosts:
         lists = len(prefixes) + others
         dense = self.num_dense * self.attend(sum(prefixes) + suffix, lists)
         select, behind, ahead = (of(sum(prefixes), len(prefixes)) for of in (self.select, self.behind, self.ahead))
-        selecting = self.num_anchors * (behind + (select - behind) / steps) + ahead
+        selecting = self.num_anchors * (behind + (select - behind) / steps) + ahead / (steps if self.elsewhere else 1)
         return dense + selecting + (self.num_anchors + self.num_reuse) * self.attend(sum(budgets) + suffix, lists)
 
 

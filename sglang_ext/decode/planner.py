@@ -16,14 +16,14 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
-from sglang_ext.cache_rank.client import CacheRank
+from sglang_ext.cache_rank.client import CacheRank, cache_rank_for
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
 from sglang_ext.decode.guard import GuardedStep, QualityGuard
-from sglang_ext.decode.select_op import AheadOp, ListSizes, OpContext, SelectOp, graph_refusal, make_op
+from sglang_ext.decode.select_op import ListSizes, OpContext, SelectOp, graph_refusal, make_op
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, HostPrefix, StepPath
@@ -223,9 +223,7 @@ class DecodePlanner:
             except ValueError as error:
                 message = str(error)
             else:
-                if config.cache_device is not None and isinstance(sparse.op, AheadOp):
-                    own = context(sparse.sizes), sparse.op, config.cache_device
-                    sparse.cache_rank = CacheRank(spec, *own, captured=graphs)
+                sparse.cache_rank = cache_rank_for(spec, context(sparse.sizes), sparse.op, captured=graphs)
                 return sparse
         logger.warning("sparse attention: indexes are not used: %s", message)
         return None
@@ -234,6 +232,8 @@ class DecodePlanner:
         """Serve no step from now on; the log says why, once."""
         if self.guard is not None:
             self.guard.drop()
+        if self.cache_rank is not None:
+            self.cache_rank.stop()
         if self.refusal is None:
             self.refusal = why
             logger.warning("sparse attention: decode steps are left to SGLang's own backend: %s", why)

@@ -224,7 +224,7 @@ class ReferenceOp(AheadOp):
         return True
 
     def tile(self, size: int) -> Hashable:
-        return None
+        return size if self._layers else None  # queries of several layers lie as many apart as a batch has
 
     def plan(
         self,

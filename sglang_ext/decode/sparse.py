@@ -12,7 +12,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -345,7 +345,9 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         if costs is None:
             return None
         lengths = [prefix.length for prefix in plan.selects.prefixes]
-        return costs.sparse_us(lengths, plan.selects.budgets, plan.own, plan.others, self._turns.steps_of(plan.settled))
+        alone = self.cache_rank is not None and not self.cache_rank.knows_plan
+        steps = 1 if alone else self._turns.steps_of(plan.settled)
+        return costs.sparse_us(lengths, plan.selects.budgets, plan.own, plan.others, steps)
 
     def begin(self, plan: SparsePlan, batch: DecodeBatch) -> StepPath | None:
         before = self._planned.layout if self._planned else None
@@ -359,9 +361,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             self._buffers.copy_prefixes(layout, batch)  # slots of a request that nothing is known of may yet change
         self._buffers.refresh(batch)
         self._active = plan.kernels
-        if self.cache_rank is not None and not self.cache_rank.serves():
-            self._turns.skip(plan.settled)
-        self._turns.take(plan.settled)
+        self._turns.take(plan.settled, must=self.cache_rank is not None and not self.cache_rank.serves())
         if self.copies is not None:
             groups = zip(layout.prefixes, plan.indexes, strict=True)
             self.copies.groups = [
@@ -544,11 +544,12 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
         attending, selecting, *later = measured
         named = dict(zip(("ahead", "behind"), later, strict=False))
-        costs = self._costs[block_of(kernels.size)] = StepCosts(attending, selecting, dense, anchors, reuse, **named)
+        costs = replace(StepCosts(attending, selecting, dense, anchors, reuse), **named)
+        costs = self._costs[block_of(kernels.size)] = replace(costs, elsewhere=self.cache_rank is not None)
         return costs
 
     @property
     def nbytes(self) -> int:
         """See the base; scratch of the kernels apart."""
-        swap = 0 if self.swap is None else self.swap.nbytes
-        return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self.lse.nbytes + swap
+        beside = sum(one.nbytes for one in (self.swap, self.cache_rank) if one is not None)
+        return self._buffers.nbytes + self._lists.nbytes + self.op.nbytes + self.lse.nbytes + beside

@@ -33,15 +33,16 @@ class SearchTurns:
         """
         return min(self.period, 1 + (self._steps if groups is not None and groups == self._groups else 0))
 
-    def take(self, groups: Hashable | None) -> None:
+    def take(self, groups: Hashable | None, *, must: bool = False) -> None:
         """The next decode step is a sparse one: it searches where the last search was for others, or has served long
         enough.
 
         Args:
             groups: what makes two selections the same but for the queries. None: its slots may still change, so that
                 lists would hold those of before.
+            must: it searches in any case.
         """
-        self.searches = groups is None or groups != self._searched or self._uses == self.period
+        self.searches = must or groups is None or groups != self._searched or self._uses == self.period
         self._uses = 1 if self.searches else self._uses + 1
         self._searched = groups
         self._count(groups)

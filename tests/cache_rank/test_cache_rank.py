@@ -18,7 +18,7 @@ import torch
 import zmq
 
 from sglang_ext.cache_rank import client
-from sglang_ext.cache_rank.client import CacheRank, check_device, named_first
+from sglang_ext.cache_rank.client import CacheRank, check_device
 from sglang_ext.cache_rank.mailbox import make_mailbox
 from sglang_ext.cache_rank.messages import Load, Plan, Planned, Problem, Ready, Reply, Setup, packed
 from sglang_ext.decode.select_op import AheadOp, OpContext
@@ -158,13 +158,13 @@ def test_the_process_follows_what_it_can_and_says_what_it_cannot(tmp_path: Path)
     mailbox = make_mailbox(server.sparse.op, server.context)
     setup = Setup.of(SPEC, server.context, "cpu", mailbox.address, captured=False)
     _, index = server.prefix(200)
-    arrays = [packed(named_first(layer)) for layer in index.layers]
-    short = [{name: (dtype, shape, content[:-1]) for name, (dtype, shape, content) in arrays[0].items()}]
+    arrays = [packed({name: one for name, one in layer.items() if "first." in name}) for layer in index.layers]
+    short = {name: (dtype, shape, content[:-1]) for name, (dtype, shape, content) in arrays[0].items()}
     plan = Plan(1, 1, [(0,)], server.sparse._packed([(200, 40, 0)]), [7], 0.1)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.bind(f"ipc://{tmp_path}/socket")
-        command = [sys.executable, "-m", "sglang_ext.cache_rank.process", f"ipc://{tmp_path}/socket"]
+        command = [*client._COMMAND, f"ipc://{tmp_path}/socket", str(os.getpid())]
         process = subprocess.Popen(command, pass_fds=(mailbox.descriptor,))
         with process:
             try:
@@ -179,9 +179,13 @@ def test_the_process_follows_what_it_can_and_says_what_it_cannot(tmp_path: Path)
 
                 assert said(setup) == Ready()
                 assert "MsgspecError" in said(b"\xc1 no message").text or "DecodeError" in said(b"\xc1").text
-                assert "RuntimeError" in said(Load(7, 200, short)).text
-                assert "expected indexes that were loaded, got numbers [7]" in said(plan).text
-                socket.send(msgspec.msgpack.encode(Load(7, 200, arrays)))
+                problem = said(Load(7, 200, 0, short))
+                assert ("RuntimeError" in problem.text, problem.lacks) == (True, [7])
+                for layer, one in enumerate(arrays):
+                    problem = said(plan)
+                    assert "expected indexes that were loaded, got numbers [7]" in problem.text
+                    assert problem.lacks == [7]
+                    socket.send(msgspec.msgpack.encode(Load(7, 200, layer, one)))
                 assert said(plan) == Planned(1)
                 assert process.poll() is None
             finally:
@@ -206,6 +210,45 @@ def test_replies_that_are_none_are_counted(soon: None, tmp_path: Path, monkeypat
     within(60, lambda: (server.step([1, 2, 3, 4]), server.state["problems"] >= 1 and server.state["started"] >= 2)[1])
     assert server.state["served"] == 0
     server.rank.close()
+
+
+def test_a_process_that_cannot_start_is_tried_again_less_and_less(
+    soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends before it has taken a message. Steps and the end of the server wait for none."""
+    monkeypatch.setattr(client, "_COMMAND", [sys.executable, "-c", "raise SystemExit(3)"])
+    server = Ranked(SPEC)
+    join_four(server)
+    assert searches(server, [1, 2, 3, 4], 4) == [True] * 4
+    within(60, lambda: server.state["started"] >= 3)
+    server.rank.close()
+    said = [line for line in caplog.messages if "ended with status 3. Steps name their own candidates" in line]
+    assert len(said) >= 2
+    assert "started again in 0 s" in said[0]
+
+
+def test_a_request_that_selects_nothing_changes_what_is_asked(server: Ranked) -> None:
+    """Queries of several layers lie as many apart as the batch has, also where groups stay."""
+    join_four(server)
+    server.until_served([1, 2, 3, 4])
+    server.join(5, server.slots(31), None, 3)
+    assert searches(server, [1, 2, 3, 4, 5], 1) == [True]
+    server.until_served([1, 2, 3, 4, 5])
+    server.leave(5)
+    assert searches(server, [1, 2, 3, 4], 1) == [True]
+    server.until_served([1, 2, 3, 4])
+
+
+def test_steps_that_search_are_charged_whole_while_no_one_answers(server: Ranked) -> None:
+    join_four(server)
+    server.until_served([1, 2, 3, 4])
+    turns = server.sparse._turns
+    steps = turns._steps
+    assert searches(server, [1, 2, 3, 4], 3) == [False] * 3
+    assert turns._steps == steps + 3
+    server.rank._planned = 0
+    searches(server, [1, 2, 3, 4], 2)
+    assert turns._steps == steps + 5, "each counts once"
 
 
 def test_a_device_that_shares_no_memory_is_refused() -> None:

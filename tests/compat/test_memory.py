@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
 from sglang_ext.compat.memory import (
     BUFFER_BYTES,
     BUILD_BYTES,
-    CACHE_RANK_BYTES,
     COMBINED_BYTES,
     after_profile_available_bytes,
     kv_bytes,
@@ -54,11 +54,6 @@ def indexes_of(fixed: int, available: int = 20 * GIB) -> int:
         ('{"search_period": 4}', BUFFER_BYTES + KEPT_BYTES, True),
         ('{"exactness": "verify"}', BUFFER_BYTES + KEPT_BYTES, True),
         ('{"method": "two_level", "select_ahead": true}', BUFFER_BYTES + COMBINED_BYTES + KEPT_BYTES, True),
-        (
-            '{"method": "two_level", "select_ahead": true, "cache_device": "cuda:1"}',
-            BUFFER_BYTES + COMBINED_BYTES + KEPT_BYTES + CACHE_RANK_BYTES,
-            True,
-        ),
         ('{"search_period": 4, "decode_path": "cascade"}', BUFFER_BYTES, False),
         ('{"trace_folder": "traces"}', BUFFER_BYTES + KEPT_BYTES, True),
         ('{"suffix_dense_tokens": 4096, "suffix_index_bytes": 3000}', 3000 + BUFFER_BYTES, True),
@@ -68,6 +63,19 @@ def indexes_of(fixed: int, available: int = 20 * GIB) -> int:
 def test_the_pool_gets_what_is_left(tmp_path: Path, config: str | None, fixed: int, indexes: bool) -> None:
     promised = fixed + (indexes_of(fixed) if indexes else 0)
     assert after_profile_available_bytes(20 * GIB, configurator(tmp_path, config), 80) == 20 * GIB - promised
+
+
+def test_what_a_cache_rank_reads_and_writes_is_promised(tmp_path: Path) -> None:
+    """Queries of all layers of 128 requests, and lists."""
+    numbers = {"num_hidden_layers": 63, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    model_config = SimpleNamespace(**numbers, dtype=torch.bfloat16)
+    wanted = '{"method": "two_level", "select_ahead": true, "cache_device": "cuda:1"}'
+    pools = [
+        after_profile_available_bytes(20 * GIB, configurator(tmp_path, config, model_config=model_config))
+        for config in (wanted.replace('"cuda:1"', "null"), wanted)
+    ]
+    queries = 63 * 128 * 64 * 128 * 2
+    assert pools[0] - pools[1] == pytest.approx((COMBINED_BYTES + queries) * 20 / 21, abs=2)
 
 
 def test_indexes_may_have_a_twentieth_of_the_pool_or_what_was_said(tmp_path: Path) -> None:

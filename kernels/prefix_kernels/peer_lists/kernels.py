@@ -86,7 +86,7 @@ def copy_lists_kernel(
     layer_entries, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (layer, group, part). An entry that is out of range becomes the nearest one that is not: whatever the
-    other process wrote, attention reads inside the prefix.
+    other process wrote, what reads the lists stays inside the prefix, whose length entries divide.
     """
     fields = groups_ptr + tl.program_id(1) * 3
     begin = tl.program_id(0).to(tl.int64) * layer_entries + tl.load(fields)
