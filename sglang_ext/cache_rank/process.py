@@ -1,5 +1,5 @@
-"""The cache rank's process: `python -m sglang_ext.cache_rank.process ADDRESS PID`. The inference rank, whose process that
-is, starts it, and it ends with that.
+"""The cache rank's process: `python -m sglang_ext.cache_rank.process ADDRESS PID`. The inference rank, which is process
+PID, starts it, and it ends with that.
 """
 
 from __future__ import annotations

@@ -543,9 +543,10 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         modes = [role.mode for role in self._layer_plan.layers]
         dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
         attending, selecting, *later = measured
-        named = dict(zip(("ahead", "behind"), later, strict=False))
-        costs = replace(StepCosts(attending, selecting, dense, anchors, reuse), **named)
-        costs = self._costs[block_of(kernels.size)] = replace(costs, elsewhere=self.cache_rank is not None)
+        costs = StepCosts(attending, selecting, dense, anchors, reuse, elsewhere=self.cache_rank is not None)
+        if later:
+            costs = replace(costs, ahead=later[0], behind=later[1])
+        self._costs[block_of(kernels.size)] = costs
         return costs
 
     @property
