@@ -75,9 +75,7 @@ class Setup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """A layer of an index: the index's number and tokens, the layer, and its arrays that name candidates. Layers come in
-    order.
-    """
+    """A layer of an index, in order: the index's number and tokens, the layer, its arrays that name candidates."""
 
     number: int
     prefix_len: int
