@@ -357,3 +357,15 @@ def test_the_documented_times_of_lossless_decode_are_the_rows() -> None:
         assert (name[:4].lower(), said) == (file[:4], wanted)
     many = (f"{ms[of]:.2f}" for of in (("plugin", "shared", None, 32), ("lossless", "lossless", "0.92", 32)))
     assert "32 requests take {} ms in exact steps and {} with drafts at 92%".format(*many) in prose("docs/lossless")
+
+
+def test_the_documented_times_of_a_cache_rank_are_the_rows() -> None:
+    rows = rows_of(RESULTS / "decode-h200-cache-rank.jsonl")
+    of = {(row["config"].get("cache_device"), row["prefixes"], row["batch"]): row for row in rows}
+    cells = (1, 1), (1, 8), (1, 32), (8, 8)
+    own, other = ([of[(device, *cell)] for cell in cells] for device in (None, "cuda:1"))
+    wanted = [[f"{row['ms']:.2f}" for row in one] for one in (own, other)]
+    wanted.append([f"{row['cache_rank']['answer_us']:.0f}" for row in other])
+    table = documented_table("selection", "| | 131,072 tokens: batch 1")
+    assert [line[1:] for line in table] == wanted
+    assert all(0.96 < one["ms"] / two["ms"] < 1 for one, two in zip(other, own, strict=True))
