@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -207,7 +208,7 @@ class CacheRank:
                 self._end()
             wait = _AGAIN_S if int(self._mailbox.words[1]) > before else wait
             self._planned, self._state = 0, "lost"
-            if not self._closed.wait(0):
+            if not self._closed.is_set():
                 logger.warning(
                     "sparse attention: the cache rank on %s is lost: %s. Steps name their own candidates; it is "
                     "started again in %.0f s",
@@ -236,7 +237,7 @@ class CacheRank:
             command, files = [*_COMMAND, address, str(os.getpid())], (self._mailbox.descriptor,)
             self._process = subprocess.Popen(command, env=environment, pass_fds=files)
             self._send(socket, self._setup)
-            os.unlink(f"{folder}/socket")  # it is connected
+            shutil.rmtree(folder)  # it is connected; nothing is left when this process is killed
             if self._latest is not None:
                 self._wanted.put(self._latest)
             return self._serve(socket)
