@@ -100,9 +100,10 @@ def test_requests_end_whatever_becomes_of_the_process(
         calls = [pool.submit(server.generate, one, SAID) for one in prompts]
         os.kill(rank(server)["pid"], fault)
         answers = [call.result() for call in calls]
-    shares = [tokens_alike(one, of) / SAID for one, of in zip(answers, alone, strict=True)]
-    print(f"{fault.name}: alike {shares}")
+    said = [tokens_alike(one, of) for one, of in zip(answers, alone, strict=True)]
+    print(f"{fault.name}: alike {said}")
     assert [len(one.ids) for one in answers] == [SAID] * len(prompts)
-    assert sum(shares) > 0.8 * len(shares)
+    # Behind their answers the model says anything, and requests that select together select otherwise.
+    assert all(count >= len(of.answer) - 1 for count, of in zip(said, DOCUMENT.questions, strict=True))
     server.until(lambda state: state["decode"]["cache_rank"]["started"] > starts)
     assert until_served(server, prompts[0])["state"] == "serving"
