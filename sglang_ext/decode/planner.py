@@ -16,9 +16,9 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
-from sglang_ext.cache_rank.client import CacheRank, cache_rank_for
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.base import DecodeBackend
+from sglang_ext.decode.cache_rank.client import CacheRank, cache_rank_for
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker

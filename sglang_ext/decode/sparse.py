@@ -22,7 +22,6 @@ from torch import Tensor
 from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV, SelectionGroup, list_stride, pack_lists
-from sglang_ext.cache_rank.client import CacheRank
 from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.decode.attention import Attends, Attentions
 from sglang_ext.decode.base import DecodeBackend
@@ -35,6 +34,7 @@ from sglang_ext.decode.buffers import (
     list_entries,
     num_sets,
 )
+from sglang_ext.decode.cache_rank.client import CacheRank
 from sglang_ext.decode.costs import Line, Lines, StepCosts, measure_us, numbers_of_groups
 from sglang_ext.decode.grouping import SlotTracker, StepGroups, first_that_fit
 from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, selection_group

@@ -17,10 +17,10 @@ import pytest
 import torch
 import zmq
 
-from sglang_ext.cache_rank import client
-from sglang_ext.cache_rank.client import CacheRank, check_device
-from sglang_ext.cache_rank.mailbox import make_mailbox
-from sglang_ext.cache_rank.messages import Load, Plan, Planned, Problem, Ready, Reply, Setup, packed
+from sglang_ext.decode.cache_rank import client
+from sglang_ext.decode.cache_rank.client import CacheRank, check_device
+from sglang_ext.decode.cache_rank.mailbox import make_mailbox
+from sglang_ext.decode.cache_rank.messages import Load, Plan, Planned, Problem, Ready, Reply, Setup, packed
 from sglang_ext.decode.select_op import AheadOp, OpContext
 from sglang_ext.methods.base import parse_spec
 from tests.sparse_server import LAYERS, Server, join_four, searches
@@ -252,6 +252,6 @@ def test_steps_that_search_are_charged_whole_while_no_one_answers(server: Ranked
 
 
 def test_a_device_that_shares_no_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="another GPU that this one shares memory with, got cpu beside cuda:0"):
+    with pytest.raises(ValueError, match="got cpu beside cuda:0; name a GPU beside a GPU, or null"):
         check_device(CPU, torch.device("cuda:0"))
     check_device(CPU, CPU)

@@ -14,6 +14,7 @@ from torch import Tensor
 from prefix_kernels.launching import launch, send
 from prefix_kernels.peer_lists.kernels import (
     CAME,
+    EXPECTED,
     PLAN,
     answer_kernel,
     copy_lists_kernel,
@@ -23,8 +24,6 @@ from prefix_kernels.peer_lists.kernels import (
 )
 from prefix_kernels.types import SelectionGroup
 
-WORDS = 3
-"""On the host: the last question, as plan << 32 | number; answers that came; and that did not."""
 _STATE = 6
 _BLOCK, _PARTS, _COPIES = 1024, 4, 132
 
@@ -36,7 +35,8 @@ class AskingSide:
         answer: int64 [1], the word of the last answer; the other process writes it.
 
     Args:
-        words: address of int64 [`WORDS`] that this device may write and both processes' hosts may read.
+        words: address of int64 [3] on the host, that this device may write and both processes read: the last
+            question, as plan << 32 | number; answers that came; and answers that did not.
         answer: see above.
         max_groups: of a plan, at most.
         most: how often an answer is looked for, which takes about a microsecond each time.
@@ -64,7 +64,7 @@ class AskingSide:
 
     def forget(self) -> None:
         """Wait for no answer next time."""
-        self._state[2:3].zero_()
+        self._state[EXPECTED.value : EXPECTED.value + 1].zero_()
 
     def take(self, inbox: Tensor, lists: Tensor, num_layers: int) -> None:
         """Wait for the answer to the last question. What comes goes to `lists`; else these stay as they are.

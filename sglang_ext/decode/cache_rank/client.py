@@ -23,8 +23,8 @@ import zmq
 from torch import Tensor
 
 from prefix_kernels.types import SelectionGroup
-from sglang_ext.cache_rank.mailbox import make_mailbox
-from sglang_ext.cache_rank.messages import (
+from sglang_ext.decode.cache_rank.mailbox import make_mailbox
+from sglang_ext.decode.cache_rank.messages import (
     Array,
     Drop,
     Load,
@@ -54,7 +54,7 @@ _SOON_S, _LATER_S = 5e-4, 0.02
 """Between two looks for its replies, while one is waited for, and while none is."""
 
 
-_COMMAND = [sys.executable, "-m", "sglang_ext.cache_rank.process"]
+_COMMAND = [sys.executable, "-m", "sglang_ext.decode.cache_rank.process"]
 """Of the process; the address to connect to comes behind."""
 _numbers = itertools.count(1)
 
@@ -342,7 +342,7 @@ def check_device(device: torch.device, own: torch.device) -> None:
     """Raise ValueError unless a process on that device can read and write the memory of our own."""
     expected, count = "expected cache_device as another GPU that this one shares memory with", torch.cuda.device_count()
     if device.type != own.type:
-        raise ValueError(f"{expected}, got {device} beside {own}; name one of {count} GPUs")
+        raise ValueError(f"{expected}, got {device} beside {own}; name a GPU beside a GPU, or null")
     if own.type == "cpu":
         return
     number = torch.cuda.current_device() if own.index is None else own.index

@@ -1,10 +1,10 @@
-"""The cache rank's process: `python -m sglang_ext.cache_rank.process ADDRESS PID`. The inference rank, which is process
-PID, starts it, and it ends with that.
+"""The cache rank's process: `python -m sglang_ext.decode.cache_rank.process ADDRESS PID`.
+
+The inference rank, which is process PID, starts the process. The process ends with the inference rank.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -16,8 +16,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from sglang_ext.cache_rank.mailbox import make_peer
-from sglang_ext.cache_rank.messages import (
+from sglang_ext.decode.cache_rank.mailbox import make_peer
+from sglang_ext.decode.cache_rank.messages import (
     Drop,
     Load,
     Plan,
@@ -141,7 +141,6 @@ def main() -> None:
     """Serve the process that listens at the address in the arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     address, parent = sys.argv[1], int(sys.argv[2])
-    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s")
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.linger = 0
     socket.connect(address)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from prefix_kernels.peer_lists import AskingSide, answer, copy_lists, copy_words, group_table
 from prefix_kernels.types import SelectionGroup
-from sglang_ext.cache_rank.messages import Address, name_of
+from sglang_ext.decode.cache_rank.messages import Address, name_of
 from sglang_ext.decode.select_op import AheadOp, OpContext
 
 _WORDS, _ANSWER = 4096, 3
-"""Bytes of the file of the words, and which of them is the answer, on a CPU. The first three are `peer_lists.WORDS`."""
+"""Bytes of the words, and which of them is the answer, on a CPU. The first three are those of `AskingSide`."""
 _HEADER = 256
 _WAIT_US = 500
 """For an answer: naming candidates oneself takes no longer."""
@@ -256,14 +256,24 @@ def make_peer(address: Address, op: AheadOp, context: OpContext) -> HostPeer | D
     return kind(address, op, context)
 
 
+def cuda_runtime() -> Any:
+    """CUDA's own Python module, which torch brings on a GPU. Raises RuntimeError without it."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise RuntimeError(
+            f"cache_device: expected the package cuda-bindings, got: {error}; install it, or set cache_device to null"
+        ) from error
+    return runtime
+
+
 def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a call of the CUDA runtime gave.
 
     Raises:
         RuntimeError: an error.
     """
-    from cuda.bindings import runtime
-
+    runtime = cuda_runtime()
     error, *found = result
     if error != runtime.cudaError_t.cudaSuccess:
         raise RuntimeError(f"cache_device: expected memory that two GPUs see, got {error}; set cache_device to null")
@@ -279,8 +289,7 @@ class _Memory:
 
 def allocate(size: int, device: torch.device) -> tuple[Tensor, bytes]:
     """uint8 [size], zeros, for as long as the process lives, and the handle that opens it in another process."""
-    from cuda.bindings import runtime
-
+    runtime = cuda_runtime()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # a context
         (address,) = check(runtime.cudaMalloc(size))
@@ -292,8 +301,7 @@ def allocate(size: int, device: torch.device) -> tuple[Tensor, bytes]:
 
 def opened(handle: bytes) -> int:
     """Address, for the current device, of another process's memory."""
-    from cuda.bindings import runtime
-
+    runtime = cuda_runtime()
     torch.cuda.current_stream().synchronize()
     own = runtime.cudaIpcMemHandle_t()
     own.reserved = handle
@@ -306,5 +314,7 @@ def registered(words: Tensor) -> int:
     mapped = 2
     code = torch.cuda.cudart().cudaHostRegister(words.data_ptr(), words.nbytes, mapped)  # type: ignore[no-untyped-call]
     if int(code):
-        raise RuntimeError(f"cache_device: expected words of the host that a GPU writes, got error {int(code)}")
+        raise RuntimeError(
+            f"cache_device: expected words of the host that a GPU writes, got error {int(code)}; set it to null"
+        )
     return words.data_ptr()
