@@ -239,12 +239,93 @@ def triton(problem: Problem) -> Case:
     return Case(problem, attend, out, None, "all", {"splits": int(splits[0])})
 
 
+class PageBounds:
+    """The greatest and the least value that each channel has in a page's keys, and pages by what they bound.
+
+    Args:
+        keys: [slots, num_kv_heads, head_dim], of a layer.
+        pages: slots, [batch, pages, page].
+    """
+
+    def __init__(self, keys: Tensor, pages: Tensor) -> None:
+        found = [torch.cat([own.amax(1), own.amin(1)], 2) for own in (keys[slots.long()] for slots in pages)]
+        self._bounds = torch.stack(found).permute(0, 2, 3, 1).flatten(0, 1).contiguous()  # [lists, channels, pages]
+
+    def scores(self, q: Tensor) -> Tensor:
+        """What q.k is at most in each page (Quest, Algorithm 1), [batch * num_kv_heads, pages], in the keys' dtype.
+
+        Args:
+            q: [batch * num_kv_heads, query heads of each, head_dim]; the greatest of these counts.
+        """
+        return torch.bmm(torch.cat([q.relu(), -(-q).relu()], 2), self._bounds).amax(1)
+
+
+@dataclass(eq=False)
+class _QuestCase(Case):
+    """Compared with an oracle of the pages that were found, [batch * num_kv_heads, pages]."""
+
+    found: Tensor
+
+    def check(self) -> Gate:
+        own = self.problem
+        tokens = self.found[:, :, None] * own.sizes.page + torch.arange(own.sizes.page, device=self.found.device)
+        positions = tokens.view(own.positions.shape)
+        return dataclasses.replace(own, positions=positions, _oracles={}).gate(self.out, self.lse, self.reads)
+
+
+def quest(problem: Problem) -> Case:
+    """Each KV head of a request attends its best pages, as many tokens as `problem.positions`, and its suffix.
+
+    Raises:
+        ValueError: requests share a prefix, or the budget is not whole pages.
+    """
+    module, sizes, shape = flashinfer(), problem.sizes, problem.shape
+    count, heads, device = problem.positions.shape[2], shape.num_kv_heads, problem.q.device
+    if sizes.rows > 1 or count % sizes.page:
+        raise ValueError(
+            f"expected one request on each prefix and a budget of whole pages, got {sizes}, {count} tokens"
+        )
+    lists, width = sizes.batch * heads, count + sizes.suffix
+    pages = problem.prefix_slots.view(sizes.batch, -1, sizes.page)
+    bounds = {id(kv): PageBounds(kv.k_cache, pages) for kv in problem.layers}
+
+    # To FlashInfer each KV head of a request is a request of one head, and each head of a slot a page of one token.
+    of_head = torch.arange(heads, dtype=torch.int32, device=device)[:, None]
+    entries = (pages[:, None] * heads + of_head[..., None]).flatten(0, 1)
+    indices = torch.zeros(sizes.batch, heads, width, dtype=torch.int32, device=device)
+    indices[:, :, count:] = problem.suffix_slots[:, None] * heads + of_head
+    indices = indices.flatten(0, 1)
+    indptr = torch.arange(0, lists * width + 1, width, dtype=torch.int32, device=device)
+    last = torch.ones(lists, dtype=torch.int32, device=device)
+    buffers = {"paged_kv_indptr_buffer": indptr.clone(), "paged_kv_last_page_len_buffer": last.clone()}
+    buffers["paged_kv_indices_buffer"] = indices.flatten()
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(problem), "NHD", use_cuda_graph=True, use_tensor_cores=True, **buffers
+    )
+    dtypes = {"q_data_type": shape.dtype, "kv_data_type": shape.kv_dtype}
+    tables = indptr, indices.flatten().clone(), last
+    wrapper.plan(*tables, shape.gqa, 1, shape.head_dim, 1, sm_scale=problem.sm_scale, **dtypes)
+
+    q = problem.q.view(lists, shape.gqa, -1)
+    out, found = torch.empty_like(q), torch.empty(lists, count // sizes.page, dtype=torch.int64, device=device)
+
+    def attend(kv: PagedKV) -> None:
+        found.copy_(bounds[id(kv)].scores(q).topk(found.shape[1], sorted=False).indices)
+        chosen = entries.gather(1, found[:, :, None].expand(-1, -1, sizes.page))
+        indices[:, :count] = chosen.flatten(1)
+        wrapper.run(q, tuple(cache.view(-1, 1, 1, cache.shape[2]) for cache in (kv.k_cache, kv.v_cache)), out=out)
+
+    config = _config(module) | {"page": sizes.page}
+    return _QuestCase(problem, attend, out.view(problem.q.shape), None, "sparse", config, found)
+
+
 #: name -> builder. FlashInfer's decode kernels as SGLang's flashinfer backend calls them; on Hopper SGLang's default
 #: is fa3.
 RIVALS: dict[str, Callable[[Problem], Case]] = {
     "flashinfer": decode,
     "flashinfer_cascade": cascade,
     "sglang_triton": triton,
+    "quest": quest,
 }
 
 

@@ -210,3 +210,15 @@ def test_a_candidate_that_ties_at_the_edge_is_no_error_and_all_others_are(bench)
     assert gate(tied, tied, rows=7).error > 1, "a request that was not asked"
     assert gate(low, low).figures == {"wrong_candidates": size / named.sum()}, "a block of another rank"
     assert not gate(low, low).green
+
+
+def test_pages_of_the_control_are_bounded_by_their_keys(bench):
+    gen = torch.Generator().manual_seed(0)
+    keys, q = (torch.randn(*size, 32, generator=gen) for size in ((256, 2), (6, 4)))  # 3 requests, 2 KV heads, 4 each
+    pages = torch.randperm(256, generator=gen)[:240].view(3, 5, 16)
+    scores = bench.kernel_cases.PageBounds(keys, pages).scores(q)
+    products = torch.einsum("bpthd,bhqd->bhpqt", keys[pages], q.view(3, 2, 4, 32)).amax((3, 4)).flatten(0, 1)
+    assert (scores > products).all()
+    alone = bench.kernel_cases.PageBounds(keys, pages[:, :, :1]).scores(q)
+    first = torch.einsum("bphd,bhqd->bhpq", keys[pages[:, :, 0]], q.view(3, 2, 4, 32)).amax(3).flatten(0, 1)
+    torch.testing.assert_close(alone, first)
