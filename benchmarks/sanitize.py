@@ -76,7 +76,7 @@ CASES = (
     Case(
         ("score_items_sm90_kernel", "list_kernel"),
         "test_specialized_selection.py",
-        "(scores_and_lists and (129 or lengths or row)) or number_of_channels",
+        "scores_and_lists and (8x128 and (129 or lengths or listed and 65 and 16) or 128x64 and 129)",
     ),
     Case(
         ("attend_items_sm90_kernel",),

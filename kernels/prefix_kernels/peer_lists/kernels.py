@@ -18,12 +18,14 @@ def post_kernel(
     state_ptr,  # int64 [6]
     words,  # address of int64 [3] on the host: what was asked for, answers that came, and that did not
 ):
-    """Ask: what earlier launches wrote is to be read by who sees the word."""
+    """Ask: what earlier launches wrote is to be read by who sees the word. An atomic operation on the host's memory
+    would fail on machines whose bus has none; one on this device's, at the scope of the system, orders the word.
+    """
     plan, number = tl.load(state_ptr + PLAN), tl.load(state_ptr + NUMBER) + 1
     word = (plan << 32) | (number & 0xFFFFFFFF)
-    tl.store(state_ptr + NUMBER, number)
     tl.store(state_ptr + EXPECTED, tl.where(plan > 0, word, 0))  # while graphs are captured there is no plan
-    tl.atomic_xchg(words.to(tl.pointer_type(tl.int64)), word, sem="release", scope="sys")
+    tl.atomic_xchg(state_ptr + NUMBER, number, sem="acq_rel", scope="sys")
+    tl.store(words.to(tl.pointer_type(tl.int64)), word)
 
 
 @triton.jit
