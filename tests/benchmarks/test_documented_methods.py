@@ -8,9 +8,9 @@ from typing import Any
 from tests.benchmarks.results import RESULTS, document, documented_table, prose, rows_of
 
 
-def green_rows(name: str) -> list[dict[str, Any]]:
-    """Of kernels on an H100."""
-    rows = rows_of(RESULTS / f"kernels-h100-{name}.jsonl")
+def green_rows(name: str, gpu: str = "h100") -> list[dict[str, Any]]:
+    """Of kernels."""
+    rows = rows_of(RESULTS / f"kernels-{gpu}-{name}.jsonl")
     assert all(row["green"] for row in rows)
     return rows
 
@@ -84,6 +84,21 @@ def test_the_documented_times_of_a_layers_operators() -> None:
     sizes = [(131072, 1, 1), (131072, 8, 1), (131072, 8, 8), (32768, 1, 1), (32768, 8, 8)]
     shown = documented_table("kernels", "| | 131,072 tokens: batch 1 |")
     assert [own for _, *own in shown] == [[us[(case, *size)] for size in sizes] for case in cases]
+
+
+def test_the_documented_times_of_operators_beside_a_control() -> None:
+    rows = [
+        row for row in green_rows("operators", "h200") if (row["bench"], row["case"]) != ("attention", "flashinfer")
+    ]
+    us = {(row["case"], row["context"], row["batch"]): row["us"] for row in rows}
+    cases = "flashinfer", "sparse", "token_index", "two_level", "two_level_ahead", "two_level_behind", "quest"
+    sizes = (131072, 1), (131072, 8), (131072, 32), (32768, 8)
+    shown = documented_table("selection", "| a layer of 31, us |")
+    wanted = [[f"{us[(case, *size)]:,.1f}" if (case, *size) in us else "" for size in sizes] for case in cases]
+    assert [own for _, *own in shown] == wanted
+    alone = {size: us[("sparse", *size)] for size in sizes}
+    waits = [(us[("two_level_behind", *size)] - own) / (us[("two_level", *size)] - own) for size, own in alone.items()]
+    assert f"So {min(waits):.0%} to {max(waits):.0%} of what" in prose("selection")
 
 
 def test_the_documented_times_of_latent_keys() -> None:

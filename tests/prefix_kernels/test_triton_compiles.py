@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_80 and sm_90, without a GPU, in the shapes that it is launched in.
+"""Every Triton kernel compiles for sm_80, sm_90 and sm_100, without a GPU, in the shapes that it is launched in.
 
 The launches are those of the operations themselves, kept by `recording()`; nothing spills to local memory.
 """
@@ -40,7 +40,7 @@ from sglang_ext.decode.types import PrefixGroup
 from tests.prefix_kernels.compiling import compiled
 from tests.prefix_kernels.selecting import lists_of
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 HEADS, KV_HEADS, DIM = 32, 8, 128
 CPU = torch.device("cpu")
 _GLOBAL = r"(ld|st|red|atom|cp\.async\.c[ag]\.shared)\.global"
@@ -267,7 +267,7 @@ SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
-NOT_FOR |= {(case, 80) for case in CASES if case.startswith("specialized")}
+NOT_FOR |= {(case, other) for case in CASES if case.startswith("specialized") for other in (80, 100)}
 NOT_FOR |= {(f"attention on latent keys {of}", 80) for of in ("for 4 requests", "with 64 heads")}  # tiles of 64 rows
 NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith(("selection of blocks", "selection of l")) and "32" in case}
@@ -290,6 +290,12 @@ SPILLED = {
     "selection by lists of many centroids": 208,
     "residents with heads of 96 in fp32": 8,
     "prefill_attention of 16 tokens": 64,  # on sm_80
+}
+#: Where it is more than on the others; tiles and bounds on registers are theirs.
+SPILLED_ON_SM_100 = {
+    "attention with bounded registers": 136,
+    "selection of blocks for 32 requests": 16,
+    "selection of blocks by minima and maxima for 32 requests": 88,
 }
 
 
@@ -332,7 +338,7 @@ def _marks(case: str, capability: int) -> Any:
 
 @pytest.mark.parametrize(
     ("case", "capability"),
-    [pytest.param(c, sm, marks=_marks(c, sm)) for c in CASES for sm in (80, 90) if (c, sm) not in NOT_FOR],
+    [pytest.param(c, sm, marks=_marks(c, sm)) for c in CASES for sm in SHARED_BYTES if (c, sm) not in NOT_FOR],
 )
 def test_kernels_compile_without_spilling(
     case: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -343,6 +349,7 @@ def test_kernels_compile_without_spilling(
         assert f".target sm_{capability}" in kernel.asm["ptx"]
         used = resources(kernel.asm["cubin"], tmp_path)
         spilled = 8 if one.kernel is list_kernel and capability == 80 else SPILLED.get(case, 0)
+        spilled = max(spilled, SPILLED_ON_SM_100.get(case, 0) if capability == 100 else 0)
         assert used["STACK"] <= spilled, (one.kernel.__name__, one.options)
         # Triton's own shared memory comes behind it, aligned so; a launch asks for more than 48 KiB by that alone.
         assert used["SHARED"] % 1024 == 0
