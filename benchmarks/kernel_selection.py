@@ -32,7 +32,7 @@ from prefix_kernels.grouped_attention import AttentionShape, Segment, has_specia
 from prefix_kernels.top_k_selection import NUM_KEYS
 from prefix_kernels.types import Selection, SelectionGroup, list_stride, new_lists, pack_lists
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.select_op import ListSizes, OpContext, graph_op
+from sglang_ext.decode.select_op import ListSizes, OpContext, Selecting, graph_op
 from sglang_ext.methods import SelectArgs, make_builder, make_selector
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES, ABSparseSpec
 from sglang_ext.methods.base import Arrays, IndexSpec, LayerProfile, summed_every
@@ -227,7 +227,7 @@ class Ours:
             self._op.number_of(index)
         groups = [SelectionGroup(length, prefixes.budget, slot_start=n * length, **WINDOWS) for n in range(count)]
         self._groups = pack_lists(groups, heads)
-        self._op.plan(prefixes.batch, prefixes.rows, self._groups, indexes)
+        self._op.plan(Selecting(prefixes.batch, prefixes.rows, self._groups), indexes)
         self._indexes = indexes
         self._lists = new_lists(entries, (count, heads), device, with_slots=True)
         self._slots = prefixes.tables.flatten()

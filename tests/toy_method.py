@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from prefix_index import PAGE_TOKENS
-from sglang_ext.decode.select_op import OpContext, ReferenceOp
+from sglang_ext.decode.select_op import OpContext, ReferenceOp, Selecting
 from sglang_ext.methods.arrays import Form
 from sglang_ext.methods.base import IndexBuilder, IndexSpec, Selector
 
@@ -42,9 +42,9 @@ class EveryNthOp(ReferenceOp):
         self.positions, self.at = torch.zeros(2, sizes.list_entries, **on)
         self.index: Any = SimpleNamespace(layers=[{"first": self.counts.T}])
 
-    def plan(self, size: int, rows: Any, groups: Any, indexes: Any = ()) -> None:
+    def plan(self, step: Selecting, indexes: Any = ()) -> None:
         self.counts.zero_()
-        for number, group in enumerate(groups):
+        for number, group in enumerate(step.groups):
             found = self.select(self.counts, group, self.index, 0, 1.0, self.counts.shape[1])
             self.counts[number] = found.counts
             group.lists_in(self.positions, self.counts.shape[1])[:] = found.positions

@@ -37,6 +37,7 @@ class ServerPreview:
         device: `cuda`, `cpu`, ...
         tp_size: tensor-parallel ranks.
         num_qo_heads: of the whole model.
+        vocab_size: of the model.
         dtype: of the model's queries.
         attention_backends: of prefill and of decode, by SGLang's names.
         decode_graphs: whether decode steps would replay CUDA graphs.
@@ -57,6 +58,7 @@ class ServerPreview:
         self.settings: Settings | None = settings_of(self._record)
         self.device, self.tp_size = str(args.device), int(args.tp_size)
         self.num_qo_heads = int(self._config.num_attention_heads)
+        self.vocab_size = int(self._config.vocab_size)
         self.dtype: torch.dtype = self._config.dtype
         self.attention_backends = attention_backends(args)
         self.decode_graphs = self.device == "cuda" and not self._has_graphs("decode", "disabled")

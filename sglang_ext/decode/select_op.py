@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,21 @@ class OpContext:
     device: torch.device
 
 
+class Selecting(NamedTuple):
+    """What a step selects for.
+
+    Attributes:
+        size: of the batch, as captured.
+        rows: batch rows of each group; no groups: nothing is selected.
+        groups: lengths, windows, budgets, where each group's table of slots begins in the arena, and where its lists
+            are written.
+    """
+
+    size: int
+    rows: Sequence[tuple[int, ...]] = ()
+    groups: Sequence[SelectionGroup] = ()
+
+
 class SelectOp(ABC):
     """Selects for all groups of a step at one layer. `plan` is called once a step, `run` once for each anchor layer.
 
@@ -102,21 +117,12 @@ class SelectOp(ABC):
         """What serves batches of that size, with tables of its own; equal where the same serves both."""
 
     @abstractmethod
-    def plan(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
-    ) -> None:
+    def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
         """Write the tables of the next runs, without a wait.
 
         Args:
-            size: of the batch, as captured.
-            rows: batch rows of each group; no groups: nothing is selected.
-            groups: lengths, windows, budgets, where each group's table of slots begins in the arena, and where its
-                lists are written.
-            indexes: of the groups, that `number_of` was asked for.
+            step: what is selected.
+            indexes: of its groups, that `number_of` was asked for.
         """
 
     @abstractmethod
@@ -135,7 +141,7 @@ class SelectOp(ABC):
         """
 
     @abstractmethod
-    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+    def plan_probe(self, step: Selecting) -> None:
         """Write the tables of groups on made-up arrays, so that `run` without a layer can be timed."""
 
     @property
@@ -152,13 +158,7 @@ class AheadOp(SelectOp):
     """One that names candidates first, and may name those of the next step with the queries of this one."""
 
     @abstractmethod
-    def plan_ahead(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
-    ) -> None:
+    def plan_ahead(self, step: Selecting, indexes: Sequence[Index]) -> None:
         """As `plan`, of `look_ahead` alone: of the indexes the arrays that name candidates suffice."""
 
     @abstractmethod
@@ -226,16 +226,10 @@ class ReferenceOp(AheadOp):
     def tile(self, size: int) -> Hashable:
         return size if self._layers else None  # queries of several layers lie as many apart as a batch has
 
-    def plan(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
-    ) -> None:
+    def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
         self._candidates = {}
         # Whoever decodes holds its index. Held here, too, an evicted one would keep its memory until the next step.
-        self._planned = list(zip(rows, groups, map(weakref.ref, indexes), strict=True))
+        self._planned = list(zip(step.rows, step.groups, map(weakref.ref, indexes), strict=True))
 
     def run(
         self, size: int, q: Tensor, sm_scale: float, slot_table: Tensor | None, layer: int | None, lists: SelectedLists
@@ -280,14 +274,8 @@ class ReferenceOp(AheadOp):
             if group.budget < group.prefix_len
         }
 
-    def plan_ahead(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
-    ) -> None:
-        self.plan(size, rows, groups, indexes)
+    def plan_ahead(self, step: Selecting, indexes: Sequence[Index]) -> None:
+        self.plan(step, indexes)
 
     def first_groups(self, groups: Sequence[SelectionGroup]) -> list[SelectionGroup]:
         return list(groups)
@@ -324,7 +312,7 @@ class ReferenceOp(AheadOp):
             pooling=self._pooling,
         )
 
-    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+    def plan_probe(self, step: Selecting) -> None:
         """See the base.
 
         Raises:

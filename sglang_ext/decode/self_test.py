@@ -12,7 +12,7 @@ from prefix_kernels.grouped_attention import AttentionShape, Segment, default_co
 from prefix_kernels.grouped_attention.reference import ReferenceAttention
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.types import PagedKV, list_stride, new_lists, pack_lists
-from sglang_ext.decode.select_op import ListSizes, OpContext, graph_op, graph_refusal, selection_group
+from sglang_ext.decode.select_op import ListSizes, OpContext, Selecting, graph_op, graph_refusal, selection_group
 from sglang_ext.methods import make_builder, make_selector, method_specs
 from sglang_ext.methods.base import LayerProfile, SelectArgs, summed_every
 from sglang_ext.options import SparseAttnConfig
@@ -84,7 +84,7 @@ def _selected(
     sizes = ListSizes(1, entries, ROWS, TOKENS, TOKENS + 4, 1)
     op = graph_op(spec, OpContext(shape, config, 1, sizes, q.device))
     op.number_of(index)
-    op.plan(ROWS, [tuple(range(ROWS))], [group], [index])
+    op.plan(Selecting(ROWS, [tuple(range(ROWS))], [group]), [index])
     lists = new_lists(entries, (1, KV_HEADS), q.device, with_slots=True)
     op.run(ROWS, q, HEAD_DIM**-0.5, slots, 0, lists)
     args = SelectArgs(

@@ -37,7 +37,7 @@ from sglang_ext.decode.buffers import (
 from sglang_ext.decode.cache_rank.client import CacheRank
 from sglang_ext.decode.costs import Line, Lines, StepCosts, measure_us, numbers_of_groups
 from sglang_ext.decode.grouping import SlotTracker, StepGroups, first_that_fit
-from sglang_ext.decode.select_op import AheadOp, ListSizes, SelectOp, selection_group
+from sglang_ext.decode.select_op import AheadOp, ListSizes, Selecting, SelectOp, selection_group
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.trace import SelectionCopies
 from sglang_ext.decode.turns import SearchTurns
@@ -386,9 +386,10 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         rows = [prefix.rows for prefix in layout.prefixes]
         chosen = self._packed([(prefix.length, budget, begin) for prefix, begin, budget in groups])
         if before is None or selects != before.selects:
-            self.op.plan(kernels.size, rows, chosen, indexes)
+            step = Selecting(kernels.size, rows, chosen)
+            self.op.plan(step, indexes)
             if self.cache_rank is not None:
-                self.cache_rank.plan(kernels.size, rows, chosen, indexes)
+                self.cache_rank.plan(step, indexes)
             if self.swap is not None:
                 self.swap.plan(chosen, [prefix.host for prefix in layout.prefixes])
         if self.copies is not None:
@@ -482,7 +483,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
             self._active = None
 
     def _clear(self, kernels: _Kernels) -> None:
-        self.op.plan(kernels.size, (), (), ())
+        self.op.plan(Selecting(kernels.size), ())
         if self.swap is not None:
             self.swap.plan((), ())
         kernels.whole.plan()
@@ -534,7 +535,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
                 kernels.whole.plan([Segment(own, each, begin) for own, begin in zip(rows, begins, strict=True)])
                 # Of short prefixes a half, so that each is searched; and no more than lists have room for.
                 budget = min(config.group_budget(each, len(rows[0])), max(1, each // 2), listed // number // 4 * 4)
-                self.op.plan_probe(kernels.size, rows, self._packed([(each, budget, begin) for begin in begins]))
+                groups = self._packed([(each, budget, begin) for begin in begins])
+                self.op.plan_probe(Selecting(kernels.size, rows, groups))
                 times = self._ranks.most([measure_us(run, self._device) for run in parts])
                 points.append([(number * each, us) for us in times])
             for lines, of in zip(measured, zip(*points, strict=True), strict=True):

@@ -14,8 +14,8 @@ from torch import Tensor
 from prefix_kernels.anchor_selection import AnchorSelection
 from prefix_kernels.kernels import COARSE, NUM_BINS
 from prefix_kernels.pooled_scores import Layers, ScoreInputs, array_addresses
-from prefix_kernels.types import ALIGNED, SelectedLists, SelectionGroup, list_stride, place_scores
-from sglang_ext.decode.select_op import OpContext
+from prefix_kernels.types import ALIGNED, SelectedLists, list_stride, place_scores
+from sglang_ext.decode.select_op import OpContext, Selecting
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.scored_op import LayerRows, ScoredOp
 from sglang_ext.prefix.residency import LayerArrays
@@ -76,13 +76,7 @@ class ScorePack:
         """From the scores of one layer to those of the next: as many as a batch of that size may have."""
         return min(self._stride, self._op.score_entries(size))
 
-    def plan(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
-    ) -> None:
+    def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
         """Write the tables of the next runs, without a wait; arguments as of `SelectOp.plan`, lists of the first layer.
 
         Groups and sizes: as many as `fits` says.
@@ -91,16 +85,16 @@ class ScorePack:
         known = [self._op.known[index] for index in indexes]
         addresses = [one.addresses[self._layers] for one in known]
         heads = [one.heads[self._layers if len(one.heads) > 1 else [0] * len(self._layers)] for one in known]
-        self._plan(size, rows, groups, [one.first for one in known], addresses, heads)
+        self._plan(step, [one.first for one in known], addresses, heads)
 
-    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
+    def plan_probe(self, step: Selecting) -> None:
         """As `plan`, on made-up arrays: others for each layer, up to `_COLD_BYTES`."""
         self._probed, layers = [], range(len(self._layers))
         firsts, addresses, heads = [], [], []
-        for group in groups:
+        for group in step.groups:
             length = group.prefix_len * self._op.entry_tokens
             made = [self._op.made_up(length)]
-            bytes_of_one = len(groups) * sum(array.nbytes for array in made[0].values())
+            bytes_of_one = len(step.groups) * sum(array.nbytes for array in made[0].values())
             distinct = min(len(layers), -(-_COLD_BYTES // bytes_of_one))
             made += [{name: array.clone() for name, array in made[0].items()} for _ in range(1, distinct)]
             own = torch.tensor([array_addresses(self._op.shape, self._op.arrays(one)) for one in made])
@@ -111,29 +105,24 @@ class ScorePack:
             addresses.append(own[[layer % distinct for layer in layers]])
             heads.append(torch.tensor([of_heads] * len(layers)))
             self._probed.append(made)
-        self._plan(size, rows, groups, firsts, addresses, heads)
+        self._plan(step, firsts, addresses, heads)
 
     def _plan(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        firsts: Sequence[LayerRows],
-        addresses: Sequence[Tensor],
-        heads: Sequence[Tensor],
+        self, step: Selecting, firsts: Sequence[LayerRows], addresses: Sequence[Tensor], heads: Sequence[Tensor]
     ) -> None:
-        selection = self._of(size)
-        if not groups:
+        selection = self._of(step.size)
+        if not step.groups:
             selection.plan((), ())
             return
-        lengths = [group.prefix_len * self._op.entry_tokens for group in groups]
+        lengths = [group.prefix_len * self._op.entry_tokens for group in step.groups]
         begins = place_scores([-(-length // self._op.candidate_tokens) for length in lengths], self._heads)
         scored = [
             first.group(own, group.prefix_len, begin)
-            for own, group, first, begin in zip(rows, groups, firsts, begins, strict=True)
+            for own, group, first, begin in zip(step.rows, step.groups, firsts, begins, strict=True)
         ]
         tables = torch.stack(list(addresses), dim=1), torch.stack(list(heads), dim=1)
-        selection.plan(scored, groups, Layers(*tables, size, self._stride_of(size), self._list_entries))
+        layers = Layers(*tables, step.size, self._stride_of(step.size), self._list_entries)
+        selection.plan(scored, step.groups, layers)
 
     def run(self, size: int, queries: Sequence[Tensor], sm_scale: float, lists: SelectedLists) -> None:
         """Select as planned, by the queries [size or more, num_qo_heads, head_dim] of each layer.

@@ -25,7 +25,7 @@ from prefix_kernels.pooled_scores import (
     check_group,
 )
 from prefix_kernels.types import CandidateForm, SelectedLists, SelectionGroup, list_stride, place_scores
-from sglang_ext.decode.select_op import OpContext, ScoringOp
+from sglang_ext.decode.select_op import OpContext, ScoringOp, Selecting
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.arrays import ROW_INDPTR, IndexSize
 from sglang_ext.methods.base import IndexSpec
@@ -197,28 +197,21 @@ class ScoredOp(ScoringOp):
             self._found[config.block_m] = self.selection(config, rows, groups, self._sizes.list_entries)
         return self._found[config.block_m]
 
-    def plan(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
-        listed: Sequence[SelectionGroup] = (),
-    ) -> None:
+    def plan(self, step: Selecting, indexes: Sequence[Index], listed: Sequence[SelectionGroup] = ()) -> None:
         """See the base.
 
         Args:
-            size, rows, groups, indexes: as there.
+            step, indexes: as there.
             listed: of listed candidates, where each group's lists are.
         """
-        selection = self._of(size)
-        if not groups:
+        selection = self._of(step.size)
+        if not step.groups:
             self._probed = []
             selection.plan((), ())
             return
         known = [self.known[index] for index in indexes]
-        scored = self._scored(rows, groups, [one.first for one in known], listed)
-        selection.plan(scored, groups)
+        scored = self._scored(step, [one.first for one in known], listed)
+        selection.plan(scored, step.groups)
         addresses = torch.zeros(self._addresses.shape, dtype=torch.int64)
         torch.stack([one.addresses for one in known], 1, out=addresses[:, : len(known)])
         send(addresses, self._addresses)
@@ -228,25 +221,18 @@ class ScoredOp(ScoringOp):
             heads[:, : len(known), :, -1] = torch.tensor([group.score_begins for group in scored])
             send(heads, self._heads)
 
-    def plan_probe(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        listed: Sequence[SelectionGroup] = (),
-        lengths: Sequence[int] = (),
-    ) -> None:
+    def plan_probe(self, step: Selecting, listed: Sequence[SelectionGroup] = (), lengths: Sequence[int] = ()) -> None:
         """See the base.
 
         Args:
-            size, rows, groups: as there.
+            step: as there.
             listed, lengths: of listed candidates, where each group's lists are, and tokens of its prefix.
         """
-        lengths = lengths or [group.prefix_len * self.entry_tokens for group in groups]
+        lengths = lengths or [group.prefix_len * self.entry_tokens for group in step.groups]
         self._probed = [self.made_up(length) for length in lengths]
         arrays = [self.arrays(layer) for layer in self._probed]
         places = [self.placed([layer], length)[0] for layer, length in zip(self._probed, lengths, strict=True)]
-        self._of(size).plan(self._scored(rows, groups, places, listed, arrays), groups)
+        self._of(step.size).plan(self._scored(step, places, listed, arrays), step.groups)
 
     def made_up(self, prefix_len: int) -> LayerArrays:
         """Arrays of any values; heads that may have blocks of their own sizes have the smallest, which cost most."""
@@ -262,18 +248,17 @@ class ScoredOp(ScoringOp):
 
     def _scored(
         self,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
+        step: Selecting,
         places: Sequence[LayerRows],
         listed: Sequence[SelectionGroup],
         arrays: Sequence[tuple[Tensor | None, ...]] = (),
     ) -> list[ScoredGroup]:
         scored, heads = [], range(self.shape.num_kv_heads)
-        begins = place_scores([group.prefix_len for group in groups], len(heads))
+        begins = place_scores([group.prefix_len for group in step.groups], len(heads))
         lists = [tuple(one.list_begin + head * one.head_stride for head in heads) for one in listed]
-        for number, (group, place) in enumerate(zip(groups, places, strict=True)):
+        for number, (group, place) in enumerate(zip(step.groups, places, strict=True)):
             of_list, own = lists[number] if lists else (), arrays[number] if arrays else ()
-            scored.append(place.group(rows[number], group.prefix_len, begins[number], of_list, own))
+            scored.append(place.group(step.rows[number], group.prefix_len, begins[number], of_list, own))
         return scored
 
     def run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,15 @@ def test_a_prompt_that_is_too_short(explain: Any) -> None:
     first = found["candidates"][0]
     assert (found["reason"], first["name"], first["prompt"]["token"]) == ("no_index", "line", None)
     assert "the prompt ends after" in first["verdict"]
+
+
+def test_tokens_that_the_model_does_not_have(model: Path, built: Prebuilt, tmp_path: Path) -> None:
+    file = tmp_path / "asked.json"
+    file.write_text(json.dumps({"input_ids": [5, 1 << 70]}))
+    words = ["explain", "--model-path", str(model), "--store", str(built.store), "--messages", str(file), "--", *CPU]
+    status, _, err = in_sglang(f"{__name__}:run_cli", words)
+    assert status == 2
+    assert re.search(rf"expected token ids in 0\.\.\d+ \(the model's vocabulary\), got {1 << 70} at position 1", err)
 
 
 def test_an_index_that_has_left(explain: Any, built: Prebuilt, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from prefix_kernels.types import SelectionGroup, pack_lists
+from sglang_ext.decode.select_op import Selecting
 from sglang_ext.methods.base import METHODS, Method
 from tests.serving.admitting import PROMPT, Model, ours
 from tests.sparse_server import KV_HEADS, Server
@@ -32,7 +33,7 @@ def test_it_selects_for_groups_and_single_requests(kernels: bool) -> None:
         server.step([1, 2, 3], padded=1)
     if kernels:  # a start measures it
         probe = pack_lists([SelectionGroup(server.lens[1] - 20, 64)], KV_HEADS)
-        server.sparse.op.plan_probe(3, [(0, 1, 2)], probe)
+        server.sparse.op.plan_probe(Selecting(3, [(0, 1, 2)], probe))
         lists = server.sparse._lists.of(0)
         server.sparse.op.run(3, torch.zeros(3, 1), 0.1, server.sparse._buffers.arena, None, lists)
         assert lists.counts[0].tolist() == [64] * KV_HEADS

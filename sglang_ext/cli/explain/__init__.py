@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         found = compare_here(args, prompt) if args.url is None else ask_server(args, prompt)
         if args.picture:
             draw(args, prompt, found)
-    except (ServerError, IndexStoreError, OSError, ValueError, OverflowError, RecursionError) as error:
+    except (ServerError, IndexStoreError, OSError, ValueError, RecursionError) as error:
         return refuse("explain", error)
     found.pop("input_ids", None)
     if args.json:

@@ -14,7 +14,7 @@ import msgspec
 from sglang_ext.cli.asking import ask, request
 from sglang_ext.cli.checks import preview_server
 from sglang_ext.cli.explain.picture import draw_attended, read_attended
-from sglang_ext.compat.engine import salt_refusal
+from sglang_ext.compat.engine import salt_refusal, unknown_ids
 from sglang_ext.prefill.prompt_tokens import request_tokens
 from sglang_ext.prefill.prompts import Prompt, PromptError, check_prompt
 from sglang_ext.prefix.explanation import explain_prompt
@@ -61,7 +61,7 @@ def compare_here(args: argparse.Namespace, prompt: Prompt) -> dict[str, Any]:
     settings, source = preview.settings, preview.tokens
     assert settings is not None, "--sparse-attn is among the flags"
     ids = request_tokens(prompt, source)
-    if refusal := salt_refusal(prompt.cache_salt):
+    if refusal := unknown_ids(ids, preview.vocab_size) or salt_refusal(prompt.cache_salt):
         raise ValueError(refusal)
     namespace = {"extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
     return {"compared": msgspec.to_builtins(explain_prompt(settings, preview.model(), ids, namespace, source.text))}

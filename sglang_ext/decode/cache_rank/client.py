@@ -22,7 +22,6 @@ import torch
 import zmq
 from torch import Tensor
 
-from prefix_kernels.types import SelectionGroup
 from sglang_ext.decode.cache_rank.mailbox import make_mailbox
 from sglang_ext.decode.cache_rank.messages import (
     Array,
@@ -38,7 +37,7 @@ from sglang_ext.decode.cache_rank.messages import (
     Told,
     packed,
 )
-from sglang_ext.decode.select_op import FIRST_PART, AheadOp, OpContext, SelectOp
+from sglang_ext.decode.select_op import FIRST_PART, AheadOp, OpContext, Selecting, SelectOp
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.base import IndexSpec
 
@@ -106,21 +105,16 @@ class CacheRank:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def plan(
-        self,
-        size: int,
-        rows: Sequence[tuple[int, ...]],
-        groups: Sequence[SelectionGroup],
-        indexes: Sequence[Index],
-    ) -> None:
+    def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
         """What the next steps select, behind `SelectOp.plan`, with its arguments. Until the other process knows of it,
         `serves` says no.
         """
         self._plan = self._plan % 0x7FFFFFFF + 1
-        self._mailbox.plan(self._plan, groups)
-        plan = Plan(self._plan, size, list(rows), list(groups), list(map(self._number_of, indexes)), self._scale)
+        self._mailbox.plan(self._plan, step.groups)
+        numbers = list(map(self._number_of, indexes))
+        plan = Plan(self._plan, step.size, list(step.rows), list(step.groups), numbers, self._scale)
         self._latest = _Asked(plan, indexes)
-        if groups and self._scale:
+        if step.groups and self._scale:
             self._wanted.put(self._latest)
 
     def _number_of(self, index: Index) -> int:

@@ -30,7 +30,7 @@ from sglang_ext.decode.cache_rank.messages import (
     Told,
     unpacked,
 )
-from sglang_ext.decode.select_op import AheadOp, make_op
+from sglang_ext.decode.select_op import AheadOp, Selecting, make_op
 
 _LOOK_S, _SPIN_S, _TELL_S = 2e-4, 0.02, 0.5
 """Between two looks for a message; after a question, before rests begin; between two reports."""
@@ -94,7 +94,7 @@ class CacheRankProcess:
                 if lacks:
                     raise ValueError(f"expected indexes that were loaded, got numbers {lacks}")
                 indexes = [self._known[number] for number in message.indexes]
-                self._op.plan_ahead(message.size, message.rows, message.groups, cast(Any, indexes))
+                self._op.plan_ahead(Selecting(message.size, message.rows, message.groups), cast(Any, indexes))
                 self._peer.plan(message.size, message.groups, message.sm_scale)
                 self._plan = message.number
                 self._send(Planned(message.number))

@@ -21,8 +21,8 @@ from prefix_kernels.csa_selection import (
 )
 from prefix_kernels.launching import send
 from prefix_kernels.pooling import Pooling
-from prefix_kernels.types import SelectedLists, SelectionGroup, place_scores
-from sglang_ext.decode.select_op import OpContext, ScoringOp
+from prefix_kernels.types import SelectedLists, place_scores
+from sglang_ext.decode.select_op import OpContext, ScoringOp, Selecting
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.csattention.spec import CSAttentionSpec
 from sglang_ext.prefix.residency import LayerArrays
@@ -85,27 +85,23 @@ class CSAttentionOp(ScoringOp):
         """See the base: the same serves all."""
         return None
 
-    def plan(
-        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
-    ) -> None:
-        if not groups:
+    def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
+        if not step.groups:
             self._probed = []
         addresses = torch.zeros(self._addresses.shape, dtype=torch.int64)
         for number, index in enumerate(indexes):
             _, addresses[:, number] = self._known[index]
-        self._plan(rows, groups, [_arrays_of(index.layers[0]) for index in indexes])
+        self._plan(step, [_arrays_of(index.layers[0]) for index in indexes])
         send(addresses, self._addresses)
 
-    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
-        self._probed = [self._made_up(group.prefix_len) for group in groups]
-        self._plan(rows, groups, self._probed)
+    def plan_probe(self, step: Selecting) -> None:
+        self._probed = [self._made_up(group.prefix_len) for group in step.groups]
+        self._plan(step, self._probed)
 
-    def _plan(
-        self, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], arrays: Sequence[CsaArrays]
-    ) -> None:
-        begins = place_scores([group.prefix_len for group in groups], self.shape.num_kv_heads)
-        scored = [CsaGroup(*one) for one in zip(rows, begins, arrays, strict=True)]
-        self._selection.plan(scored, groups)
+    def _plan(self, step: Selecting, arrays: Sequence[CsaArrays]) -> None:
+        begins = place_scores([group.prefix_len for group in step.groups], self.shape.num_kv_heads)
+        scored = [CsaGroup(*one) for one in zip(step.rows, begins, arrays, strict=True)]
+        self._selection.plan(scored, step.groups)
 
     def _made_up(self, prefix_len: int) -> CsaArrays:
         """Lists whose entries are spread over all of a prefix, each one's otherwise."""

@@ -19,7 +19,7 @@ from prefix_kernels.types import (
     new_lists,
     pack_lists,
 )
-from sglang_ext.decode.select_op import AheadOp, OpContext, graph_op
+from sglang_ext.decode.select_op import AheadOp, OpContext, Selecting, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp, PartIndex
 from sglang_ext.methods.score_pack import ScorePack
@@ -78,43 +78,43 @@ class TwoLevelOp(CombinedOp, AheadOp):
             self._pack = ScorePack(self._first, context, entries)
         super().__init__(self._first, self._second)
 
-    def plan(
-        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
-    ) -> None:
-        (first, second), (of_first, of_second) = self._levels(groups), self.parts(indexes)
-        self._first.plan(size, rows, first, of_first)
-        self._second.plan(size, rows, second, of_second, listed=first)
+    def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
+        (first, second), (of_first, of_second) = self._levels(step), self.parts(indexes)
+        self._first.plan(first, of_first)
+        self._second.plan(second, of_second, listed=first.groups)
         if self._pack is not None:
-            self._pack.plan(size, rows, first, of_first)
+            self._pack.plan(first, of_first)
 
-    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
-        first, second = self._levels(groups)
-        self._first.plan_probe(size, rows, first)
-        self._second.plan_probe(size, rows, second, listed=first, lengths=[group.prefix_len for group in groups])
+    def plan_probe(self, step: Selecting) -> None:
+        first, second = self._levels(step)
+        self._first.plan_probe(first)
+        lengths = [group.prefix_len for group in step.groups]
+        self._second.plan_probe(second, listed=first.groups, lengths=lengths)
         if self._pack is not None:
-            self._pack.plan_probe(size, rows, first)
+            self._pack.plan_probe(first)
 
-    def plan_ahead(
-        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
-    ) -> None:
+    def plan_ahead(self, step: Selecting, indexes: Sequence[Index]) -> None:
         assert self._pack is not None
         own = [cast(Index, PartIndex(index, "first")) for index in indexes]
         for part in own:
             self._first.number_of(part)
-        self._pack.plan(size, rows, self.first_groups(groups), own)
+        self._pack.plan(self._levels(step)[0], own)
 
     def first_groups(self, groups: Sequence[SelectionGroup]) -> list[SelectionGroup]:
-        return self._levels(groups)[0]
+        return pack_lists([self._spec.first_level(group) for group in groups], self._heads)
 
     def named_ahead(self) -> list[Tensor]:
         return [self._lists.positions]
 
-    def _levels(self, groups: Sequence[SelectionGroup]) -> tuple[list[SelectionGroup], list[SelectionGroup]]:
-        """What each level selects. Windows are candidates, and so as many at either end of their list."""
-        first = [self._spec.first_level(group) for group in groups]
+    def _levels(self, step: Selecting) -> tuple[Selecting, Selecting]:
+        """What each level selects."""
+        first = self.first_groups(step.groups)
+        return step._replace(groups=first), step._replace(groups=self._second_groups(step.groups, first))
+
+    def _second_groups(self, groups: Sequence[SelectionGroup], first: Sequence[SelectionGroup]) -> list[SelectionGroup]:
+        """Windows are candidates, and so as many at either end of their list."""
         counts = [self._spec.tokens_of(of, group.prefix_len) for of, group in zip(first, groups, strict=True)]
-        second = [replace(group, prefix_len=count) for group, count in zip(groups, counts, strict=True)]
-        return pack_lists(first, self._heads), second
+        return [replace(group, prefix_len=count) for group, count in zip(groups, counts, strict=True)]
 
     def run(
         self,
@@ -147,7 +147,8 @@ class TwoLevelOp(CombinedOp, AheadOp):
     def candidates_of(self, groups: Sequence[SelectionGroup]) -> list[Tensor]:
         """int32 positions [num_kv_heads, candidates] of each group of the plan: what `run` or `run_behind` read."""
         assert self._second.candidates is not None
-        first, second = self._levels(groups)
+        first = self.first_groups(groups)
+        second = self._second_groups(groups, first)
         named = [group.lists_in(self._second.candidates, self._heads) for group in first]
         each = torch.arange(self._spec.entry_tokens, dtype=torch.int32, device=self._second.candidates.device)
         tokens = [(of[..., None] * len(each) + each).flatten(1) for of in named]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from prefix_kernels.types import SelectedLists, SelectionGroup
+from prefix_kernels.types import SelectedLists
 from prefix_kernels.union_selection import UnionSelection
-from sglang_ext.decode.select_op import OpContext, ScoringOp, graph_op
+from sglang_ext.decode.select_op import OpContext, ScoringOp, Selecting, graph_op
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp
 from sglang_ext.methods.union import UnionSpec
@@ -39,18 +39,19 @@ class UnionOp(CombinedOp):
         self._groups_of_a_row = sizes.groups_of_a_row
         self._selection = UnionSelection(context.shape.num_kv_heads, sizes.max_groups, sizes.room, context.device)
 
-    def plan(
-        self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup], indexes: Sequence[Index]
-    ) -> None:
+    def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
         of_first, of_second = self.parts(indexes)
-        self._first.plan(size, rows, groups, of_first)
-        self._second.plan(size, rows, groups, of_second)
-        self._selection.plan(groups, self._first.stretches(size), self._second.stretches(size))
+        self._first.plan(step, of_first)
+        self._second.plan(step, of_second)
+        self._merge(step)
 
-    def plan_probe(self, size: int, rows: Sequence[tuple[int, ...]], groups: Sequence[SelectionGroup]) -> None:
-        self._first.plan_probe(size, rows, groups)
-        self._second.plan_probe(size, rows, groups)
-        self._selection.plan(groups, self._first.stretches(size), self._second.stretches(size))
+    def plan_probe(self, step: Selecting) -> None:
+        self._first.plan_probe(step)
+        self._second.plan_probe(step)
+        self._merge(step)
+
+    def _merge(self, step: Selecting) -> None:
+        self._selection.plan(step.groups, self._first.stretches(step.size), self._second.stretches(step.size))
 
     def run(
         self,

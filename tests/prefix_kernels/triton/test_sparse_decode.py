@@ -12,7 +12,7 @@ from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.types import SelectionGroup, pack_lists
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.select_op import ListSizes, OpContext
+from sglang_ext.decode.select_op import ListSizes, OpContext, Selecting
 from sglang_ext.decode.types import GroupRead
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
@@ -134,7 +134,7 @@ def test_probes_read_made_up_arrays_alone(spec: IndexSpec, device: torch.device)
     server = Server(device, size=5, spec=spec)
     op, lists = server.sparse.op, server.sparse._lists.of(1)
     (group,) = pack_lists([SelectionGroup(2048, 64)], KV_HEADS)
-    op.plan_probe(1, [(0,)], [group])
+    op.plan_probe(Selecting(1, [(0,)], [group]))
     op.run(1, torch.zeros(1, KV_HEADS * GQA, server.dim, device=device), 0.1, server.sparse._buffers.arena, None, lists)
     positions = group.lists_in(lists.positions, KV_HEADS)
     assert bool((positions.diff(dim=1) > 0).all())
@@ -306,7 +306,7 @@ def test_queries_that_stay_select_the_same_a_step_later(name: str, device: torch
     groups = pack_lists(groups, KV_HEADS)
     for index in prefixes:
         op.number_of(index)
-    op.plan(6, rows, groups, prefixes)
+    op.plan(Selecting(6, rows, groups), prefixes)
     queries = [torch.randn(6, 2 * KV_HEADS * GQA, server.dim, generator=server.gen).to(device)[:, ::2] for _ in "12"]
 
     def found(select: Any) -> list[list[list[list[int]]]]:
