@@ -91,7 +91,8 @@ def test_the_documented_times_of_operators_beside_a_control() -> None:
         row for row in green_rows("operators", "h200") if (row["bench"], row["case"]) != ("attention", "flashinfer")
     ]
     us = {(row["case"], row["context"], row["batch"]): row["us"] for row in rows}
-    cases = "flashinfer", "sparse", "token_index", "two_level", "two_level_ahead", "two_level_behind", "quest"
+    cases = ["flashinfer", "sparse", "token_index", "two_level", "two_level_ahead", "two_level_behind"]
+    cases += ["two_level_tokens_ahead", "quest"]
     sizes = (131072, 1), (131072, 8), (131072, 32), (32768, 8)
     shown = documented_table("selection", "| a layer of 31, us |")
     wanted = [[f"{us[(case, *size)]:,.1f}" if (case, *size) in us else "" for size in sizes] for case in cases]
