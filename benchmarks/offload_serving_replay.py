@@ -158,7 +158,7 @@ def register() -> None:
         self.replay.plan(groups, hosts)
 
     def replayed(self: Any, layer: int, lists: Any, kv: Any) -> None:
-        if layer in self._anchors:
+        if self._set_of[layer] is not None and self._head_maps[layer] is None:  # it selects
             self.replay.run(self._set_of[layer], lists, kernel=lists.positions.is_cuda)
         before(self, layer, lists, kv)
 

@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from prefix_kernels.types import PagedKV, SelectionGroup, new_lists, pack_lists
+from sglang_ext.decode.swap import HostKV, SwapIn
+from sglang_ext.decode.types import HostPrefix
+from sglang_ext.methods.layer_plan import LayerPlan
+from sglang_ext.runtime import SparseRuntime
 from tests.benchmarks.results import BENCHMARKS, rows_of
 from tests.server.jobs import run_job
 
@@ -51,6 +57,38 @@ def test_the_kernel_writes_what_the_reference_does_forth_and_back() -> None:
     ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, cwd=BENCHMARKS)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "compared 5\n", "five steps of the trace"
+
+
+def test_lists_of_layers_that_select_are_replaced_before_their_tokens_are_fetched(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the server's own `SwapIn`: a dense layer, one that selects and one that reuses it, another one."""
+    settings = {"path": None, "churn": 0.25, "budget": 16, "prefix_len": 64}
+    monkeypatch.setenv(bench.offload_serving_replay.SETTINGS, json.dumps(settings))
+    for owner, name in ((SwapIn, "__init__"), (SwapIn, "plan"), (SwapIn, "before"), (SparseRuntime, "snapshot")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    bench.offload_serving_replay.register()
+    gen, device, heads = torch.Generator().manual_seed(0), torch.device("cpu"), 2
+    kept = torch.randn(4, heads, 16, 2 * 8, generator=gen)
+    roles = {"layers": ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}, "anchor"]}
+    plan = LayerPlan.from_dict(roles, num_layers=4, num_kv_heads=heads)
+    swap = SwapIn(HostKV(4, lambda _: kept, 0, 32), plan, heads, 1, 64, device)
+    (group,) = pack_lists([SelectionGroup(64, 16)], heads)
+    swap.plan([group], [HostPrefix(torch.arange(4))])
+    pools = [PagedKV(torch.zeros(32, heads, 8), torch.zeros(32, heads, 8)) for _ in range(4)]
+    wanted = bench.offload_serving_replay.positions_of(**settings)
+    for step in range(1, 3):
+        lists = new_lists(64, (1, heads), device, with_slots=True)
+        for layer, trace in ((0, None), (1, 0), (2, 0), (3, len(wanted) - 1)):
+            lists.counts.fill_(16)
+            swap.before(layer, lists, pools[layer])
+            if trace is not None:
+                found = group.lists_in(lists.positions, heads)
+                assert torch.equal(found, wanted[trace, :, step])
+                rows, order = kept.transpose(1, 2).flatten(0, 1), [1, 0] if layer == 2 else [0, 1]
+                for head, of in enumerate(order):
+                    keys = pools[layer].k_cache[group.lists_in(lists.slots, heads)[of].long(), head]
+                    assert torch.equal(keys, rows[found[of].long(), head, :8])
 
 
 def test_a_trace_keeps_its_churn_on_a_longer_prefix(bench: Any, tmp_path: Path) -> None:
