@@ -15,9 +15,9 @@ suffix pass with its merge apart; `--groups 8x4` adds distinct prefixes.
 Operators are a layer's selection and sparse attention, suffix and merge included, of the methods that decode graphs
 hold, in graphs of 31 layers: requests that share nothing, and 8 behind one prefix. `floor_us` are the bytes of index
 and listed KV at 3.0 TB/s. `two_level_ahead` has all launches of `select_ahead`, `two_level_behind` all but those that
-name the next step's candidates. `--rivals quest --groups 8x1 --contexts 32768 --keep 0.0625 --budgets 2048` has a
-control of as many tokens: pages of 16 by bounds of their keys in bf16 (Quest, arXiv 2406.10774), by
-cuBLAS, torch and FlashInfer.
+name the next step's candidates. `--rivals quest --batches --groups 8x1 --contexts 32768 --keep 0.0625
+--budgets 2048` adds a control that attends as many tokens: pages of 16, chosen by bounds of their keys in bf16 (Quest,
+arXiv 2406.10774), with cuBLAS, torch and FlashInfer.
 
 Each configuration's output, filled with NaN before, is first compared with an oracle; a red one is written and printed
 as failed, without a time, and the exit status is 1. A row is one JSON line with its provenance. Green rows that the

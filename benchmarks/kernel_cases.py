@@ -251,6 +251,11 @@ class PageBounds:
         found = [torch.cat([own.amax(1), own.amin(1)], 2) for own in (keys[slots.long()] for slots in pages)]
         self._bounds = torch.stack(found).permute(0, 2, 3, 1).flatten(0, 1).contiguous()  # [lists, channels, pages]
 
+    @property
+    def nbytes(self) -> int:
+        """That a layer reads."""
+        return self._bounds.nbytes
+
     def scores(self, q: Tensor) -> Tensor:
         """What q.k is at most in each page (Quest, Algorithm 1), [batch * num_kv_heads, pages], in the keys' dtype.
 
@@ -262,9 +267,19 @@ class PageBounds:
 
 @dataclass(eq=False)
 class _QuestCase(Case):
-    """Compared with an oracle of the pages that were found, [batch * num_kv_heads, pages]."""
+    """Compared with an oracle of the pages that were found, [batch * num_kv_heads, pages].
+
+    Attributes:
+        bounds: of the last layer.
+    """
 
     found: Tensor
+    bounds: PageBounds
+
+    @property
+    def nbytes(self) -> int:
+        """Of a layer: bounds, and what is attended."""
+        return self.bounds.nbytes + super().nbytes
 
     def check(self) -> Gate:
         own = self.problem
@@ -283,7 +298,8 @@ def quest(problem: Problem) -> Case:
     count, heads, device = problem.positions.shape[2], shape.num_kv_heads, problem.q.device
     if sizes.rows > 1 or count % sizes.page:
         raise ValueError(
-            f"expected one request on each prefix and a budget of whole pages, got {sizes}, {count} tokens"
+            f"expected one request on each prefix and a budget of whole pages, got {sizes} and {count} tokens; give "
+            "--groups Nx1 or --batches 1, and a --keep of whole pages"
         )
     lists, width = sizes.batch * heads, count + sizes.suffix
     pages = problem.prefix_slots.view(sizes.batch, -1, sizes.page)
@@ -316,7 +332,8 @@ def quest(problem: Problem) -> Case:
         wrapper.run(q, tuple(cache.view(-1, 1, 1, cache.shape[2]) for cache in (kv.k_cache, kv.v_cache)), out=out)
 
     config = _config(module) | {"page": sizes.page}
-    return _QuestCase(problem, attend, out.view(problem.q.shape), None, "sparse", config, found)
+    own = bounds[id(problem.kv)]
+    return _QuestCase(problem, attend, out.view(problem.q.shape), None, "sparse", config, found, own)
 
 
 #: name -> builder. FlashInfer's decode kernels as SGLang's flashinfer backend calls them; on Hopper SGLang's default

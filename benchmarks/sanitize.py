@@ -76,7 +76,8 @@ CASES = (
     Case(
         ("score_items_sm90_kernel", "list_kernel"),
         "test_specialized_selection.py",
-        "scores_and_lists and (8x128 and (129 or lengths or listed and 65 and 16) or 128x64 and 129)",
+        "scores_and_lists and (8x128 and (129 or lengths or row and tokens or listed and 65 and 16) or 128x64 and 129) "
+        "or number_of_channels and (32 or 96) and not bfloat16",
     ),
     Case(
         ("attend_items_sm90_kernel",),

@@ -94,12 +94,12 @@ def test_the_documented_times_of_operators_beside_a_control() -> None:
     cases = ["flashinfer", "sparse", "token_index", "two_level", "two_level_ahead", "two_level_behind"]
     cases += ["two_level_tokens_ahead", "quest"]
     sizes = (131072, 1), (131072, 8), (131072, 32), (32768, 8)
-    shown = documented_table("selection", "| a layer of 31, us |")
+    shown = documented_table("kernels", "| a layer of 31, us |")
     wanted = [[f"{us[(case, *size)]:,.1f}" if (case, *size) in us else "" for size in sizes] for case in cases]
     assert [own for _, *own in shown] == wanted
     alone = {size: us[("sparse", *size)] for size in sizes}
     waits = [(us[("two_level_behind", *size)] - own) / (us[("two_level", *size)] - own) for size, own in alone.items()]
-    assert f"So {min(waits):.0%} to {max(waits):.0%} of what" in prose("selection")
+    assert f"{min(waits):.0%} to {max(waits):.0%} of what `two_level` adds" in prose("selection")
 
 
 def test_the_documented_times_of_latent_keys() -> None:

@@ -291,7 +291,7 @@ SPILLED = {
     "residents with heads of 96 in fp32": 8,
     "prefill_attention of 16 tokens": 64,  # on sm_80
 }
-#: Where it is more than on the others; tiles and bounds on registers are theirs.
+#: Where sm_100 spills more: tiles and bounds on registers were chosen for the others.
 SPILLED_ON_SM_100 = {
     "attention with bounded registers": 136,
     "selection of blocks for 32 requests": 16,

@@ -18,8 +18,10 @@ def post_kernel(
     state_ptr,  # int64 [6]
     words,  # address of int64 [3] on the host: what was asked for, answers that came, and that did not
 ):
-    """Ask: what earlier launches wrote is to be read by who sees the word. An atomic operation on the host's memory
-    would fail on machines whose bus has none; one on this device's, at the scope of the system, orders the word.
+    """Ask: whoever sees the word may read what earlier launches wrote.
+
+    The atomic operation on this device's memory is the fence before the word. One on the host's memory would do both,
+    but compute-sanitizer's memcheck ends where it comes to one.
     """
     plan, number = tl.load(state_ptr + PLAN), tl.load(state_ptr + NUMBER) + 1
     word = (plan << 32) | (number & 0xFFFFFFFF)
