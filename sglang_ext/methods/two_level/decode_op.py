@@ -98,7 +98,7 @@ class TwoLevelOp(CombinedOp, AheadOp):
         own = [cast(Index, PartIndex(index, "first")) for index in indexes]
         for part in own:
             self._first.number_of(part)
-        self._pack.plan(self._levels(step)[0], own)
+        self._pack.plan(step._replace(groups=self.first_groups(step.groups)), own)
 
     def first_groups(self, groups: Sequence[SelectionGroup]) -> list[SelectionGroup]:
         return pack_lists([self._spec.first_level(group) for group in groups], self._heads)
