@@ -268,7 +268,8 @@ SPECIALIZED = AttentionConfig(64, 64, 4, 3, 2, 128, specialized=True)
 #: fp8 is refused below sm_89, where the conversion is not in hardware.
 NOT_FOR = {("prefix_attention on fp8", 80), ("attention with bounded registers", 80)}
 NOT_FOR |= {(case, other) for case in CASES if case.startswith("specialized") for other in (80, 100)}
-NOT_FOR |= {(f"attention on latent keys {of}", 80) for of in ("for 4 requests", "with 64 heads")}  # tiles of 64 rows
+# Hopper's tiles of 64 rows; others have 32.
+NOT_FOR |= {(f"attention on latent keys {of}", sm) for of in ("for 4 requests", "with 64 heads") for sm in (80, 100)}
 NOT_FOR |= {("selection of tokens for 32 requests in one tile", 80)}  # lower tiles do there
 NOT_FOR |= {(case, 80) for case in CASES if case.startswith(("selection of blocks", "selection of l")) and "32" in case}
 #: Bytes that a thread may spill, with either Triton: a bound on registers has its price, and so has the kernel whose
@@ -294,6 +295,7 @@ SPILLED = {
 #: Where sm_100 spills more: tiles and bounds on registers were chosen for the others.
 SPILLED_ON_SM_100 = {
     "attention with bounded registers": 136,
+    "selection of tokens by codes of 8 bits in three launches": 8,  # Triton 3.6
     "selection of blocks for 32 requests": 16,
     "selection of blocks by minima and maxima for 32 requests": 88,
 }
