@@ -1,10 +1,14 @@
-"""How the work of grouped attention is cut: every entry of every row once, no two parts in one place; its tiles."""
+"""How the work of grouped attention is cut: every entry of every row once, no two parts in one place; its tiles.
+
+Tables of plans are read here as Hopper's kernel reads them, block by block, and its results merged.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefix_kernels.grouped_attention import AttentionConfig, AttentionShape, default_config, passes_for
-from prefix_kernels.grouped_attention.items import DIRECT, Segment, cut
+from prefix_kernels.grouped_attention.items import DIRECT, Joined, Segment, cut, join
+from prefix_kernels.grouped_attention.reference import ReferenceAttention
+from prefix_kernels.grouped_attention.runner import GroupedAttention
+from prefix_kernels.types import PagedKV
+from sglang_ext.decode.buffers import StepBuffers
+from sglang_ext.decode.types import PrefixGroup
 
 BLOCK_M, BLOCK_N, GQA, KV_HEADS = 16, 8, 4, 3
 CUTS: dict[str, Any] = {"gqa": GQA, "num_kv_heads": KV_HEADS, "block_m": BLOCK_M, "block_n": BLOCK_N}
@@ -38,7 +47,8 @@ def test_every_entry_of_a_row_is_attended_once(
     parts: dict[int, list[int]] = {}
     tiles: list[int] = []
     chunk = max((item[6] - item[5] for item in items.items), default=1)
-    for first, count, begin, _, _, start, end, partial in items.items:
+    for first, count, begin, _, _, start, end, partial, *joined in items.items:
+        assert joined == [0, 0, -1]
         assert start % chunk == 0
         assert start < end
         for place in range(first, first + count):
@@ -71,7 +81,7 @@ def test_a_tile_is_direct_where_none_of_its_rows_has_another_part() -> None:
         ((), 1, [0, 48]),
         ({0, 1, 2, 3, 4}, 4, [0, 48, 96, 144]),  # two parts each
     ):
-        assert [item[-1] for item in cut(segments, **CUTS, target=target, alone=alone).items] == partials
+        assert [item[7] for item in cut(segments, **CUTS, target=target, alone=alone).items] == partials
     with pytest.raises(ValueError, match="block_m of at least gqa=4 rows"):
         cut(segments, **{**CUTS, "block_m": 2}, target=1)
 
@@ -85,6 +95,194 @@ def test_lists_of_one_length_stay_whole_and_a_long_one_among_short_ones_is_cut()
     assert parts([1024] * 32) == [1024] * 32
     assert parts([1024] * 20) == [1024] * 20, "a second turn of half the length would be as long"
     assert max(parts([1024] * 5 + [131072] + [1024] * 26)) < 131072 / 16
+
+
+LISTED, OWN = Segment((3,), 100, 50, 100, 7), Segment((3,), 25, 900, list_id=3)
+
+
+@pytest.mark.parametrize(
+    ("passes", "joined"),
+    [
+        ([[LISTED], [OWN]], True),
+        ([[OWN], [LISTED]], True),
+        ([[Segment((3,), 400)], [OWN]], True),
+        ([[LISTED], [Segment((3,), 32)]], True),
+        ([[LISTED], [Segment((3,), 33)]], False),
+        ([[Segment((3,), 160)], [Segment((3,), 40)]], True),
+        ([[Segment((3,), 160)], [Segment((3,), 41)]], False),
+        ([[Segment((3,), 5)], [OWN]], True),  # the longer one is the list
+        ([[LISTED], [Segment((3,), 25, 900, 100)]], False),
+        ([[Segment((3, 4), 100)], [OWN]], False),
+        ([[LISTED], [Segment((3,), 0)], [OWN]], True),
+        ([[LISTED], [Segment((3,), 9)], [OWN]], False),
+        ([[LISTED], [Segment((4,), 25)]], False),
+    ],
+)
+def test_a_list_and_a_suffix_that_are_all_of_a_row_are_joined(passes: list[list[Segment]], joined: bool) -> None:
+    """Beside others. Not one of two launches, nor a list in parts."""
+    beside = [[Segment((8, 9), 100)], *[[] for _ in passes[1:]]]
+    every = [both + others for both, others in zip(passes, beside, strict=True)]
+    attended = Counter(row for of_pass in every for s in of_pass if s.length for row in s.rows)
+    sizes = {"gqa": GQA, "block_m": BLOCK_M, "block_n": BLOCK_N, "target": 1}
+    left = join(every, attended, **sizes)
+    found = [one for of_pass in left for one in of_pass if isinstance(one, Joined)]
+    if not joined:
+        assert left == [[s for s in of_pass if s.length] for of_pass in every]
+        return
+    both = sorted((s for of_pass in passes for s in of_pass if s.length), key=lambda s: (s.head_stride, s.length))
+    (one,) = found
+    assert [one.suffix, Segment(**{name: vars(one)[name] for name in vars(LISTED)})] == both
+    assert sum(map(len, left)) == 2
+    assert not any(isinstance(s, Joined) for of in join(every, attended + Counter([3]), **sizes) for s in of)
+    if both[1].length > BLOCK_N:
+        assert not any(isinstance(s, Joined) for of in join(every, attended, **{**sizes, "target": 20}) for s in of)
+    for of_pass in left:
+        items = cut(of_pass, **CUTS, target=1).items
+        if one in of_pass:
+            own, suffix = one, one.suffix
+            fields = (own.list_begin, own.head_stride, own.list_id, 0, own.length, DIRECT)
+            assert (*fields, suffix.list_begin, suffix.length, suffix.list_id) in [item[2:] for item in items]
+
+
+class Mixed(NamedTuple):
+    """Segments of two passes, the tensors that a run has, and how many rows may be joined."""
+
+    passes: tuple[list[Segment], list[Segment]]
+    q: torch.Tensor
+    kv: PagedKV
+    slots: torch.Tensor
+    head_slots: torch.Tensor
+    counts: torch.Tensor
+    may_join: int
+
+
+HOPPER = AttentionConfig(64, 16, 4, 2, 1, specialized=True)
+LISTS = 3
+"""KV heads, which have lists of their own."""
+
+
+def mixed(seed: int) -> Mixed:
+    """Groups of several rows and rows alone, most of them with a suffix; what has a list_id may have fewer entries."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, batch, begins, may_join = list(range(12)), 12, [0, 0], 0
+    rng.shuffle(rows)
+    counts = torch.zeros(2 * batch, LISTS, dtype=torch.int32)
+    passes: tuple[list[Segment], list[Segment]] = ([], [])
+
+    def add(number: int, members: list[int], length: int, *, of_heads: bool, counted: int | None) -> None:
+        list_id = -1 if counted is None else number * batch + members[0]
+        for head in range(LISTS):
+            few = min(length, rng.choice([length, rng.randint(0, length), 0])) if counted is None else counted
+            counts[number * batch + members[0], head] = few if of_heads else (counted or 0)
+        passes[number].append(Segment(tuple(members), length, begins[of_heads], length * of_heads, list_id))
+        begins[of_heads] += length * (LISTS if of_heads else 1)
+
+    while rows:
+        members = [rows.pop() for _ in range(min(len(rows), rng.choice([1, 1, 1, 2, 5])))]
+        length, of_heads = rng.choice([0, 1, 16, 100, 190, 200, 256]), rng.random() < 0.7
+        bounded = rng.random() < 0.7 and length
+        add(0, members, length, of_heads=of_heads, counted=rng.choice([length, length - 1, 0]) if bounded else None)
+        for row in members:
+            own = rng.choice([0, 1, 16, 40, 64, 64, 65, 300])
+            bounded = rng.random() < 0.7 and own
+            add(1, [row], own, of_heads=False, counted=rng.choice([own, own // 2, 0]) if bounded else None)
+            suffix, listed = (own, length) if of_heads else sorted((own, length))
+            may_join += len(members) == 1 and length > 0 and suffix > 0 and suffix <= max(listed // 4, 64)
+    pool = torch.randn(2, 800, LISTS, 64, generator=generator)
+    slots, head_slots = (torch.randint(800, (begin,), generator=generator) for begin in begins)
+    q = torch.randn(batch, 2 * LISTS, 64, generator=generator)
+    return Mixed(passes, q, PagedKV(*pool), slots, head_slots, counts, may_join)
+
+
+def blocks(arena: torch.Tensor, begin: int, end: int) -> list[torch.Tensor]:
+    """Slots as they are fetched: the last one once more where a block is not full."""
+    entries = [
+        torch.arange(start, start + HOPPER.block_n).clamp(max=end - 1) for start in range(begin, end, HOPPER.block_n)
+    ]
+    return [arena[entry] for entry in entries]
+
+
+def interpreted(attention: GroupedAttention, of: Mixed) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """out, lse and how many items are joined, by the tables of a plan; all that is not written is NaN."""
+    (one,) = attention._launches
+    num_joined, (batch, heads, dim), gqa = 0, of.q.shape, of.q.shape[1] // LISTS
+    out, lse = torch.full((batch, heads, dim), torch.nan), torch.full((batch, heads), torch.nan)
+    partial_out = torch.full((len(attention._partial_lse), dim), torch.nan)
+    partial_lse = torch.full((len(attention._partial_lse),), torch.nan)
+    items = one.items[: int(one.num_items)].tolist()
+    assert [item[3] > 0 for item in items] == sorted(item[3] > 0 for item in items)
+    for (first, count, at, stride, list_id, begin, listed, partial, before, own, own_id), head in itertools.product(
+        items, range(LISTS)
+    ):
+        joined, end = (
+            min(length, int(of.counts[number, head])) if number >= 0 else length
+            for length, number in ((own, own_id), (listed, list_id))
+        )
+        num_joined += own > 0 and head == 0
+        fetched = blocks(of.slots[before:], 0, joined)
+        fetched += blocks((of.head_slots if stride else of.slots)[at + head * stride :], begin, end)
+        stop = (joined + HOPPER.block_n - 1) // HOPPER.block_n * HOPPER.block_n + max(end - begin, 0)
+        starts = range(0, stop, HOPPER.block_n)
+        ends = [joined if start < joined else stop for start in starts]
+        seen = [slots[: e - s] for slots, s, e in zip(fetched, starts, ends, strict=True)]
+        found = torch.cat([torch.zeros(0, dtype=torch.int64), *seen])
+        for place, head_of_group in itertools.product(range(count), range(gqa)):
+            row, qo_head = int(one.rows[first + place]), head * gqa + head_of_group
+            scores = 0.1 * of.kv.k_cache[found, head] @ of.q[row, qo_head]
+            result = scores.softmax(dim=0) @ of.kv.v_cache[found, head]
+            if partial == DIRECT:
+                assert out[row, qo_head].isnan().all()
+                out[row, qo_head], lse[row, qo_head] = result, scores.logsumexp(dim=0)
+            else:
+                to = partial + head * HOPPER.block_m + place * gqa + head_of_group
+                assert partial_lse[to].isnan()
+                partial_out[to], partial_lse[to] = result, scores.logsumexp(dim=0)
+    for row, qo_head in itertools.product(range(batch), range(heads)):
+        spans = attention._spans[row].tolist()
+        if any(parts == DIRECT for *_, parts in spans):
+            assert [span for span in spans if span[3] != DIRECT] == [[0, 0, 0, 0]]
+            continue
+        to = [
+            first + part * stride + qo_head // gqa * head_stride + qo_head % gqa
+            for first, stride, head_stride, parts in spans
+            for part in range(parts)
+        ]
+        lse[row, qo_head] = partial_lse[to].logsumexp(dim=0)
+        weights = (partial_lse[to] - lse[row, qo_head]).exp().nan_to_num()
+        out[row, qo_head] = weights @ partial_out[to]
+    return out, lse, num_joined
+
+
+@pytest.mark.parametrize("target", [1, 6, 12, 60])
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_of_a_plan_say_what_is_attended(seed: int, target: int) -> None:
+    of = mixed(seed)
+    shape = AttentionShape(2 * LISTS, LISTS, 64, 64, torch.bfloat16, torch.bfloat16)
+    device = torch.device("cpu")
+    attention = GroupedAttention(shape, len(of.q), [HOPPER] * 2, device, num_programs=target * LISTS)
+    reference = ReferenceAttention(len(of.q))
+    wanted = torch.empty_like(of.q), torch.empty(of.q.shape[:2])
+    for form in (attention, reference):
+        form.plan(*of.passes)
+    out, lse, num_joined = interpreted(attention, of)
+    reference.run(of.q, of.kv, of.slots, 0.1, *wanted, counts=of.counts, head_slots=of.head_slots)
+    torch.testing.assert_close(lse, wanted[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, wanted[0], atol=1e-5, rtol=1e-5)
+    assert num_joined == of.may_join or (target > 1 and num_joined < of.may_join), "lists in parts are not joined"
+
+
+def test_a_request_alone_on_its_prefix_has_one_item() -> None:
+    """As the plugin plans it: both counts are on the device."""
+    cpu, shape = torch.device("cpu"), AttentionShape(32, 8, 128, 128, torch.bfloat16, torch.bfloat16)
+    prefixes = [PrefixGroup("a prompt", (0,), 1000), PrefixGroup("another", (1,), 1030)]
+    layout = StepBuffers(2, 8, 4096, cpu).lay_out([1050, 1090], prefixes)
+    assert layout is not None
+    attention = GroupedAttention(shape, 2, passes_for(shape, 2, specialized=True), cpu, num_programs=16)
+    attention.plan([Segment((r,), 600, 4800 * r, 600, 2 + r) for r in range(2)], layout.suffix)
+    (launched,) = attention._launches
+    assert launched.items[: int(launched.num_items), 2:].tolist() == [
+        [4800 * r, 600, 2 + r, 0, 600, DIRECT, own.list_begin, own.length, r] for r, own in enumerate(layout.suffix)
+    ]
 
 
 def shape_of(gqa: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> AttentionShape:

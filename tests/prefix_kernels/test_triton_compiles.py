@@ -545,10 +545,10 @@ def test_before_the_scores_are_made_only_tables_are_read(case: str) -> None:
 
 
 def test_before_the_lists_are_made_attention_reads_tables_only() -> None:
-    """How many items, whose list a KV head reads, and the eight numbers of the first item."""
+    """How many items, whose list a KV head reads, and the eleven numbers of the first item."""
     attend, _ = launches("specialized attention of 64 rows")
     before, _, _ = compiled(attend, 90).asm["ptx"].partition("griddepcontrol.wait")
-    assert len(re.findall(r"ld\.global\S*", before)) == 10
+    assert len(re.findall(r"ld\.global\S*", before)) == 13
     assert not re.search(r"(ld\.global\S*\.v|cp\.async\S*\.global)", before)
 
 
@@ -560,11 +560,12 @@ def test_while_lists_are_made_programs_wait_for_what_is_listed_only() -> None:
         ptx = compiled(one, 90).asm["ptx"]
         assert "atom" not in ptx
         found.append(ptx.split("griddepcontrol.wait"))
-    (_, multiplied, fetched, ended), (tables, merged) = found
+    (before, multiplied, fetched, ended), (tables, merged) = found
+    assert sum(".cg" in load for load in re.findall(r"ld\.global\S*", before)) == 1, "a joined suffix' own count"
     loads = re.findall(r"ld\.global\S*", multiplied)
     # Of one item the count, and what the next one is; no slot, before those that fetch have waited.
     assert [load for load in loads if ".cg" in load] == loads[:1]
-    assert len(loads) == 8
+    assert len(loads) == 9
     assert ["cp.async" in part for part in (multiplied, fetched, ended)] == [False, True, False]
     # Four numbers of each span. Parts, past the first level of caches.
     assert re.findall(r"ld\.global\S*", tables) == ["ld.global.b32"] * 8

@@ -3,21 +3,24 @@
 A *segment* is a list of slots and the rows that attend it: a group and its selection, or one request and its suffix.
 An *item* is one tile of a segment's rows over one stretch of its list; every KV head runs every item. A *span* says
 where a batch row finds the parts that the items of its segments wrote. A tile whose rows have no other part is
-*direct*: its item writes the result itself, and the merge leaves those rows alone.
+*direct*: its item writes the result itself, and the merge leaves those rows alone. So is a *joined* item, which attends
+one request's suffix and then its list, where the request has nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ITEM_FIELDS = 8
+ITEM_FIELDS = 11
 SPAN_FIELDS = 4
 _WORTH = 0.95
 """Of the longest turn with fewer items, what it may be with more: each has a start and a part to merge."""
 DIRECT = -1
 """In place of an item's first partial row, and of a span's number of parts."""
+_JOINED_SHARE, _JOINED_BLOCKS = 4, 4
+"""A suffix is joined to a list if it is at most such a part of it, or so many steps."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,16 @@ class Segment:
             raise ValueError(f"expected rows, length, list_begin and head_stride of at least 0, got {self}")
 
 
+_NO_SUFFIX = Segment((), 0)
+
+
+@dataclass(frozen=True)
+class Joined(Segment):
+    """A list of one request, in one part, and the suffix that its item attends before it; made by `join`."""
+
+    suffix: Segment = _NO_SUFFIX
+
+
 def check_rows(rows: Sequence[int], max_batch: int) -> None:
     """Raise ValueError unless rows of a pass are of the batch, each once."""
     if len(set(rows)) < len(rows) or max(rows, default=-1) >= max_batch:
@@ -60,7 +73,8 @@ class Items(NamedTuple):
     Attributes:
         rows: batch rows in the order of the segments.
         items: per item (first of `rows`, its requests, list_begin, head_stride, list_id, first entry, end, first
-            partial row or DIRECT). KV head h writes its tile to the partial rows from `first + h * block_m` on.
+            partial row or DIRECT, and list_begin, length and list_id of the suffix that is joined to the list; length
+            0: none is). KV head h writes its tile to the partial rows from `first + h * block_m` on.
         spans: per segment and request (batch row, partial row of KV head 0 and query head 0 of its group, partial rows
             from one part to the next, partial rows from one KV head to the next, number of parts or DIRECT).
     """
@@ -68,6 +82,44 @@ class Items(NamedTuple):
     rows: list[int]
     items: list[tuple[int, ...]]
     spans: list[tuple[int, int, int, int, int]]
+
+
+def join(
+    passes: Sequence[Sequence[Segment]],
+    attended: Mapping[int, int],
+    *,
+    gqa: int,
+    block_m: int,
+    block_n: int,
+    target: int,
+) -> list[list[Segment]]:
+    """The segments of a launch's passes, with one `Joined` for a request's list and suffix where one item does both.
+
+    These two are all that the request attends, the list is nobody else's and in one part, and all heads have the same
+    suffix. It comes first: its slots are there before lists are that a selection writes.
+
+    Args:
+        passes: a row stands in at most one segment of each.
+        attended: batch row -> segments with entries, of all launches.
+        gqa, block_m, block_n, target: as in `cut`.
+    """
+    left = [[s for s in of_pass if s.rows and s.length] for of_pass in passes]
+    chunks = [_chunk([s.length for s in of], _tiles(of, block_m // gqa), block_n, target) for of in left]
+    own: dict[int, list[tuple[int, Segment]]] = {}
+    for number, of_pass in enumerate(left):
+        for segment in of_pass:
+            if len(segment.rows) == 1:
+                own.setdefault(segment.rows[0], []).append((number, segment))
+    for row, both in own.items():
+        if len(both) == attended[row] == 2:
+            (other, suffix), (number, listed) = sorted(both, key=lambda one: (one[1].head_stride, one[1].length))
+            # A start and a merge less are worth a turn that is longer by a quarter, or by a few steps; a suffix that is
+            # longer stays apart, where idle programs attend it.
+            short = suffix.length <= max(listed.length // _JOINED_SHARE, _JOINED_BLOCKS * block_n)
+            if short and suffix.head_stride == 0 and listed.length <= chunks[number]:
+                left[other].remove(suffix)
+                left[number][left[number].index(listed)] = Joined(**vars(listed), suffix=suffix)
+    return left
 
 
 def cut(
@@ -89,7 +141,7 @@ def cut(
     that shortens the longest turn: one long list among many short ones must not be one item.
 
     Args:
-        segments: in any order. Those without rows or entries give no item.
+        segments: in any order. Those without rows or entries give no item, a `Joined` one gives one.
         gqa: query heads per KV head.
         num_kv_heads: KV heads.
         block_m: rows of a tile, a power of 2 of at least `gqa`.
@@ -106,19 +158,21 @@ def cut(
         raise ValueError(f"expected block_m of at least gqa={gqa} rows, got {block_m}; raise block_m")
     per_tile = block_m // gqa
     busy = [s for s in segments if s.rows and s.length]
-    tiles = [-(-len(s.rows) // per_tile) for s in busy]
-    chunk = _chunk([s.length for s in busy], tiles, block_n, target)
+    tiles = _tiles(busy, per_tile)
+    chunk = _chunk([s.length + _suffix_of(s).length for s in busy], tiles, block_n, target)
     rows: list[int] = []
     items: list[tuple[int, ...]] = []
     spans: list[tuple[int, int, int, int, int]] = []
     partial = first_partial
     for segment, num_tiles in zip(busy, tiles, strict=True):
-        parts = -(-segment.length // chunk)
+        suffix = _suffix_of(segment)
+        parts = 1 if suffix.length else -(-segment.length // chunk)
+        before = (suffix.list_begin, suffix.length, suffix.list_id)
         for tile in range(num_tiles):
             members = segment.rows[tile * per_tile : (tile + 1) * per_tile]
             which = (segment.list_begin, segment.head_stride, segment.list_id)
-            if parts == 1 and all(row in alone for row in members):
-                items.append((first_row + len(rows), len(members), *which, 0, segment.length, DIRECT))
+            if suffix.length or (parts == 1 and all(row in alone for row in members)):
+                items.append((first_row + len(rows), len(members), *which, 0, segment.length, DIRECT, *before))
                 spans += [(row, 0, 0, 0, DIRECT) for row in members]
                 rows += members
                 continue
@@ -126,11 +180,19 @@ def cut(
             for part in range(parts):
                 begin = part * chunk
                 stretch = (begin, min(begin + chunk, segment.length), partial + part * stride)
-                items.append((first_row + len(rows), len(members), *which, *stretch))
+                items.append((first_row + len(rows), len(members), *which, *stretch, *before))
             spans += [(row, partial + i * gqa, stride, block_m, parts) for i, row in enumerate(members)]
             rows += members
             partial += parts * stride
     return Items(rows, items, spans)
+
+
+def _tiles(segments: Sequence[Segment], per_tile: int) -> list[int]:
+    return [-(-len(s.rows) // per_tile) for s in segments]
+
+
+def _suffix_of(segment: Segment) -> Segment:
+    return segment.suffix if isinstance(segment, Joined) else _NO_SUFFIX
 
 
 def _chunk(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> int:

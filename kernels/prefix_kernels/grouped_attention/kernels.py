@@ -69,7 +69,7 @@ def attend_items_kernel(
     rows_ptr,  # int32 [num_tile_requests], batch rows
     counts_ptr,  # int32 [num_lists, num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
-    items_ptr,  # int32 [max_items, 8], see `items.py`
+    items_ptr,  # int32 [max_items, 11], see `items.py`; of launches of one pass, in which nothing is joined
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
     partial_lse_ptr,  # fp32 [num_partials], base 2
     out_ptr,  # [batch, num_qo_heads, V_DIM], of direct tiles
@@ -88,7 +88,7 @@ def attend_items_kernel(
     read once for both; BLOCK_D is for the others.
     """
     head = tl.program_id(0).to(tl.int64)
-    fields = items_ptr + tl.program_id(1).to(tl.int64) * 8
+    fields = items_ptr + tl.program_id(1).to(tl.int64) * 11
     num_rows = tl.load(fields + 1)
     if num_rows > 0:
         row_begin = tl.load(fields)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import AttentionConfig, AttentionShape, check_hopper
-from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, check_rows, cut
+from prefix_kernels.grouped_attention.items import ITEM_FIELDS, SPAN_FIELDS, Segment, check_rows, cut, join
 from prefix_kernels.grouped_attention.kernels import attend_items_kernel, merge_items_kernel
 from prefix_kernels.launching import block_of, launch, launch_behind, programs_at_once, send
 from prefix_kernels.types import PagedKV, check_arena, check_table
@@ -125,6 +125,8 @@ class GroupedAttention:
         most = self._spans.shape[1]
         if len(segments) > most:
             raise ValueError(f"expected segments of at most {most} passes, got {len(segments)}")
+        for of_pass in segments:
+            check_rows([row for s in of_pass if s.length for row in s.rows], self.max_batch)
         attended = Counter(row for of_pass in segments for s in of_pass if s.length for row in s.rows)
         alone = {row for row, times in attended.items() if times == 1}
         spans = torch.zeros(self._spans.shape, dtype=torch.int32)
@@ -133,19 +135,22 @@ class GroupedAttention:
         for one in self._launches:
             rows: list[int] = []
             listed: list[tuple[int, ...]] = []
-            for number in one.passes:
+            sizes = {
+                "gqa": self.shape.gqa,
+                "block_m": one.config.block_m,
+                "block_n": one.config.block_n,
+                "target": one.target,
+            }
+            of_passes = join([segments[n] if n < len(segments) else () for n in one.passes], attended, **sizes)
+            for number, of_pass in zip(one.passes, of_passes, strict=True):
                 items = cut(
-                    segments[number] if number < len(segments) else (),
-                    gqa=self.shape.gqa,
+                    of_pass,
+                    **sizes,
                     num_kv_heads=self.shape.num_kv_heads,
-                    block_m=one.config.block_m,
-                    block_n=one.config.block_n,
-                    target=one.target,
                     first_partial=first_partial,
                     first_row=len(rows),
                     alone=alone,
                 )
-                check_rows(items.rows, self.max_batch)
                 assert len(items.items) <= one.items_of_a_pass
                 if items.spans:
                     at = torch.tensor(items.spans, dtype=torch.int32)

@@ -23,8 +23,9 @@ _wait_for_the_kernel_before = gluon.jit(wait_for_the_kernel_before.fn)
 
 @gluon.jit
 def _fields(items_ptr, item):
-    """Of one item: first of its requests, how many, list_begin, head_stride, list_id, begin, end, first partial row."""
-    at = items_ptr + item.to(gl.int64) * 8
+    """Of one item: first of its requests, how many, list_begin, head_stride, list_id, begin, end, first partial row;
+    list_begin, length and list_id of the suffix joined to it."""
+    at = items_ptr + item.to(gl.int64) * 11
     return (
         gl.load(at),
         gl.load(at + 1),
@@ -34,6 +35,9 @@ def _fields(items_ptr, item):
         gl.load(at + 5),
         gl.load(at + 6),
         gl.load(at + 7),
+        gl.load(at + 8),
+        gl.load(at + 9),
+        gl.load(at + 10),
     )
 
 
@@ -56,7 +60,8 @@ def _wait_for_lists(head_stride, AFTER_LISTS: gl.constexpr):
 
 @gluon.jit
 def _fetch(queue, ring, pool, sizes: gl.constexpr):
-    """The fetching warps: block after block of listed keys and values, as places of the ring become free."""
+    """The fetching warps: block after block of listed keys and values, as places of the ring become free. Those of a
+    joined suffix come first: they are there before the lists are."""
     HEAD_DIM: gl.constexpr = sizes[1]
     V_DIM: gl.constexpr = sizes[2]
     BLOCK_N: gl.constexpr = sizes[4]
@@ -73,56 +78,68 @@ def _fetch(queue, ring, pool, sizes: gl.constexpr):
     v_column = v_ptr + head * v_stride_head + gl.arange(0, V_DIM, gl.SliceLayout(0, v_layout))
     place = 0
     phase = 1
-    _, _, list_begin, head_stride, list_id, begin, listed, _ = first
+    _, _, list_begin, head_stride, list_id, begin, listed, _, suffix_begin, joined, suffix_id = first
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
-        arena_ptr = slots_ptr
-        if head_stride > 0:
-            arena_ptr = head_slots_ptr
-        list_ptr = arena_ptr + list_begin.to(gl.int64) + source * head_stride.to(gl.int64)
-        _wait_for_lists(head_stride, sizes[6])
-        # The first slots are asked for before the count on the device is known, and again where there are fewer: what
-        # stands behind the count is read, never used. Past the end the last key is copied once more, so no copy is
-        # predicated and no key is read that is not listed.
-        room = gl.maximum(listed, begin + 1) - 1
-        k_slot = gl.load(list_ptr + gl.minimum(begin + k_row, room))
-        v_slot = gl.load(list_ptr + gl.minimum(begin + v_row, room))
-        end = _counted(listed, list_id, counts_ptr, source, num_heads)
-        last = gl.maximum(end, begin + 1) - 1
-        if end < begin + CHUNK:
-            k_slot = gl.load(list_ptr + gl.minimum(begin + k_row, last))
-            v_slot = gl.load(list_ptr + gl.minimum(begin + v_row, last))
-        for start in range(begin, end, BLOCK_N):
-            for chunk in gl.static_range(BLOCK_N // CHUNK):
-                # The next slots are on their way while these keys are asked for.
-                ahead = start + (chunk + 1) * CHUNK
-                k_ahead = gl.load(list_ptr + gl.minimum(ahead + k_row, last))
-                v_ahead = gl.load(list_ptr + gl.minimum(ahead + v_row, last))
-                if chunk == 0:
-                    hopper.mbarrier.wait(k_free.index(place), phase)
-                k_at = k_slot.to(gl.int64) * k_stride_slot
-                k_place = k_ring.index(place).slice(chunk * CHUNK, CHUNK, 0)
-                _copy_to_shared(k_place, k_column[None, :] + k_at[:, None])
-                if chunk == BLOCK_N // CHUNK - 1:
-                    hopper.async_copy.mbarrier_arrive(k_full.index(place), increment_count=False)
-                if chunk == 0:
-                    hopper.mbarrier.wait(v_free.index(place), phase)
-                v_at = v_slot.to(gl.int64) * v_stride_slot
-                v_place = v_ring.index(place).slice(chunk * CHUNK, CHUNK, 0)
-                _copy_to_shared(v_place, v_column[None, :] + v_at[:, None])
-                if chunk == BLOCK_N // CHUNK - 1:
-                    hopper.async_copy.mbarrier_arrive(v_full.index(place), increment_count=False)
-                k_slot = k_ahead
-                v_slot = v_ahead
-            wrap = place == RING - 1
-            place = gl.where(wrap, 0, place + 1)
-            phase = gl.where(wrap, phase ^ 1, phase)
+        for stretch in range(gl.where(joined > 0, 0, 1), 2):
+            of_list = stretch > 0
+            stride = gl.where(of_list, head_stride, 0)
+            bounded_by = gl.where(of_list, list_id, suffix_id)
+            room = gl.where(of_list, listed, joined)
+            entry = gl.where(of_list, begin, 0)
+            arena_ptr = slots_ptr
+            if stride > 0:
+                arena_ptr = head_slots_ptr
+            list_ptr = arena_ptr + gl.where(of_list, list_begin, suffix_begin).to(gl.int64)
+            list_ptr += source * stride.to(gl.int64)
+            _wait_for_lists(stride, sizes[6])
+            # The first slots are asked for before the count on the device is known, and again where there are fewer:
+            # what stands behind the count is read, never used. Past the end the last key is copied once more, so no
+            # copy is predicated and no key is read that is not listed.
+            last = gl.maximum(room, entry + 1) - 1
+            k_slot = gl.load(list_ptr + gl.minimum(entry + k_row, last))
+            v_slot = gl.load(list_ptr + gl.minimum(entry + v_row, last))
+            end = _counted(room, bounded_by, counts_ptr, source, num_heads)
+            last = gl.maximum(end, entry + 1) - 1
+            if end < entry + CHUNK:
+                k_slot = gl.load(list_ptr + gl.minimum(entry + k_row, last))
+                v_slot = gl.load(list_ptr + gl.minimum(entry + v_row, last))
+            for start in range(entry, end, BLOCK_N):
+                for chunk in gl.static_range(BLOCK_N // CHUNK):
+                    # The next slots are on their way while these keys are asked for.
+                    ahead = start + (chunk + 1) * CHUNK
+                    k_ahead = gl.load(list_ptr + gl.minimum(ahead + k_row, last))
+                    v_ahead = gl.load(list_ptr + gl.minimum(ahead + v_row, last))
+                    if chunk == 0:
+                        hopper.mbarrier.wait(k_free.index(place), phase)
+                    k_at = k_slot.to(gl.int64) * k_stride_slot
+                    k_place = k_ring.index(place).slice(chunk * CHUNK, CHUNK, 0)
+                    _copy_to_shared(k_place, k_column[None, :] + k_at[:, None])
+                    if chunk == BLOCK_N // CHUNK - 1:
+                        hopper.async_copy.mbarrier_arrive(k_full.index(place), increment_count=False)
+                    if chunk == 0:
+                        hopper.mbarrier.wait(v_free.index(place), phase)
+                    v_at = v_slot.to(gl.int64) * v_stride_slot
+                    v_place = v_ring.index(place).slice(chunk * CHUNK, CHUNK, 0)
+                    _copy_to_shared(v_place, v_column[None, :] + v_at[:, None])
+                    if chunk == BLOCK_N // CHUNK - 1:
+                        hopper.async_copy.mbarrier_arrive(v_full.index(place), increment_count=False)
+                    k_slot = k_ahead
+                    v_slot = v_ahead
+                wrap = place == RING - 1
+                place = gl.where(wrap, 0, place + 1)
+                phase = gl.where(wrap, phase ^ 1, phase)
         following = gl.minimum(item + gl.num_programs(1), num_items - 1)
-        _, _, list_begin, head_stride, list_id, begin, listed, _ = _fields(items_ptr, following)
+        fields = _fields(items_ptr, following)
+        _, _, list_begin, head_stride, list_id, begin, listed, _, suffix_begin, joined, suffix_id = fields
 
 
 @gluon.jit
-def _weights(scores, peak, total, qk_scale, start, end, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Softmax of one block, to base 2: (weights, new peak, new total, what the older sums shrink by)."""
+def _weights(scores, peak, total, qk_scale, start, joined, stop, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+    """Softmax of one block, to base 2: (weights, new peak, new total, what the older sums shrink by).
+
+    Of the columns of a joined suffix, which begin at 0, or of those of the list, which end at `stop`.
+    """
+    end = gl.where(start < joined, joined, stop)
     if start + BLOCK_N > end:
         column = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         scores = gl.where((column < end)[None, :], scores, float("-inf"))
@@ -159,30 +176,33 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, sizes: gl.constexpr)
     e = gl.arange(0, V_DIM, gl.SliceLayout(0, layout))
     place = 0
     phase = 0
-    row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial = first
+    row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial, _, joined, suffix_id = first
     for item in range(gl.program_id(1), num_items, gl.num_programs(1)):
         q_live = q_m < num_rows * GQA
         q_row = gl.load(rows_ptr + row_begin + q_m // GQA, mask=q_live, other=0).to(gl.int64)
         q_ptrs = q_ptr + q_row[:, None] * q_stride_row + (head * GQA + q_m % GQA)[:, None] * q_stride_head + d[None, :]
         q = gl.load(q_ptrs, mask=(q_live & (q_row < batch))[:, None], other=0.0)
+        joined = _counted(joined, suffix_id, counts_ptr, source, num_heads)
         _wait_for_lists(head_stride, sizes[6])
         end = _counted(listed, list_id, counts_ptr, source, num_heads)
+        # Columns: the joined suffix in whole blocks, then the list.
+        stop = (joined + BLOCK_N - 1) // BLOCK_N * BLOCK_N + gl.maximum(end - begin, 0)
         q_own.store(q)
         hopper.fence_async_shared()
 
         acc = gl.zeros([ROWS, V_DIM], gl.float32, layout)
         total = gl.zeros([ROWS], gl.float32, of_rows)
         peak = gl.full([ROWS], float("-inf"), gl.float32, of_rows)
-        if begin < end:
+        if stop > 0:
             hopper.mbarrier.wait(k_full.index(place), phase)
             hopper.fence_async_shared()
             keys = k_ring.index(place).permute((1, 0))
             scores = hopper.warpgroup_mma(q_own, keys, none, use_acc=False, is_async=True)
             scores = hopper.warpgroup_mma_wait(0, deps=[scores])
             hopper.mbarrier.arrive(k_free.index(place), count=1)
-            weights, peak, total, shrink = _weights(scores, peak, total, qk_scale, begin, end, BLOCK_N, layout)
+            weights, peak, total, shrink = _weights(scores, peak, total, qk_scale, 0, joined, stop, BLOCK_N, layout)
             weights = gl.convert_layout(weights.to(q_ptr.dtype.element_ty), weight_layout)
-            for start in range(begin + BLOCK_N, end, BLOCK_N):
+            for start in range(BLOCK_N, stop, BLOCK_N):
                 # Scores of this block, and the sum of the one before: softmax of these while that is multiplied.
                 wrap = place == RING - 1
                 next_place = gl.where(wrap, 0, place + 1)
@@ -196,7 +216,9 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, sizes: gl.constexpr)
                 acc_to_come = hopper.warpgroup_mma(weights, v_ring.index(place), acc, is_async=True)
                 scores = hopper.warpgroup_mma_wait(1, deps=[scores_to_come])
                 hopper.mbarrier.arrive(k_free.index(next_place), count=1)
-                fresh, peak, total, shrink = _weights(scores, peak, total, qk_scale, start, end, BLOCK_N, layout)
+                fresh, peak, total, shrink = _weights(
+                    scores, peak, total, qk_scale, start, joined, stop, BLOCK_N, layout
+                )
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc_to_come])
                 hopper.mbarrier.arrive(v_free.index(place), count=1)
                 acc = acc * shrink[:, None]
@@ -228,7 +250,8 @@ def _attend(HALF: gl.constexpr, queue, ring, query, result, sizes: gl.constexpr)
             gl.store(out_ptrs, (out * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
             gl.store(lse_ptr + row * (num_heads * GQA) + qo_head, lse * LN2, mask=live)
         following = gl.minimum(item + gl.num_programs(1), num_items - 1)
-        row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial = _fields(items_ptr, following)
+        fields = _fields(items_ptr, following)
+        row_begin, num_rows, _, head_stride, list_id, begin, listed, first_partial, _, joined, suffix_id = fields
     # Whoever had no list of the layer, too: this kernel's end says that the one before has ended. Only now the merge's
     # programs come: those that come earlier crowd the multiprocessors that have no program of this kernel.
     _wait_for_the_kernel_before(sizes[7])
@@ -244,7 +267,7 @@ def attend_items_sm90_kernel(
     rows_ptr,  # int32 [num_tile_requests], batch rows
     counts_ptr,  # int32 [num_lists, num_kv_heads]
     head_map_ptr,  # int32 [num_kv_heads], whose list a KV head reads
-    items_ptr,  # int32 [max_items, 8], see `items.py`
+    items_ptr,  # int32 [max_items, 11], see `items.py`
     num_items_ptr,  # int32 [1]
     partial_out_ptr,  # fp32 [num_partials, V_DIM]
     partial_lse_ptr,  # fp32 [num_partials], base 2

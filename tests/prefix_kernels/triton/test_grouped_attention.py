@@ -214,6 +214,57 @@ def test_lists_of_each_head(apart: bool, head_map: list[int] | None, kernel: Ker
         )
 
 
+@of_kernels(PORTABLE, *HOPPERS[:2])
+@pytest.mark.parametrize("num_programs", [3, 18, 60])
+@pytest.mark.parametrize("after_lists", [False, True], ids=["lists are there", "after lists"])
+def test_requests_that_are_alone_on_their_lists(
+    after_lists: bool, num_programs: int, kernel: Kernel, device: torch.device
+) -> None:
+    """A list of each head and a suffix, of which one or both may be empty on the device: Hopper's kernel has one item
+    for both, unless the suffix is long; beside a group."""
+    q, keys, values, kv, slots = paged(1500, 8, 3, 2, 128, 128, kernel.dtype, device)
+    lengths = [200, 200, 130, 64, 1, 200, 128]
+    owns = [5, 64, 65, 129, 200, 3, 600]
+    counts = torch.zeros(17, 3, dtype=torch.int32, device=device)
+    lists = torch.zeros(3 * sum(lengths), dtype=torch.int32, device=device)
+    chosen, listed, suffixes, at = {}, [], [], 0
+    for n, (length, own) in enumerate(zip(lengths, owns, strict=True)):
+        rows = (n,) if n != 5 else (5, 7)
+        listed.append(Segment(rows, length, at, length, 8 + n))
+        for head in range(3):
+            count = 0 if n == 3 else (length, length - 1, 0)[(n + head) % 3]
+            order = torch.randperm(800, generator=torch.Generator().manual_seed(10 * n + head))[:count].to(device)
+            for row in rows:
+                chosen[row, head] = order.tolist()
+            counts[8 + n, head] = count
+            lists[at + head * length :][:count] = slots[order].int()
+        at += 3 * length
+        counts[n] = 0 if n in (1, 3) else own
+        suffixes.append(Segment((n,), own, list_begin=801 + n, list_id=-1 if n % 2 == 0 else n))
+    kv.k_cache[slots[800]], kv.v_cache[slots[800]] = torch.nan, torch.nan  # listed by none
+    shape = AttentionShape.of(q, kv)
+    attention = GroupedAttention(shape, 8, kernel.passes, device, num_programs=num_programs)
+    for form in (attention, ReferenceAttention(8)):
+        form.plan(listed, suffixes)
+        out, lse, own_slots = (
+            torch.full_like(q, torch.nan),
+            torch.full(q.shape[:2], torch.nan, device=device),
+            slots.int(),
+        )
+        lists.add_(0)  # the launch before
+        form.run(q, kv, own_slots, 0.1, out, lse, counts=counts, head_slots=lists, after_lists=after_lists)
+        check(
+            (out, lse),
+            (q, keys, values),
+            lambda row, head: [
+                *chosen[row, head],
+                *(range(801 + row, 801 + row + owns[row] * (row not in (1, 3))) if row < 7 else ()),
+            ],
+        )
+    joined = sum(int((one.items[:, 9] > 0).sum()) for one in attention._launches)
+    assert (joined > 0) == kernel.passes[0].specialized
+
+
 class Batch:
     """Two groups on prefixes of their own, one request alone; everyone has a suffix; one arena of slots."""
 
