@@ -82,7 +82,7 @@ CASES = (
     Case(
         ("attend_items_sm90_kernel",),
         "triton/test_grouped_attention.py",
-        "(every_group_size and 65) or bits_that_the_merge_would or lists_of_each_head",
+        "(every_group_size and 65) or bits_that_the_merge_would or lists_of_each_head or alone_on_their_lists",
     ),
     Case(
         ("attend_items_kernel", "merge_items_kernel"),

@@ -138,6 +138,10 @@ def test_the_documented_figures_behind_host_memory() -> None:
     figures = [f"{found['distinct', name, None, many]['tokens_per_s']:.0f}" for name in ("ours", "hbm")]
     host, hbm = (found["step", engine, None, few] for engine in ("host", "hbm"))
     first = [found["first_token", engine, None, few]["seconds"] for engine in ("host", "disk", "prefill")]
+    later = {
+        (row["measure"], row["engine"]): row.get("ms", row.get("seconds"))
+        for row in rows_of(RESULTS / "offload-serving-h200.jsonl")
+    }
     errors: dict[tuple[str, int, str], float] = {}
     for row in rows_of(RESULTS / "offload-cpu-churn.jsonl.xz"):
         if row["bench"] == "lagged":
@@ -154,6 +158,8 @@ def test_the_documented_figures_behind_host_memory() -> None:
         f"{host['link_ms']:.1f} ms of it at 51 GB/s",
         f"| {host['ms']:.1f} | {hbm['ms']:.1f}: selected in device memory",
         f"| {first[0]:.2f}; from a file in tmpfs {first[1]:.1f} | {first[2]:.0f}, writing its file |",
+        "the step takes {:.1f} ms, {:.1f} in".format(*(later["step", engine] for engine in ("host", "hbm"))),
+        "first token {:.2f} s, {:.0f} without".format(*(later["first_token", one] for one in ("host", "prefill"))),
         f"adds {min(late):.0f} to {max(late):.0f}% to attention's error",
     ):
         assert said in text, said
