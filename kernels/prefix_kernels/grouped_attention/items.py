@@ -19,8 +19,6 @@ _WORTH = 0.95
 """Of the longest turn with fewer items, what it may be with more: each has a start and a part to merge."""
 DIRECT = -1
 """In place of an item's first partial row, and of a span's number of parts."""
-_JOINED_SHARE, _JOINED_BLOCKS = 4, 4
-"""A suffix is joined to a list if it is at most such a part of it, or so many steps."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,7 @@ def join(
     block_m: int,
     block_n: int,
     target: int,
+    longest: int,
 ) -> list[list[Segment]]:
     """The segments of a launch's passes, with one `Joined` for a request's list and suffix where one item does both.
 
@@ -102,24 +101,29 @@ def join(
         passes: a row stands in at most one segment of each.
         attended: batch row -> segments with entries, of all launches.
         gqa, block_m, block_n, target: as in `cut`.
+        longest: entries of a suffix that is joined, at most: what is fetched while a list is waited for. A longer one
+            stays apart: programs that have no list attend it meanwhile.
     """
     left = [[s for s in of_pass if s.rows and s.length] for of_pass in passes]
+    if len(left) < 2:
+        return left
     chunks = [_chunk([s.length for s in of], _tiles(of, block_m // gqa), block_n, target) for of in left]
-    own: dict[int, list[tuple[int, Segment]]] = {}
+    own: dict[int, list[tuple[int, int]]] = {}
     for number, of_pass in enumerate(left):
-        for segment in of_pass:
+        for place, segment in enumerate(of_pass):
             if len(segment.rows) == 1:
-                own.setdefault(segment.rows[0], []).append((number, segment))
+                own.setdefault(segment.rows[0], []).append((number, place))
+    gone: set[tuple[int, int]] = set()
     for row, both in own.items():
         if len(both) == attended[row] == 2:
-            (other, suffix), (number, listed) = sorted(both, key=lambda one: (one[1].head_stride, one[1].length))
-            # A start and a merge less are worth a turn that is longer by a quarter, or by a few steps; a suffix that is
-            # longer stays apart, where idle programs attend it.
-            short = suffix.length <= max(listed.length // _JOINED_SHARE, _JOINED_BLOCKS * block_n)
-            if short and suffix.head_stride == 0 and listed.length <= chunks[number]:
-                left[other].remove(suffix)
-                left[number][left[number].index(listed)] = Joined(**vars(listed), suffix=suffix)
-    return left
+            of = [(left[number][place], number, place) for number, place in both]
+            (suffix, *at), (listed, number, place) = sorted(of, key=lambda one: (one[0].head_stride, one[0].length))
+            if suffix.length <= longest and suffix.head_stride == 0 and listed.length <= chunks[number]:
+                gone.add((at[0], at[1]))
+                left[number][place] = Joined(**vars(listed), suffix=suffix)
+    return [
+        [one for place, one in enumerate(of_pass) if (number, place) not in gone] for number, of_pass in enumerate(left)
+    ]
 
 
 def cut(
@@ -159,7 +163,8 @@ def cut(
     per_tile = block_m // gqa
     busy = [s for s in segments if s.rows and s.length]
     tiles = _tiles(busy, per_tile)
-    chunk = _chunk([s.length + _suffix_of(s).length for s in busy], tiles, block_n, target)
+    # A joined item is one whatever the chunk: what it has before its list is cut by nobody.
+    chunk = _chunk([s.length for s in busy], tiles, block_n, target)
     rows: list[int] = []
     items: list[tuple[int, ...]] = []
     spans: list[tuple[int, int, int, int, int]] = []

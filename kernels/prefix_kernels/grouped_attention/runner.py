@@ -141,8 +141,10 @@ class GroupedAttention:
                 "block_n": one.config.block_n,
                 "target": one.target,
             }
-            of_passes = join([segments[n] if n < len(segments) else () for n in one.passes], attended, **sizes)
-            for number, of_pass in zip(one.passes, of_passes, strict=True):
+            at_most = one.config.num_stages * one.config.block_n
+            of_passes = [segments[n] if n < len(segments) else () for n in one.passes]
+            joined = join(of_passes, attended, **sizes, longest=at_most)
+            for number, of_pass in zip(one.passes, joined, strict=True):
                 items = cut(
                     of_pass,
                     **sizes,

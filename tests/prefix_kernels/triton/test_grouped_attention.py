@@ -216,9 +216,13 @@ def test_lists_of_each_head(apart: bool, head_map: list[int] | None, kernel: Ker
 
 @of_kernels(PORTABLE, *HOPPERS[:2])
 @pytest.mark.parametrize("num_programs", [3, 18, 60])
-@pytest.mark.parametrize("after_lists", [False, True], ids=["lists are there", "after lists"])
+@pytest.mark.parametrize(
+    ("after_lists", "sources"),
+    [(False, [0, 1, 2]), (True, [0, 1, 2]), (True, [2, 0, 0])],
+    ids=["lists are there", "after lists", "an anchor's"],
+)
 def test_requests_that_are_alone_on_their_lists(
-    after_lists: bool, num_programs: int, kernel: Kernel, device: torch.device
+    after_lists: bool, sources: list[int], num_programs: int, kernel: Kernel, device: torch.device
 ) -> None:
     """A list of each head and a suffix, of which one or both may be empty on the device: Hopper's kernel has one item
     for both, unless the suffix is long; beside a group."""
@@ -251,13 +255,14 @@ def test_requests_that_are_alone_on_their_lists(
             torch.full(q.shape[:2], torch.nan, device=device),
             slots.int(),
         )
+        options = {"counts": counts, "head_map": torch.tensor(sources, dtype=torch.int32, device=device)}
         lists.add_(0)  # the launch before
-        form.run(q, kv, own_slots, 0.1, out, lse, counts=counts, head_slots=lists, after_lists=after_lists)
+        form.run(q, kv, own_slots, 0.1, out, lse, head_slots=lists, after_lists=after_lists, **options)
         check(
             (out, lse),
             (q, keys, values),
             lambda row, head: [
-                *chosen[row, head],
+                *chosen[row, sources[head]],
                 *(range(801 + row, 801 + row + owns[row] * (row not in (1, 3))) if row < 7 else ()),
             ],
         )
