@@ -219,10 +219,10 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         step = _Rows([req.rid for req in batch.reqs], len(batch.reqs), batch.req_pool_indices, *lens)
         may = runtime.begin_round(step)
         if ahead is None:
-            wanted = runtime.rounds.drafts(self._allowed(batch, may))
+            wanted = runtime.rounds.drafts(self._allowed(batch, may, lens[1]))
         else:  # as was chosen then: asked again, an index that drafts badly may want to draft nothing this time
             chosen = [one and one._replace(most=count) for one, count in zip(may, ahead.wanted, strict=True)]
-            wanted = [0 if one is None else one.most for one in self._allowed(batch, chosen)]
+            wanted = [0 if one is None else one.most for one in self._allowed(batch, chosen, lens[1])]
         if overlaps:  # leave a slot for the next round's first draft, but draft
             slots = [int(req.kv.kv_allocated_len) - int(n) for req, n in zip(batch.reqs, lens[1], strict=True)]
             wanted = [min(count, max(1, left - 1)) for count, left in zip(wanted, slots, strict=True)]
@@ -261,7 +261,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         runtime = scheduler_hooks.runtime()
         most = batch.seq_lens_cpu + torch.tensor(self._rounds[-1][1]) + 1  # tokens of each, at most
         runtime.rounds.begin(int(most.sum()) + len(most))
-        wanted = runtime.rounds.drafts(self._allowed(batch, may))
+        wanted = runtime.rounds.drafts(self._allowed(batch, may, batch.seq_lens_cpu + 2))
         ahead = _Ahead([req.rid for req in batch.reqs], wanted, self._draws(batch), {})
         rows = [row for row, count in enumerate(wanted) if count]
         limit = int(self.model_runner.model_config.context_len)
@@ -274,12 +274,14 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         said = self._draft(self._step(behind, rows, [0] * len(rows), last), rows, 0, ahead.draws, ahead=True)
         return ahead._replace(first=dict(zip(rows, said, strict=False)))
 
-    def _allowed(self, batch: Any, may: Sequence[Drafting | None]) -> list[Drafting | None]:
-        """Per request, what it may draft: rows of the exact step are no more than requests that may run.
+    def _allowed(self, batch: Any, may: Sequence[Drafting | None], lens: Tensor) -> list[Drafting | None]:
+        """Per request, what it may draft: rows of the exact step are no more than requests that may run, and no draft
+        follows the last token that a request may have. Its own list of tokens is a round behind.
 
         Args:
             batch: of the round.
             may: per request, what its index may draft.
+            lens: of each, tokens that there are, or fewer; on the host.
         """
         single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
         pairs = zip(may, batch.reqs, strict=True)
@@ -287,8 +289,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         drafting = 0 if single else sum(one is not None and one.most > 0 for one in free)
         room = min(int(self.model_runner.max_running_requests), MAX_BATCH) - len(may)
         found: list[Drafting | None] = []
-        for req, one in zip(batch.reqs, free, strict=True):
-            left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
+        for req, one, length in zip(batch.reqs, free, lens.tolist(), strict=True):
+            left = len(req.origin_input_ids) + req.sampling_params.max_new_tokens - length - 1
             most = max(0, min(room // drafting, one.most, left)) if one is not None and drafting else 0
             found.append(None if one is None else one._replace(most=most))
         return found

@@ -13,7 +13,7 @@ from typing import Any
 from prefix_index import printable_values
 from sglang_ext.administration import summary
 from sglang_ext.compat import administration, flags, latent
-from sglang_ext.compat.checkpoint import weight_sums
+from sglang_ext.compat.checkpoint import resolved, weight_sums
 from sglang_ext.compat.host_pool import offloading
 from sglang_ext.compat.offload_tree import OffloadedTree, row_of
 from sglang_ext.compat.response import tell
@@ -61,7 +61,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, full_
     assert_in_place()
     view = RunnerView(runner)
     for message in (
-        flags.refusal(runner.server_args, settings.config),
+        flags.refusal(resolved(runner.server_args), settings.config),
         refusal(wrapped),
         view.refusal(settings.config.build),
         latent.refusal(runner.model_config, settings.config, [type(wrapped).__name__], view.kv_dtype, view.device.type),

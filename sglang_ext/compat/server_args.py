@@ -106,7 +106,9 @@ def after_check_server_args(_result: None, record: Any) -> None:
         return
     from sglang_ext.compat import checkpoint
 
-    message = flags.refusal(record, settings.config) or checkpoint.latent_refusal(record, settings.config)
+    # What the user left open is decided by now, and as good as given.
+    message = flags.refusal(checkpoint.resolved(record), settings.config)
+    message = message or checkpoint.latent_refusal(record, settings.config)
     if message := message or checkpoint.model_refusal(record, settings):
         refuse(message)
     try:

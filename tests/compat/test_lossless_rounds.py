@@ -44,11 +44,11 @@ class Logits:
 class Request(SimpleNamespace):
     """What the worker reads of SGLang's."""
 
-    def __init__(self, rid: str, row: int, prompt: list[int]) -> None:
-        super().__init__(rid=rid, row=row, prompt=prompt, output_ids=[said(prompt)], kv=SimpleNamespace())
+    def __init__(self, rid: str, row: int, prompt: list[int], tokens: int) -> None:
+        super().__init__(rid=rid, row=row, origin_input_ids=prompt, output_ids=[said(prompt)], kv=SimpleNamespace())
         self.kv.kv_allocated_len = self.committed = self.length = len(prompt)
         self.last = torch.tensor(self.output_ids[-1])
-        self.sampling_params = SamplingParams(temperature=0.0, max_new_tokens=CONTEXT)
+        self.sampling_params = SamplingParams(temperature=0.0, max_new_tokens=tokens)
         self.return_logprob, self.grammar, self.custom_logit_processor = False, None, None
 
 
@@ -76,6 +76,7 @@ class Model:
         if self.ahead and self.full:
             return None
         assert bool((step.out_cache_loc > 0).all()), "a slot that nobody has allocated is written"
+        assert int(step.seq_lens.max()) <= CONTEXT, "the model has no such position"
         self.held[step.out_cache_loc] = step.input_ids
         logits = torch.zeros(len(step.input_ids), VOCAB)
         for n, (row, length) in enumerate(zip(step.req_pool_indices, step.seq_lens.tolist(), strict=True)):
@@ -181,7 +182,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         prompt = [self._rng.randrange(VOCAB) for _ in range(self._rng.randrange(3, 20))]
-        one = Request(f"{'dense' if self.came % 5 == 4 else 'r'}{self.came}", self._rows.pop(), prompt)
+        rid, tokens = f"{'dense' if self.came % 5 == 4 else 'r'}{self.came}", self._rng.randrange(60, CONTEXT)
+        one = Request(rid, self._rows.pop(), prompt, min(tokens, CONTEXT - len(prompt) - 1))  # as SGLang bounds it
         self.came += 1
         self._model.allocate(one, len(prompt))
         self._model.held[self._model.table[one.row, : len(prompt)]] = torch.tensor(prompt)
@@ -205,9 +207,10 @@ class Scheduler:
                 continue
             one.output_ids += tokens[:kept]
             one.committed += kept
-            whole = [*one.prompt, *one.output_ids]
-            assert all(said(whole[:at]) == whole[at] for at in range(len(one.prompt), len(whole)))
-            if len(whole) > CONTEXT - 20 or self._rng.random() < 0.02:
+            whole, most = [*one.origin_input_ids, *one.output_ids], one.sampling_params.max_new_tokens
+            assert all(said(whole[:at]) == whole[at] for at in range(len(one.origin_input_ids), len(whole)))
+            assert len(one.output_ids) <= most, "a token was drafted that the request cannot have"
+            if len(one.output_ids) == most or self._rng.random() < 0.02:
                 self.running.remove(one)
                 self._rows.append(one.row)
                 self._model.release(one)
@@ -231,7 +234,9 @@ def test_requests_that_come_and_go_get_the_models_own_tokens(worker: Any, page: 
         assert model.drafts - drafts <= most + 1
         if before is not None and before.rids == [one.rid for one in batch.reqs]:
             used += bool(before.first)
-            assert [count > 0 for count in made._rounds[-1][1]] == [count > 0 for count in before.wanted]
+            for one, count, chosen in zip(batch.reqs, made._rounds[-1][1], before.wanted, strict=True):
+                left = len(one.origin_input_ids) + one.sampling_params.max_new_tokens - one.length - 2
+                assert (count > 0) == (chosen > 0 and left > 0)
         launched += made._ahead is not None and bool(made._ahead.first)
         wanted += made._ahead is not None and any(made._ahead.wanted) and not model.full
         scheduler.ran(result)

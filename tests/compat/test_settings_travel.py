@@ -100,7 +100,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
         ["expected no --speculative-algorithm with exactness verify", "remove --speculative-algorithm"],
     ),
     "verify, with more drafts than the table of slots has room for": (
-        ["--sparse-attn-config", '{"exactness": "verify", "draft_tokens": 8}', "--page-size", "1"],
+        ["--sparse-attn-config", '{"exactness": "verify", "draft_tokens": 8}'],  # SGLang's pages are of one token
         ["draft_tokens of at most 7 with pages of one token", "got 8", "--page-size 16"],
     ),
     "verify, with several ranks": (
@@ -110,6 +110,10 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "verify's algorithm without verify": (
         ["--speculative-algorithm", "SPARSE_VERIFY"],
         ["expected exactness verify", "got selected"],
+    ),
+    "what another flag sets": (
+        ["--rl-on-policy-target", "fsdp", "--attention-backend", "triton"],
+        ["expected no deterministic inference", "got enable_deterministic_inference=True"],
     ),
     "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
     "another model's profile": (
