@@ -212,6 +212,38 @@ def test_replies_that_are_none_are_counted(soon: None, tmp_path: Path, monkeypat
     server.rank.close()
 
 
+def test_a_process_that_follows_nothing_is_started_again(
+    soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where its device has no memory: it lives, and no question comes to it."""
+    script = tmp_path / "follows_nothing.py"
+    script.write_text(
+        "import sys, msgspec, zmq\n"
+        "from sglang_ext.decode.cache_rank.messages import Problem, Ready\n"
+        "socket = zmq.Context.instance().socket(zmq.PAIR)\n"
+        "socket.connect(sys.argv[1])\n"
+        "socket.recv()\n"
+        "reply = Ready()\n"
+        "while True:\n"
+        "    socket.send(msgspec.msgpack.encode(reply))\n"
+        "    socket.recv()\n"
+        "    reply = Problem('OutOfMemoryError: none is left', [1])\n"
+    )
+    monkeypatch.setattr(client, "_COMMAND", [sys.executable, str(script)])
+    server = Ranked(SPEC)
+    join_four(server)
+
+    def replaced() -> bool:
+        server.leave(4)
+        server.join(4, server.slots(31), None, 3)
+        server.step([1, 2, 3, 4])
+        return int(server.state["started"]) >= 2
+
+    within(60, replaced)
+    server.rank.close()
+    assert "messages, one after the other, were not followed: OutOfMemoryError" in caplog.text
+
+
 def test_a_process_that_cannot_start_is_tried_again_less_and_less(
     soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -44,7 +44,8 @@ from sglang_ext.methods.base import IndexSpec
 logger = logging.getLogger(__name__)
 
 _MISSES = 8
-"""Answers that did not come one after the other: the process is ended, as it hangs or is too slow."""
+"""Answers that did not come one after the other, or messages that it did not follow: the process is ended, as it hangs,
+is too slow or has no memory."""
 _START_S, _SILENT_S = 180.0, 60.0
 """For the process to make its operation; without a word of it, as it may be while it compiles for a first plan."""
 _AGAIN_S, _RARELY_S = 10.0, 300.0
@@ -94,6 +95,7 @@ class CacheRank:
         self._scale = 0.0
         self._seen_missed = 0
         self._state, self._starts, self._problems, self._problem = "starting", 0, 0, ""
+        self._not_followed = 0
         self._sent: set[int] = set()
         self._timed = Timed(0, 0)
         cuda = context.device.type == "cuda"
@@ -223,7 +225,7 @@ class CacheRank:
         """Start the process, which connects to a socket in the folder, and keep it informed; why that ended."""
         address = f"ipc://{folder}/socket"
         self._starts += 1
-        self._state, self._planned, self._sent = "starting", 0, set()
+        self._state, self._planned, self._sent, self._not_followed = "starting", 0, set(), 0
         with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
             socket.linger = 0
             socket.bind(address)
@@ -262,6 +264,8 @@ class CacheRank:
             _, came, missed, *_ = self._mailbox.words.tolist()
             if came != served:
                 served, before = came, missed
+            if self._not_followed >= _MISSES:
+                return f"{self._not_followed} messages, one after the other, were not followed: {self._problem}"
             if missed - before >= _MISSES:
                 return f"{missed - before} answers, one after the other, did not come in time"
         return "it was closed"
@@ -312,11 +316,12 @@ class CacheRank:
             self._state = "serving"
             logger.info("sparse attention: the cache rank on %s is ready", self._setup.device)
         elif isinstance(reply, Planned):
-            self._planned = reply.number
+            self._planned, self._not_followed = reply.number, 0
         elif isinstance(reply, Timed):
             self._timed = reply
         elif isinstance(reply, Problem):
             self._problems += 1
+            self._not_followed += 1
             self._sent.difference_update(reply.lacks)  # the next plan has them sent again
             if reply.text != self._problem:
                 logger.warning("sparse attention: the cache rank did not follow a message: %s", reply.text)
