@@ -122,6 +122,9 @@ def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
         additional_stop_token_ids=None,
     )
 
+    # The token that ends reasoning; of 0.5.23 it is a list of them.
+    thought: Any = [4] if hasattr(Req, "update_self_opened_reasoning_tokens") else 4
+
     def told(end: dict[str, Any], rounds: list[list[int]]) -> list[Any]:
         params = SamplingParams(temperature=0.0, **end)
         params.normalize(letters)
@@ -132,11 +135,13 @@ def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
         for one in rounds:
             if not req.finished():
                 req.output_ids.extend(one)
+                req.update_reasoning_tokens(one, thought)
                 kept.kv_committed_len += len(one)
                 req.update_finish_state(len(one))
         ids = list(req.output_ids)
         assert ids == list(req.output_ids_through_stop)
-        return [req.finished() and str(req.finished_reason.to_json()), ids, kept.kv_committed_len]
+        reason = req.finished() and str(req.finished_reason.to_json())
+        return [reason, ids, kept.kv_committed_len, req.reasoning_tokens]
 
     rounds = [[[one] for one in tokens], *([tokens[:n], tokens[n:]] for n in range(1, len(tokens)))]
     return [[told(end, one) for one in rounds] for end in ends]
