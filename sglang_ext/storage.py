@@ -40,14 +40,14 @@ def holds_indexes(folder: str) -> bool:
         return True
 
 
-LEAST_DIGITS = 4
-"""Of a digest's beginning that stands for it."""
+LEAST_DIGITS, LEAST_TO_REMOVE = 4, 8
+"""Of a digest's beginning that stands for it, and where it goes: a number may be a name that is no longer there."""
 
 
-def is_meant(word: str, digest: str, name: str | None) -> bool:
-    """Whether a word that an operator wrote means this index: its name, its digest, or enough of its first digits."""
+def is_meant(word: str, digest: str, name: str | None, least: int = LEAST_DIGITS) -> bool:
+    """Whether a word that an operator wrote means this index: its name, its digest, or so many first digits."""
     start = word.lower()
-    is_start = len(start) >= LEAST_DIGITS and set(start) <= set("0123456789abcdef")
+    is_start = len(start) >= least and set(start) <= set("0123456789abcdef")
     return name == word or (is_start and digest.startswith(start))
 
 
@@ -63,10 +63,11 @@ def make_folder(folder: str, config: SparseAttnConfig) -> None:
     check_folder(Path(folder), create=True, write=False, access=access)
 
 
-def configured_store(address: str, config: SparseAttnConfig, *, write: bool = True) -> IndexStore:
+def configured_store(address: str, config: SparseAttnConfig, *, write: bool = True, publish: bool = True) -> IndexStore:
     """The store of a server or a job, open. The caller closes it.
 
-    Who does not `write` may use a folder that cannot be written to: another user's, or on a disk mounted read-only.
+    Who does not `publish` gives remote stores nothing. Who does not `write` may use a folder that cannot be written to:
+    another user's, or on a disk mounted read-only.
     Raises IndexStoreError; StoreUnavailable when a service does not answer. A remote store that does not is a problem
     of the store's (``problems()``): what the folder has is served meanwhile.
     """
@@ -79,6 +80,7 @@ def configured_store(address: str, config: SparseAttnConfig, *, write: bool = Tr
         mode=config.store_mode,
         group=config.store_group,
         timeout_s=config.store_timeout_s,
+        publish=publish,
     )
     store.open()
     return store

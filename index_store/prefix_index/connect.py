@@ -51,7 +51,9 @@ def locate(address: StoreAddress) -> Location:
         options = _options(parts.query) if port else {}
     except (ValueError, KeyError):
         raise _no_address(text) from None
-    if parts.scheme == "file" and not parts.netloc and len(parts.path) > 1:
+    # What stands behind # or ? is no part of a path, and of a line break nothing is left: it would be another folder.
+    is_whole = not (parts.query or parts.fragment) and text.isprintable()
+    if parts.scheme == "file" and not parts.netloc and len(parts.path) > 1 and is_whole:
         return Location("file", unquote(parts.path))
     if parts.scheme == "ipc" and text != "ipc://":
         return Location("service", text)
@@ -72,13 +74,14 @@ def open_store(
     address: StoreAddress | Sequence[StoreAddress],
     *,
     timeout_s: float = 5.0,
+    publish: bool = True,
     **options: Any,
 ) -> IndexStore:
     """The store at an address, a folder or a service's, ready to be opened (``open()`` or ``with``).
 
     Further addresses are remote stores, the fastest first, that it shares its indexes with (``SharedStore``).
-    ``timeout_s`` bounds each answer of a service or a remote store. ``options`` are those of ``FileStore``, for an
-    address that is a folder. Raises InvalidPayload.
+    ``timeout_s`` bounds each answer of a service or a remote store; ``publish`` is ``SharedStore``'s. ``options`` are
+    those of ``FileStore``, for an address that is a folder. Raises InvalidPayload.
     """
     remotes: list[StoreAddress] = []
     if isinstance(address, (str, bytes)) or not isinstance(address, Sequence):
@@ -101,7 +104,7 @@ def open_store(
         )
     if not remotes:
         return local
-    return SharedStore(local, [_remote(remote, timeout_s) for remote in remotes], timeout_s=timeout_s)
+    return SharedStore(local, [_remote(remote, timeout_s) for remote in remotes], timeout_s=timeout_s, publish=publish)
 
 
 def _remote(address: StoreAddress, timeout_s: float) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from .background import Cancelled, Check
-from .errors import IndexNotFound, IndexStoreError, IndexUnreadable
-from .folder import path_in, pread, touch
+from .errors import IndexNotFound, IndexStoreError, IndexUnreadable, StoreFolderError
+from .folder import SUFFIX, os_errors, path_in, pread, touch
 from .format import PRELUDE, is_digest
 from .reader import IndexFile, is_damaged, open_in
 from .store import IndexEntry, IndexStore, Retention
 
 _AGAIN_S: Final = 30.0
+_MARK: Final = ".copies"
+"""File of a folder of copies, where what the store does not know goes. Indexes of another store must not."""
 
 Tell: TypeAlias = Callable[[str, bool], None]
 """(digest, whether a copy served it): what the process that makes the copies learns of a use."""
@@ -70,10 +73,22 @@ class Copies:
             self._counts[name] += 1
 
     def open(self) -> None:
-        """Raises StoreFolderError."""
+        """Raises StoreFolderError, also of a folder with indexes that are no copies."""
         self.not_before.clear()
-        if self.keeper is not None:
-            self.keeper.open()
+        if self.keeper is None:
+            return
+        with os_errors(self.folder):
+            marked = os.path.lexists(self.folder / _MARK)
+            holds = not marked and next(self.folder.glob(f"??/*{SUFFIX}"), None) is not None
+        if holds:
+            raise StoreFolderError(
+                "DRAM tier's folder",
+                f"an empty one, or one with {_MARK}, which holds copies only",
+                "indexes",
+                "name another --memory-dir; if these are copies of an earlier release, remove them",
+                self.folder,
+            )
+        self.keeper.open()
 
     def close(self) -> None:
         if self.keeper is not None:
@@ -148,6 +163,8 @@ class Copies:
             return
         self.problem = None
         try:
+            with os_errors(self.folder):
+                (self.folder / _MARK).touch(0o600)
             if collect:
                 self.keeper.collect()
             self.keeper.rescan(full=full)

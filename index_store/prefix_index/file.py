@@ -87,8 +87,9 @@ class FileStore(IndexStore):
         self.folder = Path(folder)
         self._create = create
         self._write = write or create
-        own = mode is None and group is None
-        self._access = Access.found(self.folder) if own else Access.of(0o700 if mode is None else mode, group)
+        # As the folder has it that is there when the store is opened, where nothing is said of it.
+        self._as_found = mode is None and group is None
+        self._access = Access.of(0o700 if mode is None else mode, group)
         self._partial_grace_s = partial_grace_s
         self._clock = clock
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
@@ -115,11 +116,15 @@ class FileStore(IndexStore):
         with self._lock:
             if self._is_open:
                 return
+            if self._as_found:
+                self._access = Access.found(self.folder)
+                self._leases = FolderLeases(self.folder, self._access)
             check_folder(self.folder, create=self._create, write=self._write, access=self._access)
             try:
                 with os_errors(self.folder):
                     self._books.rescan(full=True)
-                    self._clean(self._partial_grace_s)
+                    if self._write:
+                        self._clean(self._partial_grace_s)
                 if self.copies is not None:
                     self.copies.open()
                     self._tidy_copies()

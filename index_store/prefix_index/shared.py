@@ -74,6 +74,8 @@ class SharedStore(IndexStore):
     fetched into it; ``get`` waits up to ``timeout_s``, then raises StoreUnavailable while the fetch goes on. Where the
     folder has no room the index is served from memory. A store that does not answer is asked again after 1 to 30 s.
 
+    With ``publish=False``, for who only looks, nothing goes to the remote stores.
+
     A build lease is the folder's and, where they answer, the remote stores', which are listed every ``rescan_s``
     seconds.
     """
@@ -87,13 +89,14 @@ class SharedStore(IndexStore):
         *,
         timeout_s: float = 5.0,
         rescan_s: float = 2.0,
+        publish: bool = True,
     ) -> None:
         super().__init__()
         check_apart(store.folder for store in (local, *remotes) if type(store) is FileStore)
         self.local = local
         self.remotes = tuple(remotes)
         self._links = [Link(remote, local) for remote in remotes]
-        self._timeout_s, self._rescan_s = timeout_s, rescan_s
+        self._timeout_s, self._rescan_s, self._publishes = timeout_s, rescan_s, publish
         self._counts = dict.fromkeys(SharedCounters._fields, 0)
         self._counting = threading.Lock()
         self._fetching: str | None = None
@@ -133,7 +136,7 @@ class SharedStore(IndexStore):
                 link.open()
             self._next_rescan = time.monotonic() + self._rescan_s
             self._is_open = True
-        self._post(_EVERYTHING)
+        self._publish(_EVERYTHING)
 
     def close(self) -> None:
         with self._lock:
@@ -159,7 +162,7 @@ class SharedStore(IndexStore):
         digest = payload.identity.digest
         with self._changing(digest):
             entry = self.local.put(payload, retention=retention)
-        self._post(digest)
+        self._publish(digest)
         return entry
 
     def get(self, key: IndexLookup) -> IndexFile:
@@ -396,7 +399,11 @@ class SharedStore(IndexStore):
             if any(entry.digest in link.store.catalog for link in self._links):
                 self._delete_there(entry.digest)
         if any(link.is_due() for link in self._links):
-            self._post(_EVERYTHING)
+            self._publish(_EVERYTHING)
+
+    def _publish(self, what: str) -> None:
+        if self._publishes:
+            self._post(what)
 
     def _post(self, what: str, *, urgent: bool = False) -> Promotion:
         # A key of its own: the job of an earlier one may have looked already, and not be over yet.

@@ -70,7 +70,8 @@ def _run(words: list[str]) -> int:
         importlib.import_module(f"sglang_ext.cli.{name}").add_parser(commands)
     args = parser.parse_args(words)
     status: int = args.run(args)
-    sys.stdout.flush()
+    if sys.stdout is not None:  # as where it is closed
+        sys.stdout.flush()
     return status
 
 

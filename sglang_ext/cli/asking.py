@@ -19,7 +19,7 @@ class ServerError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: the key would go to another host."""
+    """A redirect is an error: the key would go to another host. So it would by a proxy, and none is asked."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -64,10 +64,12 @@ def request(args: argparse.Namespace, path: str, body: dict[str, Any] | None, ti
     data = None if body is None else json.dumps(body).encode()
     try:
         sent = urllib.request.Request(url, data, headers, method="GET" if body is None else "POST")
-        with urllib.request.build_opener(_NoRedirect).open(sent, timeout=timeout_s) as response:
-            answer = json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        raise ServerError(_refusal(args, error.code, error.read())) from error
+        opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(sent, timeout=timeout_s) as response:
+                answer = json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            raise ServerError(_refusal(args, error.code, error.read())) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         # UnicodeError of a key, InvalidURL, timeouts and what is no JSON among them
         raise ServerError(

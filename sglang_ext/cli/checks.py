@@ -109,10 +109,10 @@ def preview_server(args: argparse.Namespace, *, plugin: bool = True) -> ServerPr
         own += ["--device", "cpu"]  # without an accelerator SGLang knows no device by itself
     with ExitStack() as opened:
         if plugin:
-            store = args.store or os.environ.get(ENV_STORE)
+            store = args.store if args.store is not None else os.environ.get(ENV_STORE) or None
             if store is None and not os.path.isdir(default_store()):
                 store = opened.enter_context(tempfile.TemporaryDirectory())  # a start would make the default one
-            own += ["--sparse-attn", *(["--sparse-attn-store", store] if store else [])]
+            own += ["--sparse-attn", *(["--sparse-attn-store", store] if store is not None else [])]
         try:
             text = config_text(args) if plugin else None
             own += ["--sparse-attn-config", text] if text else []

@@ -54,6 +54,8 @@ def reported(events: Path, rid: str) -> dict[str, Any]:
         if events.exists():
             # Behind the last end of a line somebody may be writing.
             for text in events.read_text().rpartition("\n")[0].splitlines():
+                if rid not in text:
+                    continue  # a long job has many lines, and looks often
                 event: dict[str, Any] = json.loads(text)
                 if event.pop("rid") == rid:
                     return event

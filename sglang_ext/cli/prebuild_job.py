@@ -128,9 +128,10 @@ class PromptBuilder:
     def _retained(self, prompt: Prompt, line: dict[str, Any]) -> dict[str, Any]:
         """The prompt's id is its index's name from now on; --pin and --ttl count, too, where they are given."""
         change: dict[str, Any] = {} if isinstance(prompt.id, LineNumber) else {"name": prompt.id}
-        if self._args.pin or self._args.ttl is not None:
-            change["pinned"] = self._args.pin
-            change["expires"] = None if self._args.ttl is None else time.time() + self._args.ttl
+        if self._args.pin:
+            change["pinned"] = True
+        if self._args.ttl is not None:
+            change["expires"] = time.time() + self._args.ttl
         try:
             self._store.rescan()  # somebody may have pinned it meanwhile
             entry = next((entry for entry in self._store.list() if entry.digest == line["digest"]), None)

@@ -38,9 +38,19 @@ def _complain(subcommand: str, message: str) -> None:
 # -- what is asked -------------------------------------------------------------------------------------------
 
 
+def _asked(args: argparse.Namespace, command: str, field: str) -> dict[str, Any]:
+    """What the server answers, with that field. Raises ServerError."""
+    found = ask(args, command)
+    if field not in found:
+        raise ServerError(
+            f"expected {field} in what {args.url} answers, got {', '.join(found) or 'nothing'}; check --url"
+        )
+    return found
+
+
 def run_status(args: argparse.Namespace) -> int:
     """A table of two columns."""
-    found = ask(args, "status")
+    found = _asked(args, "status", "state")
     if args.json:
         emit(found)
         return 0
@@ -74,7 +84,7 @@ def _mode(mode: Mapping[str, Any]) -> str:
 
 def run_indexes(args: argparse.Namespace) -> int:
     """One row an index, or its JSON."""
-    found = ask(args, "indexes")
+    found = _asked(args, "indexes", "indexes")
     if args.json:
         for one in found["indexes"]:
             emit(one)

@@ -64,7 +64,8 @@ def add_parser(commands: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit status."""
-    from prefix_index import Copies, FileStore
+    from prefix_index import Copies, FileStore, InvalidPayload
+    from prefix_index.connect import locate
     from prefix_index.service import StoreServer, raise_descriptor_limit
 
     logging.basicConfig(
@@ -75,6 +76,12 @@ def run_serve(args: argparse.Namespace) -> int:
     log = logging.getLogger("prefix_index.service")
     raise_descriptor_limit()
     try:
+        place = locate(args.dir)
+        if place.kind != "file":
+            raise InvalidPayload(
+                "--dir", "a folder or file:///FOLDER", repr(args.dir), "name the folder that is served"
+            )
+        args.dir = place.value
         copies = None
         if args.memory_bytes:
             memory = _memory_dir(args)
@@ -153,7 +160,7 @@ def run_status(args: argparse.Namespace) -> int:
     print(f"building  {len(status.leases)} leases held")
     for digest in status.leases[:10]:
         print(f"          {digest[:16]}...")
-    print(f"clients   {len(status.clients)} connections")
+    print(f"clients   {status.counts.pop('connections', 0)} connections; heard from last:")
     for connection in status.clients[-10:]:
         print(f"          {printable(connection)}")
     print("counts    " + ", ".join(f"{count} {what}" for what, count in sorted(status.counts.items())))

@@ -54,6 +54,7 @@ BESIDE_RANKS: Fields = (
     ("attn_cp_size", 1, "context parallelism (--attn-cp-size)"),
     ("dcp_size", 1, "decode context parallelism (--dcp-size)"),
     ("enable_dp_attention", False, "attention data parallelism (--enable-dp-attention)"),
+    ("attn_dp_size", 1, "attention data parallelism (--attn-dp-size)"),  # 0.5.23, and what it makes of the other flag
     ("elastic_ep_backend", None, "elastic expert parallelism (--elastic-ep-backend)"),
 )
 

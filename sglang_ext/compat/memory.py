@@ -133,8 +133,9 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     _offload = settings.config.offload if settings.config.build is not Build.PREFILL else None
     if configurator.device != "cuda":
         return result
-    args = configurator.server_args
-    off = any(getattr(args, name, False) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    off = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
     behind = offload_bytes(settings, configurator) + cache_rank_bytes(settings.config, configurator)
     promised = behind + promised_bytes(settings.config, result - behind, graphs=not off)
     if promised >= result:

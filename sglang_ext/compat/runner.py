@@ -102,6 +102,11 @@ class RunnerView:
                 f"--sparse-attn: expected a KV pool of {self.num_kv_heads} KV heads on this rank; got {pool.head_num}: "
                 "SGLang shares this model's heads out in another way, which is not supported yet."
             )
+        if not self._latent and int(pool.layer_num) != self.num_layers:
+            return (
+                f"--sparse-attn: expected a KV pool of {self.num_layers} layers, one for each of the model's; got "
+                f"{pool.layer_num}: models that run their layers several times are not supported yet."
+            )
         if getattr(pool, "post_capture_active", False):
             return (
                 "--sparse-attn: expected a KV pool that is sized before graphs are captured; it is sized behind them, "

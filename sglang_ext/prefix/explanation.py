@@ -161,7 +161,7 @@ def explain_prompt(
     tokens = np.asarray(ids, dtype=np.int64)
     asked = _Asked(tokens, namespace, model, built_by, specs, config.min_sparse_prompt_len, text)
     hashes = {one.hex(): number for number, one in enumerate(page_hashes(tokens, PAGE_TOKENS), start=1)}
-    with contextlib.closing(configured_store(settings.store, config, write=False)) as store:
+    with contextlib.closing(configured_store(settings.store, config, write=False, publish=False)) as store:
         entries = sorted(
             store.list(),
             key=lambda entry: (not _is_whole(entry.identity, hashes), entry.identity.model != model, -entry.created),

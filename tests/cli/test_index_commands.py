@@ -161,11 +161,21 @@ def test_ls_shows_names_and_takes_them(named: Any, index: Any, monkeypatch: pyte
 
 
 def test_a_name_that_several_have_removes_none(named: Any, index: Any) -> None:
-    for word in ("tools", named.entries[4].digest[:5]):
-        said = index("rm", "--yes", word)
-        assert (said.status, "found 2 of them" in said.message) == (1, True)
-        assert len(named.digests()) == 5
+    said = index("rm", "--yes", "tools")
+    assert (said.status, "found 2 of them" in said.message) == (1, True)
+    assert len(named.digests()) == 5
     assert named.entries[0].digest[:12] in index("show", "tools").err
+
+
+def test_what_goes_is_not_what_a_name_begins_the_digest_of(named: Any, index: Any) -> None:
+    """A number may be the name of an index that is gone by now."""
+    third, fourth = (named.entries[number].digest for number in (3, 4))
+    assert "found 2 of them" in index("show", fourth[:5]).message
+    assert index("rm", "--yes", fourth[:5]).status == 0
+    assert (third in named.digests(), fourth in named.digests()) == (False, True)
+    said = index("rm", "--yes", fourth[:5])
+    assert (said.status, "8 or more digits" in said.message) == (1, True)
+    assert fourth in named.digests()
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------

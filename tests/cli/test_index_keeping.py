@@ -335,3 +335,9 @@ def test_import_does_not_lose_a_pin_that_cannot_be_read(
     assert ".pfxkeep: retention: expected readable bytes, found Too many open files" in line["detail"]
     assert index("import", shelf.path(0), "--store", tmp_path / "other").status == 0
     assert kept(tmp_path / "other") == {shelf.entries[0].digest: Retention(pinned=True)}
+
+
+def test_a_store_whose_name_is_empty_is_not_the_default_one(index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a variable that is not set."""
+    said = index("gc", "--yes", "--store", "")
+    assert (said.status, "a folder, file:///FOLDER" in said.err) == (1, True)

@@ -221,6 +221,12 @@ def test_pin_and_ttl_hold_for_what_is_built_and_for_what_exists(job: Any) -> Non
         assert 3600 <= entry.retention.expires - begun < 3700
     _, _, store = job(1, 2)
     assert all(entry.retention.pinned for entry in store.list()), "left as it is when the flags are not given"
+    before = {entry.digest: entry.retention.expires for entry in store.list()}
+    _, _, store = job(1, ttl=7200.0)
+    _, _, store = job(2, pin=True)
+    assert all(entry.retention.pinned for entry in store.list()), "one flag takes nothing of the other one back"
+    assert [entry.retention.expires > before[entry.digest] for entry in store.list()].count(True) == 1
+    assert all(entry.retention.expires for entry in store.list())
 
 
 def test_an_index_gets_its_prompts_id_as_its_name_and_keeps_the_pin_that_somebody_else_gave(job: Any) -> None:

@@ -24,6 +24,7 @@ OFFLOAD = config_from_dict({"offload": {"host_bytes": 1 << 20, "staging_tokens":
 OFFLOADS = pytest.mark.skipif(installed() not in flags.TREES, reason="offload is refused on this release")
 
 _LATER_FIELDS = {"enable_nvidia_megakernel", "enable_amd_monokernel", "disaggregation_decode_retraction_backup"}
+_LATER_FIELDS |= {"attn_dp_size"}
 """That the oldest release lacks. Releases between it and the newest one may have any."""
 _BAD_VALUES = {
     "disaggregation_mode": "prefill", "speculative_algorithm": "EAGLE", "dllm_algorithm": "x", "kv_canary": "log",
@@ -86,7 +87,7 @@ def test_what_does_not_go_with_ranks_is_named(config: Any, words: list[str] | No
 def test_modes_that_do_not_go_with_ranks_are_named() -> None:
     _each_is_named(flags.BESIDE_RANKS, lambda record: flags.ranks_refusal(record, SparseAttnConfig()), tp_size=2)
     named = {field for field, *_ in flags.BESIDE_RANKS}
-    assert named >= {"nnodes", "attn_cp_size", "dcp_size", "enable_dp_attention", "elastic_ep_backend"}
+    assert named >= {"nnodes", "attn_cp_size", "dcp_size", "enable_dp_attention", "attn_dp_size", "elastic_ep_backend"}
 
 
 def test_a_clock_of_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,10 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
         ["--rl-on-policy-target", "fsdp", "--attention-backend", "triton"],
         ["expected no deterministic inference", "got enable_deterministic_inference=True"],
     ),
+    "dp of attention": (
+        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        ["data parallelism", "_size=2"],
+    ),
     "pp": (["--pp-size", "2"], ["pipeline parallelism (--pp-size)"]),
     "another model's profile": (
         ["--sparse-attn-config", '{"profile": "OTHER"}'],

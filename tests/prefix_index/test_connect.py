@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,10 +42,10 @@ def test_a_mooncake_address_may_carry_options() -> None:
 
 NO_ADDRESSES = "http://host/path s3:// s3://[broken memory://name file://host/path file:// ipc:// :// mooncake://host"
 NO_ADDRESSES += " mooncake://host:port mooncake://host:99999 mooncake://:50051 mooncake://m:1?segment_nbytes=much"
-NO_ADDRESSES += " mooncake://m:1?colour=red mooncake://m:1?junk"
+NO_ADDRESSES += " mooncake://m:1?colour=red mooncake://m:1?junk file:///a#b file:///a?b"
 
 
-@pytest.mark.parametrize("address", ["", b"bytes", 7, "a\0b", *NO_ADDRESSES.split()])
+@pytest.mark.parametrize("address", ["", b"bytes", 7, "a\0b", "file:///a\nb", *NO_ADDRESSES.split()])
 def test_anything_else_is_refused_with_the_accepted_forms(address: Any) -> None:
     with pytest.raises(InvalidPayload) as caught:
         open_store(address)
@@ -80,6 +81,36 @@ def test_remote_stores_behind_a_folder_share_with_it(tmp_path: Path) -> None:
     assert store.local.folder == tmp_path / "a"
     assert [type(remote) for remote in store.remotes] == [RemoteStore, RemoteStore, FileStore]
     assert isinstance(open_store([tmp_path / "a"]), FileStore)
+
+
+def test_who_only_looks_writes_nothing(tmp_path: Path) -> None:
+    """Neither to the remote store nor to the folder, where a writer died."""
+    folder, remote = tmp_path / "a", tmp_path / "b"
+    with open_store(folder, create=True) as store:
+        entry = store.put(sample_payload())
+    partial = folder / entry.digest[:2] / ".partial-1-x"
+    partial.write_bytes(b"x")
+    os.utime(partial, (1.0, 1.0))
+    remote.mkdir()
+    with open_store([folder, f"file://{remote}"], write=False, publish=False) as store:
+        assert [one.digest for one in store.list()] == [entry.digest]
+        store.flush(5.0)
+        store.rescan(full=True)
+        assert not store.flush(5.0), "the remote store lacks it"
+    assert (list(remote.iterdir()), partial.exists()) == ([], True)
+    with open_store([folder, f"file://{remote}"]) as store:
+        assert store.flush(5.0)
+    assert ([path.name for path in remote.rglob("*.pfxindex")], partial.exists()) == (
+        [f"{entry.digest}.pfxindex"],
+        False,
+    )
+
+
+def test_a_remote_folder_that_cannot_be_read_is_a_problem_and_no_error(tmp_path: Path) -> None:
+    with open_store([tmp_path / "a", f"file://{tmp_path}/{'b' * 300}"], create=True) as store:
+        ((_, error),) = store.problems()
+        assert "File name too long" in str(error)
+        assert not store.list()
 
 
 @pytest.mark.parametrize("addresses", [["mooncake://m:1", "memory:///"], "s3://b"])

@@ -382,3 +382,15 @@ def test_a_process_with_jobs_under_way_ends(folder: Path) -> None:
     """Without doing them all: that takes ten minutes, ten seconds each."""
     with python(EXIT, folder) as process:
         assert process.wait(300) == 0
+
+
+def test_a_folder_of_indexes_is_not_taken_for_one_of_copies(folder: Path) -> None:
+    """As when the two folders are named the wrong way round: nothing of it goes."""
+    dram = folder.parent / "dram"
+    with FileStore(dram, create=True) as other:
+        other.put(sample_payload())
+    copies = copies_in(dram, 64 << 20)
+    with pytest.raises(StoreFolderError, match=r"one with \.copies, which holds copies only, found indexes"):
+        FileStore(folder, create=True, copies=copies).open()
+    with FileStore(dram) as other:
+        assert [entry.digest for entry in other.list()] == [DIGEST]

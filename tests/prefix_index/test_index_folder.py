@@ -71,7 +71,7 @@ def test_what_is_no_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(StoreFolderError, match=r"store: expected an existing folder, found nothing; create"):
         opened(folder, create=False)
     with pytest.raises(StoreFolderError, match="expected a usable folder, found File name too long"):
-        FileStore(folder.parent / ("a" * 256))
+        FileStore(folder.parent / ("a" * 256)).open()
     with pytest.raises(StoreFolderError, match="found nothing"):
         FileStore(f"{folder}/a\0b").open()
     folder.write_text("x")

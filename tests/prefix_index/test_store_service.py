@@ -265,6 +265,7 @@ def test_one_connection_too_many_is_told_so_and_given_back(tmp_path: Path) -> No
             patient(endpoint).open()
         assert a.status().counts["refused"] >= 1
         b.close()
+        eventually(lambda: a.status().counts["connections"] == 1)
         eventually_connected(endpoint)
 
 

@@ -317,14 +317,19 @@ class StoreServer:
             uptime_s=now - self._began,
             tiers=[replace(tier, hits=self._hits[tier.name]) for tier in tiers],
             clients=[f"{name}, idle {now - seen:.0f} s" for name, seen in list(self._clients.values())[-1000:]],
-            counts=dict(self.counts),
+            counts={**self.counts, "connections": self._connections},
         )
+
+    @property
+    def _connections(self) -> int:
+        """Now. Whom it heard from is remembered longer."""
+        return 0 if self._admission is None else self._admission.count
 
     def _summary(self) -> str:
         counts = ", ".join(f"{n} {what}" for what, n in sorted(self.counts.items()))
         held = self._seen.tiers[-1]
         indexes = f"{held.indexes} indexes of {held.nbytes / 1e6:.1f} MB"
-        return f"{indexes}, {len(self._clients)} connections; {counts or 'no requests'}"
+        return f"{indexes}, {self._connections} connections; {counts or 'no requests'}"
 
 
 def _leases(folder: Path) -> list[str]:

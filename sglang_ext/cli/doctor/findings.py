@@ -156,14 +156,14 @@ def _profile(settings: Settings) -> Finding:
 def _stored(preview: ServerPreview, settings: Settings, args: argparse.Namespace) -> Iterator[Finding]:
     """The store: whether it can be used, and what of it this server could."""
     config, address = settings.config, settings.store
-    named = args.store or os.environ.get(ENV_STORE)
-    if not named and not holds_indexes(default_store()):
+    named = args.store if args.store is not None else os.environ.get(ENV_STORE) or None
+    if named is None and not holds_indexes(default_store()):
         wanted = 'name one with --store, or set "build": "shared", where indexes are wanted'
         todo = wanted if config.build is Build.OFF else ""
         yield Finding("store", OK, f"none named, and the default one, {default_store()}, has no index", todo)
         return
     try:
-        store = configured_store(address, config, write=False)
+        store = configured_store(address, config, write=False, publish=False)
     except IndexStoreError as error:
         yield Finding("store", FAIL, str(error))
         return

@@ -34,6 +34,7 @@ from sglang_ext.cli.index.targets import (
     store_address,
 )
 from sglang_ext.cli.index.text import SHORT, complain, count, emit, size, table, wrapped
+from sglang_ext.storage import LEAST_TO_REMOVE
 
 #: Files of writers and builders that are younger stay (`FileStore`): whoever made them may be about to lock them.
 PARTIAL_GRACE_S: Final = 60.0
@@ -42,7 +43,7 @@ PARTIAL_GRACE_S: Final = 60.0
 def run_rm(args: argparse.Namespace) -> int:
     """Removes the named indexes, after asking."""
     with opened(args) as store:
-        targets = find(store, args.index)
+        targets = find(store, args.index, least=LEAST_TO_REMOVE)
         if not args.yes and not _agreed(targets, args):
             return _refused()
         removals = [_remove(store, target, args) for target in targets]

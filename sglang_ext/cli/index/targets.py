@@ -35,8 +35,8 @@ class Target(NamedTuple):
 
 
 def store_address(args: argparse.Namespace) -> str:
-    """What --store says, else the environment, else the default folder."""
-    return args.store or os.environ.get(ENV_STORE) or default_store()
+    """What --store says, also if that is nothing; else the environment, else the default folder."""
+    return args.store if args.store is not None else os.environ.get(ENV_STORE) or default_store()
 
 
 def opened(args: argparse.Namespace, *, create: bool = False) -> FileStore:
@@ -61,8 +61,8 @@ def length(path: str | os.PathLike[str]) -> int:
     return 0
 
 
-def find(store: IndexStore, words: Sequence[str], *, several: bool = False) -> list[Target]:
-    """The indexes that names, digests, or beginnings of digests name; each once.
+def find(store: IndexStore, words: Sequence[str], *, several: bool = False, least: int = LEAST_DIGITS) -> list[Target]:
+    """The indexes that names, digests, or beginnings of digests of at least so many digits name; each once.
 
     Raises:
         UnknownIndex: a word names none, or, unless it may name `several`, more than one.
@@ -77,11 +77,11 @@ def find(store: IndexStore, words: Sequence[str], *, several: bool = False) -> l
         fits = sorted(
             digest
             for digest, target in known.items()
-            if is_meant(word, digest, None if target.entry is None else target.entry.retention.name)
+            if is_meant(word, digest, None if target.entry is None else target.entry.retention.name, least)
         )
         if not fits:
             raise UnknownIndex(
-                f"expected the name of an index, its digest, or {LEAST_DIGITS} or more digits of its beginning, found "
+                f"expected the name of an index, its digest, or {least} or more digits of its beginning, found "
                 f"{word[:80]!r}, which fits none; `sglang-ext index ls` lists them"
             )
         if len(fits) > 1 and not several:
