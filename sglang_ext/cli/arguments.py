@@ -103,9 +103,9 @@ def flag(word: str, text: str) -> Adder:
     return argument(word, action="store_true", help=text)
 
 
-def named_indexes(nargs: str | None = None) -> Adder:
-    """INDEX, or as many as `nargs` says."""
-    return argument("index", nargs=nargs, metavar="INDEX", help="name, digest, or its first digits (4 or more)")
+def named_indexes(nargs: str | None = None, least: int = 4) -> Adder:
+    """INDEX, or as many as `nargs` says; `least` digits of a digest stand for it."""
+    return argument("index", nargs=nargs, metavar="INDEX", help=f"name, digest, or its first digits ({least} or more)")
 
 
 def parse_bytes(text: str) -> int:

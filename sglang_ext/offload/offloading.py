@@ -93,6 +93,7 @@ class Offloading:
         self.page_size = page_size
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()
         self._rows: dict[int, Offload] = {}
+        self._ids: dict[int, str] = {}  # of all requests that have a row
         self._last: tuple[tuple[str, ...], list[Offload | None]] = (), []
         per_token = 2 * view.num_layers * view.num_kv_heads * view.head_dim * view.kv_dtype.itemsize
         self._piece = max(1, COPY_BYTES // (per_token * PAGE_TOKENS)) * PAGE_TOKENS
@@ -261,6 +262,7 @@ class Offloading:
         Returns:
             Whether it has virtual slots.
         """
+        self._ids[row] = getattr(request, "rid", str(row))
         found = self._matched.pop(request, None)
         if found is None:
             return row in self._rows
@@ -277,6 +279,7 @@ class Offloading:
     def slot_freed(self, row: int) -> None:
         """A row is given back: finish, abort and retraction alike."""
         self._last = (), []
+        self._ids.pop(row, None)
         found = self._rows.pop(row, None)
         if found is not None:
             self.directory.unpin(found)
@@ -310,10 +313,11 @@ class Offloading:
         if not self._rows:
             return []
         rids = tuple(getattr(forward_batch, "rids", None) or ())
-        if rids and rids == self._last[0]:
+        alone = len(set(self._ids.values())) == len(self._ids)  # ids that two requests have say nothing of rows
+        if rids and alone and rids == self._last[0]:
             return self._last[1]
         fronts = [self._rows.get(row) for row in self._rows_of(forward_batch)]
-        if len(set(rids)) == len(fronts):  # ids that two requests have say nothing of rows
+        if alone and len(set(rids)) == len(fronts):
             self._last = rids, fronts
         return fronts
 
@@ -398,6 +402,7 @@ class Offloading:
         virtual = {place for place, front in enumerate(self._fronts(forward_batch)) if front is not None}
         self._steps += 1
         refused = (None, "host_full") if self._steps % _RETRY_STEPS == 0 else (None,)
+        lens = forward_batch.seq_lens_cpu
         for place, one in enumerate(attachments):
             if place in virtual or one is None or one.entry is None or one.offload_refusal not in refused:
                 continue
@@ -405,6 +410,8 @@ class Offloading:
             if digest is None or not self.may(one):  # alike on all ranks, of an index that they use
                 continue
             tokens = one.entry.identity.num_tokens
+            if int(lens[place]) <= tokens:
+                continue  # not the prompt that was looked up: SGLang refused it, and runs a token in its place
             found = self.directory.get(digest)
             if found is not None and found.state is not OffloadState.COPYING:
                 continue

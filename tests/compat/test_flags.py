@@ -106,6 +106,14 @@ def test_one_rank_needs_no_group_and_others_one_process_each() -> None:
 
 
 @OFFLOADS
+def test_a_match_that_sglang_takes_back_does_not_go_with_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", "1")
+    assert "expected SGLANG_RADIX_FORCE_MISS unset" in str(flags.offload_refusal(SimpleNamespace(), OFFLOAD))
+    monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", "0")
+    assert flags.offload_refusal(SimpleNamespace(), OFFLOAD) is None
+
+
+@OFFLOADS
 def test_what_does_not_go_with_offload_is_named() -> None:
     _each_is_named(flags._BESIDE_OFFLOAD, lambda record: flags.offload_refusal(record, OFFLOAD), tp_size=2)
     assert flags.offload_refusal(SimpleNamespace(enable_lora=True), SparseAttnConfig()) is None

@@ -155,7 +155,8 @@ class Loop:
 
     def copy_out(self, req: Any) -> None:
         """What a decode step does for its prefix."""
-        batch = SimpleNamespace(req_pool_indices=torch.tensor([row_of(req)]), batch_size=1)
+        lens = torch.tensor([len(req.origin_input_ids) + len(req.output_ids)])
+        batch = SimpleNamespace(req_pool_indices=torch.tensor([row_of(req)]), batch_size=1, seq_lens_cpu=lens + 1)
         self.offloading.decoding(batch, [self.attachments[req]])
 
     def release(self, req: Any, *, insert: bool) -> None:

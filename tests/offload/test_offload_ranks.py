@@ -155,7 +155,8 @@ class Rank:
         rows, ones = list(self.rows), [one for _, one in self.rows.values()]
         self.served.runs[:] = ones
         if rows:
-            batch = SimpleNamespace(req_pool_indices=torch.tensor(rows), batch_size=len(rows))
+            lens = torch.full((len(rows),), 1000)
+            batch = SimpleNamespace(req_pool_indices=torch.tensor(rows), batch_size=len(rows), seq_lens_cpu=lens)
             self.offloading.decoding(batch, [one if one.index else None for one in ones])
 
     def end(self, row: int) -> None:

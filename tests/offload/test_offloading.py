@@ -58,10 +58,12 @@ class Served:
         self._next += end - begin
         assert self._next <= SLOTS
 
-    def decode(self, row: int, *ones: Attachment) -> None:
-        """A decode step of the rows from one on; no other request runs."""
+    def decode(self, row: int, *ones: Attachment, length: int = 1000) -> None:
+        """A decode step of the rows from one on, of so many tokens each; no other request runs."""
         self.runs[:], rows = ones, torch.arange(row, row + len(ones))
-        self.offloading.decoding(SimpleNamespace(req_pool_indices=rows, batch_size=len(ones)), ones)
+        lens = torch.full((len(ones),), length)
+        batch = SimpleNamespace(req_pool_indices=rows, batch_size=len(ones), seq_lens_cpu=lens)
+        self.offloading.decoding(batch, ones)
 
     def behind(self, row: int, one: Attachment, request: Any) -> None:
         """A request gets a row, its prefix in host memory in front."""
@@ -80,6 +82,8 @@ def attachment(digest: str = "a", tokens: int = PREFIX) -> Attachment:
 
 class Request:
     """Can be held weakly."""
+
+    rid = ""
 
 
 def forward(rows: list[int], lens: list[int], counts: list[int] | None = None, mode: str = "EXTEND") -> Any:
@@ -274,6 +278,31 @@ def test_rows_are_asked_for_once_until_a_slot_changes() -> None:
     assert hosted("ab", 3, 5) == [True, True]
     served.offloading.slot_freed(5)
     assert hosted("ab", 3, 5) == [True, False]
+
+
+def test_an_id_that_two_requests_have_says_nothing_of_rows() -> None:
+    """Not of one batch either: each may be alone in its own. As several tokenizer workers let it be."""
+    served = Served()
+    served.slots(0, 0, PREFIX)
+    for _ in range(2):
+        served.decode(0, attachment())
+    behind, beside = Request(), Request()
+    behind.rid = beside.rid = "x"
+    served.behind(3, attachment(), behind)
+    assert not served.offloading.slot_taken(beside, 4)
+    for row in (3, 4, 3, 4):
+        batch: Any = SimpleNamespace(req_pool_indices=torch.tensor([row]), batch_size=1, rids=["x"])
+        assert any(one is not None for one in served.offloading.hosts(batch)) == (row == 3)
+
+
+def test_a_row_that_is_shorter_than_the_prefix_is_not_copied() -> None:
+    """SGLang refused the prompt that was looked up, and the overlap schedule runs one token in its place."""
+    served = Served()
+    served.slots(0, 0, PREFIX)
+    served.decode(0, attachment(), length=PREFIX)
+    assert served.offloading.snapshot()["prefixes"] == {}
+    served.decode(0, attachment(), length=PREFIX + 1)
+    assert served.offloading.snapshot()["prefixes"] != {}
 
 
 def test_a_copy_that_fails_is_not_tried_again() -> None:

@@ -20,10 +20,11 @@ from sglang_ext.cli.arguments import (
 from sglang_ext.cli.index import containers, keeping, listing
 from sglang_ext.cli.index.targets import UnknownIndex
 from sglang_ext.cli.index.text import complain
+from sglang_ext.storage import LEAST_TO_REMOVE
 
 _DESCRIPTION = """\
 Indexes are named by the id that their prompt had in prebuild, by their digest,
-or by enough of its first digits (4 or more).
+or by enough of its first digits (4 or more; rm: 8).
 
 --store takes a folder, file:///FOLDER or ipc://SOCKET (a running service).
 Without it the store is $SGLANG_SPARSE_ATTN_STORE, else the default folder of
@@ -75,7 +76,7 @@ _SUBCOMMANDS: dict[str, tuple[Any, ...]] = {
         keeping.run_rm,
         "remove indexes, damaged ones too",
         ["5ad40721", "--yes 5ad40721 1e3e0d07"],
-        named_indexes("+"),
+        named_indexes("+", LEAST_TO_REMOVE),
         flag("--yes", "do not ask"),
     ),
     "gc": (
