@@ -206,8 +206,8 @@ def offload_refusal(record: Any, config: SparseAttnConfig) -> str | None:
         )
     if os.environ.get(_FORCED_MISS, "").strip().lower() in ("1", "true", "yes", "y"):
         return (
-            f"--sparse-attn: expected {_FORCED_MISS} unset with offload; got {os.environ[_FORCED_MISS]!r}. It takes back "
-            "what was found in host memory: unset it, or remove offload."
+            f"--sparse-attn: expected {_FORCED_MISS} unset with offload; got {os.environ[_FORCED_MISS]!r}. It takes "
+            "back what was found in host memory: unset it, or remove offload."
         )
     return _conflict(record, _BESIDE_OFFLOAD, " beside offload")
 

@@ -110,6 +110,13 @@ def test_a_view_asks_its_own_backend_and_takes_its_scales_away() -> None:
     assert not _view(layers, torch.bfloat16).has_kv_scales
 
 
+def test_a_pool_of_more_layers_than_the_model_has_is_refused() -> None:
+    """Of a model that runs its layers several times: an index has one list a layer."""
+    view = _view(_layers(), torch.bfloat16)
+    view.runner.model_config.num_hidden_layers = LAYERS // 2
+    assert f"expected a KV pool of {LAYERS // 2} layers" in str(type(view)(view.runner).refusal())
+
+
 def test_another_fp8_is_refused_with_what_to_do() -> None:
     message = str(_view(_layers(), torch.float8_e5m2).refusal())
     assert "fp8_e4m3" in message
