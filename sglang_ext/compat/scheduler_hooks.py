@@ -403,11 +403,11 @@ def after_req_to_token_alloc(_rows: list[int] | None, _pool: Any, reqs: Sequence
     for req in reqs if _runtime is not None and _rows is not None else ():
         if not isinstance(req, Req):
             continue
-        known = _runtime.requests.of(req)
-        if known is not None and len(req.origin_input_ids) < known.prompt_len:
-            known.entry = known.admission = None  # SGLang refused it, and prefills one token in its place
         offloaded = _runtime.offload is not None and _runtime.offload.slot_taken(req, row_of(req))
         try:
+            known = _runtime.requests.of(req)
+            if known is not None and len(req.origin_input_ids) < known.prompt_len:
+                known.entry = known.admission = None  # SGLang refused it, and prefills one token in its place
             attachment = _runtime.slot_taken(req, offloaded=offloaded)
         except Exception:  # one request must not end the server
             logger.exception("sparse attention: request %s stays dense", req.rid)

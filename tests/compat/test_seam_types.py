@@ -101,7 +101,7 @@ def request(rid: str) -> Any:
 class Heard:
     """Stands where the runtime does; requests are told apart by their ids."""
 
-    offload = None
+    offload, requests = None, SimpleNamespace(of=lambda _request: None)
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
