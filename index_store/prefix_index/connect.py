@@ -51,7 +51,7 @@ def locate(address: StoreAddress) -> Location:
         options = _options(parts.query) if port else {}
     except (ValueError, KeyError):
         raise _no_address(text) from None
-    # What stands behind # or ? is no part of a path, and of a line break nothing is left: it would be another folder.
+    # urlsplit ends a path at # or ?, and drops line breaks: such an address would mean another folder.
     is_whole = not (parts.query or parts.fragment) and text.isprintable()
     if parts.scheme == "file" and not parts.netloc and len(parts.path) > 1 and is_whole:
         return Location("file", unquote(parts.path))

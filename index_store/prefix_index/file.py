@@ -87,9 +87,10 @@ class FileStore(IndexStore):
         self.folder = Path(folder)
         self._create = create
         self._write = write or create
-        # As the folder has it that is there when the store is opened, where nothing is said of it.
+        # Where neither is given, those of the folder that is there when the store is opened.
         self._as_found = mode is None and group is None
         self._access = Access.of(0o700 if mode is None else mode, group)
+        self._leases: FolderLeases
         self._partial_grace_s = partial_grace_s
         self._clock = clock
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
@@ -97,7 +98,6 @@ class FileStore(IndexStore):
         self.copies = copies
         self._books = FolderBooks(self.folder, clock)
         self.catalog = self._books.catalog
-        self._leases = FolderLeases(self.folder, self._access)
         self._copier = Promoter(self._copy)
 
     @property
@@ -118,7 +118,7 @@ class FileStore(IndexStore):
                 return
             if self._as_found:
                 self._access = Access.found(self.folder)
-                self._leases = FolderLeases(self.folder, self._access)
+            self._leases = FolderLeases(self.folder, self._access)
             check_folder(self.folder, create=self._create, write=self._write, access=self._access)
             try:
                 with os_errors(self.folder):

@@ -19,7 +19,7 @@ class ServerError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error: the key would go to another host. So it would by a proxy, and none is asked."""
+    """A redirect is an error: the key would go to another host. For the same reason no proxy is asked."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -39,11 +39,12 @@ def _complain(subcommand: str, message: str) -> None:
 
 
 def _asked(args: argparse.Namespace, command: str, field: str) -> dict[str, Any]:
-    """What the server answers, with that field. Raises ServerError."""
+    """The server's answer. Raises ServerError, also where the answer lacks that field."""
     found = ask(args, command)
     if field not in found:
         raise ServerError(
-            f"expected {field} in what {args.url} answers, got {', '.join(found) or 'nothing'}; check --url"
+            f"expected an answer of {args.url} with the field {field!r}, got {', '.join(found) or 'no field'}; "
+            "check --url"
         )
     return found
 

@@ -160,7 +160,7 @@ def run_status(args: argparse.Namespace) -> int:
     print(f"building  {len(status.leases)} leases held")
     for digest in status.leases[:10]:
         print(f"          {digest[:16]}...")
-    print(f"clients   {status.counts.pop('connections', 0)} connections; heard from last:")
+    print(f"clients   {status.connections} connections; heard from last:")
     for connection in status.clients[-10:]:
         print(f"          {printable(connection)}")
     print("counts    " + ", ".join(f"{count} {what}" for what, count in sorted(status.counts.items())))

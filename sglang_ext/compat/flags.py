@@ -27,8 +27,6 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "sharded_state", "dummy")
 _CLOCKS = ("SGLANG_REQ_RUNNING_TIMEOUT", "SGLANG_REQ_WAITING_TIMEOUT")
 """Of SGLang before 0.5.21: each rank looks at them by itself."""
 
-_FORCED_MISS = "SGLANG_RADIX_FORCE_MISS"
-
 Fields = tuple[tuple[str, Any, str], ...]
 """(field of ServerArgs, value that is fine, name the user knows it by)."""
 
@@ -204,10 +202,12 @@ def offload_refusal(record: Any, config: SparseAttnConfig) -> str | None:
             f"--sparse-attn: expected SGLang {' or '.join(TREES)} with offload, which was run on no other release; "
             f"found {found}. Install one of them, or remove offload."
         )
-    if os.environ.get(_FORCED_MISS, "").strip().lower() in ("1", "true", "yes", "y"):
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_RADIX_FORCE_MISS.get():  # it takes back what was found in host memory
         return (
-            f"--sparse-attn: expected {_FORCED_MISS} unset with offload; got {os.environ[_FORCED_MISS]!r}. It takes "
-            "back what was found in host memory: unset it, or remove offload."
+            "--sparse-attn: expected SGLANG_RADIX_FORCE_MISS unset with offload; got it set. Unset it, or remove "
+            "offload."
         )
     return _conflict(record, _BESIDE_OFFLOAD, " beside offload")
 

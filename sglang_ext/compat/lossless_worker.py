@@ -261,7 +261,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         runtime = scheduler_hooks.runtime()
         most = batch.seq_lens_cpu + torch.tensor(self._rounds[-1][1]) + 1  # tokens of each, at most
         runtime.rounds.begin(int(most.sum()) + len(most))
-        wanted = runtime.rounds.drafts(self._allowed(batch, may, batch.seq_lens_cpu + 2))
+        least = batch.seq_lens_cpu + 2  # of each, with the one token that a round keeps at least
+        wanted = runtime.rounds.drafts(self._allowed(batch, may, least))
         ahead = _Ahead([req.rid for req in batch.reqs], wanted, self._draws(batch), {})
         rows = [row for row, count in enumerate(wanted) if count]
         limit = int(self.model_runner.model_config.context_len)
@@ -276,12 +277,12 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
 
     def _allowed(self, batch: Any, may: Sequence[Drafting | None], lens: Tensor) -> list[Drafting | None]:
         """Per request, what it may draft: rows of the exact step are no more than requests that may run, and no draft
-        follows the last token that a request may have. Its own list of tokens is a round behind.
+        follows the last token that a request may have. A request's `output_ids` are a round behind.
 
         Args:
             batch: of the round.
             may: per request, what its index may draft.
-            lens: of each, tokens that there are, or fewer; on the host.
+            lens: [requests] on the host, tokens of each with its prompt, or fewer.
         """
         single = any(getattr(req, name, False) for req in batch.reqs for name in _OF_ALL_ROWS)
         pairs = zip(may, batch.reqs, strict=True)

@@ -70,6 +70,15 @@ def _reuses_earlier(layers: Sequence[Any]) -> bool:
     return False
 
 
+def decode_graphs(device: str) -> bool:
+    """Whether decode steps of this process replay graphs, by SGLang's own word: several flags turn them off."""
+    if device != "cuda":
+        return False
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+    return not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+
+
 def offload_bytes(settings: Settings, configurator: Any) -> int:
     """Device bytes of offload, of one rank: rows behind the KV pool of all layers, pieces of one layer, and of layers
     that attend all what the host has, too.
@@ -133,11 +142,8 @@ def after_profile_available_bytes(result: int, configurator: Any, *_args: Any, *
     _offload = settings.config.offload if settings.config.build is not Build.PREFILL else None
     if configurator.device != "cuda":
         return result
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-
-    off = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
     behind = offload_bytes(settings, configurator) + cache_rank_bytes(settings.config, configurator)
-    promised = behind + promised_bytes(settings.config, result - behind, graphs=not off)
+    promised = behind + promised_bytes(settings.config, result - behind, graphs=decode_graphs(configurator.device))
     if promised >= result:
         config = settings.config
         given = {} if config.index_gpu_bytes is None else {"index_gpu_bytes": config.index_gpu_bytes}

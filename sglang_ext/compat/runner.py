@@ -56,7 +56,7 @@ class RunnerView:
         self.kv_bytes = memory.kv_bytes()
         self.max_requests = int(runner.req_to_token_pool.size)
         self.device: torch.device = runner.req_to_token_pool.req_to_token.device
-        self.decode_graphs = _decode_graphs(runner)
+        self.decode_graphs = memory.decode_graphs(runner.device)
 
     @cached_property
     def _absorptions(self) -> dict[Any, Callable[[Tensor], Tensor]]:
@@ -160,14 +160,6 @@ def kv_dtype_refusal(dtype: torch.dtype, *, quantized: bool = False) -> str | No
         f"--sparse-attn: expected a KV cache in float32, float16, bfloat16 or fp8_e4m3; got {dtype}. Remove "
         "--kv-cache-dtype, or set it to fp8_e4m3."
     )
-
-
-def _decode_graphs(runner: Any) -> bool:
-    if runner.device != "cuda":
-        return False
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-
-    return not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
 
 
 def _tensor_parallel(runner: Any) -> tuple[int, int]:

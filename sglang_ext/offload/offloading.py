@@ -94,6 +94,7 @@ class Offloading:
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()
         self._rows: dict[int, Offload] = {}
         self._ids: dict[int, str] = {}  # of all requests that have a row
+        self._told_apart = True  # by their ids; if not, a batch's ids say nothing of its rows
         self._last: tuple[tuple[str, ...], list[Offload | None]] = (), []
         per_token = 2 * view.num_layers * view.num_kv_heads * view.head_dim * view.kv_dtype.itemsize
         self._piece = max(1, COPY_BYTES // (per_token * PAGE_TOKENS)) * PAGE_TOKENS
@@ -263,6 +264,7 @@ class Offloading:
             Whether it has virtual slots.
         """
         self._ids[row] = getattr(request, "rid", str(row))
+        self._told_apart = len(set(self._ids.values())) == len(self._ids)
         found = self._matched.pop(request, None)
         if found is None:
             return row in self._rows
@@ -280,6 +282,7 @@ class Offloading:
         """A row is given back: finish, abort and retraction alike."""
         self._last = (), []
         self._ids.pop(row, None)
+        self._told_apart = len(set(self._ids.values())) == len(self._ids)
         found = self._rows.pop(row, None)
         if found is not None:
             self.directory.unpin(found)
@@ -313,11 +316,10 @@ class Offloading:
         if not self._rows:
             return []
         rids = tuple(getattr(forward_batch, "rids", None) or ())
-        alone = len(set(self._ids.values())) == len(self._ids)  # ids that two requests have say nothing of rows
-        if rids and alone and rids == self._last[0]:
+        if rids and self._told_apart and rids == self._last[0]:
             return self._last[1]
         fronts = [self._rows.get(row) for row in self._rows_of(forward_batch)]
-        if alone and len(set(rids)) == len(fronts):
+        if self._told_apart and len(set(rids)) == len(fronts):
             self._last = rids, fronts
         return fronts
 

@@ -193,45 +193,42 @@ def test_the_process_follows_what_it_can_and_says_what_it_cannot(tmp_path: Path)
                 mailbox.close()
 
 
-def test_replies_that_are_none_are_counted(soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+Spoken = Callable[[str], Ranked]
+
+
+@pytest.fixture
+def spoken(soon: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spoken]:
+    """Makes a server whose other process, once it has its first message, does what some lines of Python say."""
+    made: list[Ranked] = []
+
+    def start(lines: str) -> Ranked:
+        begin = "import sys, time, msgspec, zmq; from sglang_ext.decode.cache_rank.messages import *\n"
+        begin += "socket = zmq.Context.instance().socket(zmq.PAIR); socket.connect(sys.argv[1]); socket.recv()\n"
+        monkeypatch.setattr(client, "_COMMAND", [sys.executable, "-c", begin + lines])
+        made.append(Ranked(SPEC))
+        join_four(made[0])
+        return made[0]
+
+    yield start
+    made[0].rank.close()
+
+
+def test_replies_that_are_none_are_counted(spoken: Spoken) -> None:
     """Of a process that says garbage before it ends."""
-    script = tmp_path / "speaks.py"
-    script.write_text(
-        "import sys, time, zmq\n"
-        "socket = zmq.Context.instance().socket(zmq.PAIR)\n"
-        "socket.connect(sys.argv[1])\n"
-        "socket.recv()\n"
-        "socket.send(b'garbage')\n"
-        "time.sleep(0.5)\n"
-    )
-    monkeypatch.setattr(client, "_COMMAND", [sys.executable, str(script)])
-    server = Ranked(SPEC)
-    join_four(server)
+    server = spoken("socket.send(b'garbage'); time.sleep(0.5)")
     within(60, lambda: (server.step([1, 2, 3, 4]), server.state["problems"] >= 1 and server.state["started"] >= 2)[1])
     assert server.state["served"] == 0
-    server.rank.close()
 
 
-def test_a_process_that_follows_nothing_is_started_again(
-    soon: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_follows_nothing_is_started_again(spoken: Spoken, caplog: pytest.LogCaptureFixture) -> None:
     """As where its device has no memory: it lives, and no question comes to it."""
-    script = tmp_path / "follows_nothing.py"
-    script.write_text(
-        "import sys, msgspec, zmq\n"
-        "from sglang_ext.decode.cache_rank.messages import Problem, Ready\n"
-        "socket = zmq.Context.instance().socket(zmq.PAIR)\n"
-        "socket.connect(sys.argv[1])\n"
-        "socket.recv()\n"
+    server = spoken(
         "reply = Ready()\n"
         "while True:\n"
         "    socket.send(msgspec.msgpack.encode(reply))\n"
         "    socket.recv()\n"
         "    reply = Problem('OutOfMemoryError: none is left', [1])\n"
     )
-    monkeypatch.setattr(client, "_COMMAND", [sys.executable, str(script)])
-    server = Ranked(SPEC)
-    join_four(server)
 
     def replaced() -> bool:
         server.leave(4)
@@ -240,7 +237,6 @@ def test_a_process_that_follows_nothing_is_started_again(
         return int(server.state["started"]) >= 2
 
     within(60, replaced)
-    server.rank.close()
     assert "messages, one after the other, were not followed: OutOfMemoryError" in caplog.text
 
 

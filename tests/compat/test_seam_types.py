@@ -99,16 +99,19 @@ def request(rid: str) -> Any:
 
 
 class Heard:
-    """Stands where the runtime does; requests are told apart by their ids."""
+    """Stands where the runtime does; requests are told apart by their ids, and each has an index of its prompt."""
 
-    offload, requests = None, SimpleNamespace(of=lambda _request: None)
+    offload = None
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.known = {rid: SimpleNamespace(prompt_len=3, entry="index", admission="build") for rid in "abc"}
+        self.requests = SimpleNamespace(of=lambda req: self.known[req.rid])
 
     def slot_taken(self, req: Any, *, offloaded: bool) -> None:
         assert not offloaded
-        self.calls.append(["taken", req.rid])
+        known = self.known[req.rid]
+        self.calls.append(["taken", req.rid, known.entry, known.admission])
 
     def slot_freed(self, req: Any, row: int, *, finished: bool, tokens: int) -> None:
         self.calls.append(["freed", req.rid, row, finished, tokens])
@@ -122,6 +125,7 @@ def life() -> list[Any]:
     rows = pool.alloc([one, two])
     assert pool.alloc([three]) is None
     pool.free(two)
+    three.origin_input_ids = three.origin_input_ids[:1]  # as SGLang leaves a request that it refuses
     pool.alloc([three])
     hooks._runtime = None
     return [*heard.calls, sorted(rows), rows[1]]
@@ -188,5 +192,6 @@ def test_a_hook_gets_the_arguments_and_reads_of_the_result_what_is_there(real: d
 
 def test_slots_are_heard_of_from_their_beginning_to_their_end(real: dict[str, Any]) -> None:
     *calls, rows, freed = real["life"]
-    assert calls == [["taken", "a"], ["taken", "b"], ["freed", "b", freed, False, 0], ["taken", "c"]]
+    taken = [["taken", rid, "index", "build"] for rid in "ab"]
+    assert calls == [*taken, ["freed", "b", freed, False, 0], ["taken", "c", None, None]]
     assert len(set(rows)) == 2

@@ -265,7 +265,7 @@ def test_one_connection_too_many_is_told_so_and_given_back(tmp_path: Path) -> No
             patient(endpoint).open()
         assert a.status().counts["refused"] >= 1
         b.close()
-        eventually(lambda: a.status().counts["connections"] == 1)
+        eventually(lambda: a.status().connections == 1)
         eventually_connected(endpoint)
 
 
@@ -421,10 +421,10 @@ def test_a_service_that_does_not_answer_and_one_that_says_something_else(
         StoreClient(process.endpoint, timeout_s=0.3).open()
     os.kill(process.pid, signal.SIGCONT)
     link = Link(process.endpoint)
-    with pytest.raises(StoreUnavailable, match="expected Welcome of protocol version 2, found Status"):
+    with pytest.raises(StoreUnavailable, match="expected Welcome of protocol version 3, found Status"):
         link.ask(messages.GetStatus(), messages.Welcome, PATIENCE_S)
     monkeypatch.setattr("prefix_index.service.client.decode_answer", lambda _: messages.decode_answer(b"\xc1"))
-    with pytest.raises(StoreUnavailable, match="expected a message of protocol version 2"):
+    with pytest.raises(StoreUnavailable, match="expected a message of protocol version 3"):
         link.ask(messages.GetStatus(), messages.Status, PATIENCE_S)
     link.close()
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from ..errors import StoreUnavailable
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 ID_NBYTES: Final = 8
 MAX_REQUEST_NBYTES: Final = 4 << 10
 """libzmq ends the connection of whoever sends more; likewise of answers."""
@@ -79,7 +79,10 @@ class TierStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Status(_Message):
-    """The service as it was when it looked at its folders last. Counts are since it started."""
+    """The service as it was when it looked at its folders last. Counts are since it started.
+
+    ``connections`` are those of this moment, ``clients`` those that it heard from last, also of some that left.
+    """
 
     pid: int
     uptime_s: float
@@ -87,6 +90,7 @@ class Status(_Message):
     tiers: list[TierStatus]
     indexes: int
     problems: int
+    connections: int
     clients: list[str]
     reserved_bytes: int
     reservations: int

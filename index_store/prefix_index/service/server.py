@@ -288,6 +288,7 @@ class StoreServer:
             tiers=tiers,
             indexes=tiers[-1].indexes,
             problems=len(self.store.problems()),
+            connections=0,
             clients=[],
             reserved_bytes=nbytes,
             reservations=writing,
@@ -316,13 +317,13 @@ class StoreServer:
             self._seen,
             uptime_s=now - self._began,
             tiers=[replace(tier, hits=self._hits[tier.name]) for tier in tiers],
+            connections=self._connections,
             clients=[f"{name}, idle {now - seen:.0f} s" for name, seen in list(self._clients.values())[-1000:]],
-            counts={**self.counts, "connections": self._connections},
+            counts=dict(self.counts),
         )
 
     @property
     def _connections(self) -> int:
-        """Now. Whom it heard from is remembered longer."""
         return 0 if self._admission is None else self._admission.count
 
     def _summary(self) -> str:

@@ -116,11 +116,11 @@ def join(
     gone: set[tuple[int, int]] = set()
     for row, both in own.items():
         if len(both) == attended[row] == 2:
-            of = [(left[number][place], number, place) for number, place in both]
-            (suffix, *at), (listed, number, place) = sorted(of, key=lambda one: (one[0].head_stride, one[0].length))
-            if suffix.length <= longest and suffix.head_stride == 0 and listed.length <= chunks[number]:
-                gone.add((at[0], at[1]))
-                left[number][place] = Joined(**vars(listed), suffix=suffix)
+            at, to = sorted(both, key=lambda one: (left[one[0]][one[1]].head_stride, left[one[0]][one[1]].length))
+            suffix, listed = left[at[0]][at[1]], left[to[0]][to[1]]
+            if suffix.length <= longest and suffix.head_stride == 0 and listed.length <= chunks[to[0]]:
+                gone.add(at)
+                left[to[0]][to[1]] = Joined(**vars(listed), suffix=suffix)
     return [
         [one for place, one in enumerate(of_pass) if (number, place) not in gone] for number, of_pass in enumerate(left)
     ]
@@ -163,7 +163,7 @@ def cut(
     per_tile = block_m // gqa
     busy = [s for s in segments if s.rows and s.length]
     tiles = _tiles(busy, per_tile)
-    # A joined item is one whatever the chunk: what it has before its list is cut by nobody.
+    # By lists alone: a joined suffix is never cut, however short the stretches.
     chunk = _chunk([s.length for s in busy], tiles, block_n, target)
     rows: list[int] = []
     items: list[tuple[int, ...]] = []

@@ -141,9 +141,9 @@ class GroupedAttention:
                 "block_n": one.config.block_n,
                 "target": one.target,
             }
-            at_most = one.config.num_stages * one.config.block_n
+            ring = one.config.num_stages * one.config.block_n  # fetched while a list is waited for
             of_passes = [segments[n] if n < len(segments) else () for n in one.passes]
-            joined = join(of_passes, attended, **sizes, longest=at_most)
+            joined = join(of_passes, attended, **sizes, longest=ring)
             for number, of_pass in zip(one.passes, joined, strict=True):
                 items = cut(
                     of_pass,

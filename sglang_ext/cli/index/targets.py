@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
 
 def store_address(args: argparse.Namespace) -> str:
-    """What --store says, also if that is nothing; else the environment, else the default folder."""
+    """--store, even an empty one; else the environment's store, else the default folder."""
     return args.store if args.store is not None else os.environ.get(ENV_STORE) or default_store()
 
 
