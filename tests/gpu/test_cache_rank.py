@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -77,6 +78,16 @@ def until_served(server: Server, prompt: list[int]) -> dict[str, Any]:
     return rank(server)
 
 
+def nats_behind(server: Server, prompts: list[list[int]], answers: list[Any]) -> list[float]:
+    """Of all tokens, one answer after another."""
+    return [nats for prompt, one in zip(prompts, answers, strict=True) for nats in server.behind(prompt, one)]
+
+
+def assert_answered(said: list[int]) -> None:
+    """Every answer is whole. Behind it the model says anything, and requests that select together select otherwise."""
+    assert all(count >= len(of.answer) - 1 for count, of in zip(said, DOCUMENT.questions, strict=True))
+
+
 def test_answers_are_those_of_a_server_that_names_its_own_candidates(
     server: Server, alone: list[Any], prompts: list[list[int]]
 ) -> None:
@@ -84,11 +95,15 @@ def test_answers_are_those_of_a_server_that_names_its_own_candidates(
     answers = [server.generate(one, SAID) for one in prompts]
     after = rank(server)
     served, missed = (after[name] - before[name] for name in ("served", "missed"))
-    shares = [tokens_alike(one, of) / SAID for one, of in zip(answers, alone, strict=True)]
-    print(f"{served} steps served, {missed} not, {after['answer_us']} us an answer, alike {shares}")
+    said = [tokens_alike(one, of) for one, of in zip(answers, alone, strict=True)]
+    lost, own = (fmean(nats_behind(server, prompts, of)) for of in (answers, alone))
+    print(f"{served} steps served, {missed} not, {after['answer_us']} us an answer, alike {said}")
+    print(f"{lost:.4f} nats behind dense decoding's likeliest token, its own candidates {own:.4f}")
     assert served > len(prompts) * SAID / 2
     assert missed <= served / 100
-    assert sum(shares) > 0.9 * len(shares)
+    assert_answered(said)
+    # The first steps of a request select in line, how many depends on when the other process knows of it.
+    assert lost < own + 0.02
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
@@ -103,7 +118,6 @@ def test_requests_end_whatever_becomes_of_the_process(
     said = [tokens_alike(one, of) for one, of in zip(answers, alone, strict=True)]
     print(f"{fault.name}: alike {said}")
     assert [len(one.ids) for one in answers] == [SAID] * len(prompts)
-    # Behind their answers the model says anything, and requests that select together select otherwise.
-    assert all(count >= len(of.answer) - 1 for count, of in zip(said, DOCUMENT.questions, strict=True))
+    assert_answered(said)
     server.until(lambda state: state["decode"]["cache_rank"]["started"] > starts)
     assert until_served(server, prompts[0])["state"] == "serving"
