@@ -95,6 +95,7 @@ def configuration(args: argparse.Namespace, start: str) -> Row:
     offload["resident_tokens"] = sizes["long"] // 10 if long else sizes["residents"]
     if args.cpu:
         offload["staging_tokens"] = 512
+    own = json.loads(args.config)
     return {
         "share_prefixes": True,
         "profile": "none",
@@ -106,8 +107,8 @@ def configuration(args: argparse.Namespace, start: str) -> Row:
         "top_k": sizes["long_budget"] if long else sizes["budget"],
         "index_gpu_bytes": int(0.0627 * per_token * (tokens if start != "builder" else 2 * sizes["prefix"])),
         "store_min_free_bytes": 1 << 20,
-        "offload": offload,
-        **json.loads(args.config),
+        "offload": offload | own.pop("offload", {}),
+        **own,
     }
 
 

@@ -174,11 +174,12 @@ def bytes_of(runtime: Any) -> dict[str, int]:
     pool, offload, swap = runtime.view.runner.token_to_kv_pool, runtime.offload, runtime.offload.swap
     buffers = (*pool.k_buffer, *pool.v_buffer)
     row = sum(one[0].nbytes for one in buffers)
+    selection = offload._attention.selection
     residents = len(offload._residents) * row
     pool_bytes = (int(pool.size) + int(pool.page_size)) * row
     return {
         "pool": pool_bytes,
-        "staging": offload._attention.places.nbytes,
+        "staging": offload._attention.places.nbytes + (0 if selection is None else selection.nbytes),
         "residents": residents,
         "dense_layers": sum(one.nbytes for one in buffers) - pool_bytes - residents,
         "resident_state": swap.nbytes,

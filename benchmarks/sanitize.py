@@ -109,9 +109,9 @@ CASES = (
     ),
     Case(("attend_tiles_kernel",), "triton/test_prefill_attention.py", "as_the_reference and (extend or decode)"),
     Case(
-        ("look_up_kernel", "count_kernel", "fetch_kernel"),
+        ("look_up_kernel", "count_kernel", "fetch_kernel", "gather_kernel"),
         "triton/test_residents.py",
-        "steps_as_the or reuse or without_groups",
+        "steps_as_the or reuse or without_groups or gathered",
     ),
 )
 

@@ -30,6 +30,8 @@ ENV_CONFIG = "SGLANG_SPARSE_ATTN_CONFIG"
 PAGE_TOKENS = prefix_index.PAGE_TOKENS
 
 
+SELECTING_TOKENS = 512
+"""Of a request's prefill that selects, at most: a longer one pays for the link."""
 MOST_DRAFTED = PAGE_TOKENS - 1
 """Tokens of a round; fewer than `suffix_dense_tokens` leaves uncovered, so no index of a suffix holds a draft."""
 
@@ -186,8 +188,12 @@ def _check_cache_device(config: SparseAttnConfig, device: str) -> None:
 def _check_offload(config: SparseAttnConfig, offload: Offload) -> None:
     """A positive size of each, and nothing beside it that reads a prefix's slots on the device."""
     for name, value in msgspec.structs.asdict(offload).items():
-        if isinstance(value, int) and value < PAGE_TOKENS:
+        if isinstance(value, int) and value < PAGE_TOKENS and name != "select_prefill_tokens":
             raise _fail(f"offload.{name} to be {PAGE_TOKENS} or more", value, f"Change {name!r}.")
+    tokens = offload.select_prefill_tokens
+    if tokens is not None and not 1 <= tokens <= SELECTING_TOKENS:
+        todo = "Change 'select_prefill_tokens'."
+        raise _fail(f"offload.select_prefill_tokens from 1 to {SELECTING_TOKENS}, or null", tokens, todo)
     if offload.folder is None and offload.folder_bytes is not None:
         raise _fail("offload.folder with offload.folder_bytes", None, "Name a folder, or remove 'folder_bytes'.")
     if config.build is Build.CAPTURE:

@@ -67,6 +67,8 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         resident_tokens: rows behind SGLang's KV pool that hold what steps select: of a layer and KV head, for all
             prefixes of a batch. Budgets of groups shrink to it; a step whose requests alone select more attends
             exactly.
+        select_prefill_tokens: a request that has so many tokens or fewer behind such a prefix selects what they attend
+            of it, all together, as decode steps do; with more, or null, they attend all of it, which passes the link.
         folder: where their KV is kept on disk, too: a server that starts anew serves them without a prefill. None:
             nowhere.
         folder_bytes: of its files, those of all ranks, at most; what was used longest ago leaves. None: no limit.
@@ -76,6 +78,7 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     min_tokens: int = 8192
     staging_tokens: int = 8192
     resident_tokens: int = 32768
+    select_prefill_tokens: int | None = None
     folder: str | None = None
     folder_bytes: int | None = None
 
@@ -105,8 +108,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         cache_device: with `select_ahead`: the other device, such as `cuda:1`, on which a process of its own names the
             candidates (see docs/selection.md). null: each step does.
         offload: KV of indexed prefixes in host memory, as an object: `host_bytes`, and, where the defaults are not
-            right, `min_tokens` (8192), `staging_tokens` (8192), `resident_tokens` (32768), `folder` and `folder_bytes`
-            (null). null: off. See docs/offload.md.
+            right, `min_tokens` (8192), `staging_tokens` (8192), `resident_tokens` (32768),
+            `select_prefill_tokens`, `folder` and `folder_bytes` (null). null: off. See docs/offload.md.
         suffix_dense_tokens: of a request's suffix behind an indexed prefix the last so many, or half of them, are
             attended in full; the others are selected from, by the rules of a prefix. null: all in full. Of
             `token_index` only.

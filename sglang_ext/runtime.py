@@ -127,8 +127,7 @@ class SparseRuntime:
             self.offload.serves, self.offload.running = self._serves, self.requests.running
             self.offload.loading = lambda digest: self.residency.state(digest) is State.LOADING
         if self.offload is not None and self.planner.sparse is not None:
-            self.offload.swap, self.offload.selects = self.planner.sparse.swap, self.planner.sparse.swaps
-            self.offload.tell_longest(view.req_to_token.shape[1])
+            self.offload.select_by(self.planner.sparse)
         guard = self.planner.guard
         guarded = guard.records if guard is not None else None
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
@@ -352,7 +351,8 @@ class SparseRuntime:
             self.took = self.path
         else:
             self.counters.begin_step(None)
-            staged = None if self.offload is None else self.offload.begin(forward_batch)
+            if self.offload is not None:
+                staged = self.offload.begin(forward_batch, self.ready.serving(forward_batch.rids or ()))
             builds = self.builds if mode.is_extend() else None
             self._step = Step(None, () if builds is None else builds.prefill(forward_batch), staged)
         guard = self.planner.guard if mode.is_decode() else None

@@ -251,8 +251,6 @@ class ReferenceOp(AheadOp):
         candidates: Mapping[tuple[int, int], Tensor],
     ) -> None:
         assert layer is not None
-        assert lists.slots is not None
-        assert slot_table is not None
         for number, (rows, group, index) in enumerate(self._groups()):
             named = candidates.get((layer, number))
             if named is None:
@@ -260,10 +258,13 @@ class ReferenceOp(AheadOp):
             else:
                 args = self._args(group, sm_scale)
                 found = self._leveled.select_among(index.layers[layer], q[rows], args, named)
-            table = slot_table[group.slot_start : group.slot_start + group.prefix_len]
             lists.counts[number] = found.counts
-            slots = table[found.positions.clamp(min=0).long()]
-            for arena, entries in ((lists.positions, found.positions), (lists.slots, slots)):
+            written = [(lists.positions, found.positions)]
+            if slot_table is not None:
+                assert lists.slots is not None
+                table = slot_table[group.slot_start : group.slot_start + group.prefix_len]
+                written.append((lists.slots, table[found.positions.clamp(min=0).long()]))
+            for arena, entries in written:
                 group.lists_in(arena, len(entries))[:, : entries.shape[1]] = entries
 
     def look_ahead(self, size: int, queries: Sequence[Tensor], sm_scale: float) -> None:

@@ -115,6 +115,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         width: tokens of a budget, at most: what lists were made for.
         factor_of: digest of an index -> factor of its budget.
         cache_rank: names the candidates of the next step; None: this process does.
+        op_for, layer_plan: as given.
 
     Args:
         shape: of a layer.
@@ -153,7 +154,8 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         host: HostKV | None = None,
     ) -> None:
         self._ranks = ranks or Ranks()
-        self._config, self._layer_plan, self._device = config, layer_plan, device
+        self._config, self.layer_plan, self._device = config, layer_plan, device
+        self.op_for = op_for
         self._shape = shape
         self._budget_of = functools.lru_cache(1 << 10)(config.group_budget)
         self._largest_group = tracker.max_batch
@@ -331,7 +333,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         rows = {row for prefix, _ in hosted for row in prefix.rows}
         if any(host is not None and row not in rows for row, host in enumerate(hosts)):
             return None
-        dense = any(role.mode is LayerMode.DENSE for role in self._layer_plan.layers)
+        dense = any(role.mode is LayerMode.DENSE for role in self.layer_plan.layers)
         if dense and any(host is not None and host.dense_slots is None for host in hosts):
             return None
         lengths = [prefix.length for prefix, _ in hosted]
@@ -384,7 +386,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         before, self._planned = self._planned, None  # until all of it is written
         groups = list(zip(layout.prefixes, layout.begins, selects.budgets, strict=True))
         rows = [prefix.rows for prefix in layout.prefixes]
-        chosen = self._packed([(prefix.length, budget, begin) for prefix, begin, budget in groups])
+        chosen = self.packed([(prefix.length, budget, begin) for prefix, begin, budget in groups])
         if before is None or selects != before.selects:
             step = Selecting(kernels.size, rows, chosen)
             self.op.plan(step, indexes)
@@ -405,7 +407,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._planned = tables
         self.plans += 1
 
-    def _packed(self, groups: Sequence[tuple[int, int, int]]) -> list[SelectionGroup]:
+    def packed(self, groups: Sequence[tuple[int, int, int]]) -> list[SelectionGroup]:
         """What is selected, and where it is listed, of each prefix's (tokens, budget, place of its table of slots)."""
         return pack_lists([selection_group(self._config, *one) for one in groups], self._shape.num_kv_heads)
 
@@ -416,13 +418,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         lists, head_map = self._lists.of(layer), self._lists.head_maps[layer]
         out = q.new_empty(q.shape[0], q.shape[1], kv.v_cache.shape[2])
         lse = self.lse[: q.shape[0]]
-        mode = self._layer_plan.layers[layer].mode
+        mode = self.layer_plan.layers[layer].mode
         if mode is LayerMode.DENSE:
             kernels.whole.run(q, kv, arena, sm_scale, out, lse, counts=counts)
             return out
         selects = self._turns.searches or self._ahead is not None
         anchors = mode is LayerMode.ANCHOR and selects
-        if self.cache_rank is not None and not self._turns.searches and layer == self._layer_plan.anchor_layers[0]:
+        if self.cache_rank is not None and not self._turns.searches and layer == self.layer_plan.anchor_layers[0]:
             self.cache_rank.take()
         if anchors:
             select = self.op.run if self._turns.searches or self._ahead is None else self._ahead.run_behind
@@ -442,7 +444,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
     def _look_ahead(self, size: int, q: Tensor, layer: int, sm_scale: float) -> None:
         """Behind the last anchor layer the step's queries, held until then, name the candidates of the next one."""
         self._asked[layer] = q, sm_scale
-        layers = self._layer_plan.anchor_layers
+        layers = self.layer_plan.anchor_layers
         if layer != layers[-1]:
             return
         asked = [self._asked.pop(one) for one in layers]
@@ -459,13 +461,13 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         """Tokens of prefixes that each layer of a step attends, a token once for each request."""
         whole = sum(one.rows * one.prefix_len for one in plan.reads)
         selected = sum(one.rows * one.budget for one in plan.reads)
-        return [whole if role.mode is LayerMode.DENSE else selected for role in self._layer_plan.layers]
+        return [whole if role.mode is LayerMode.DENSE else selected for role in self.layer_plan.layers]
 
     def attended_suffix(self, plan: SparsePlan) -> tuple[int, int]:
         """Of requests' suffixes: tokens that all layers of a step attend, and that they have."""
         have = sum(one.prefix_len for one in plan.suffix_reads)
         budgets = sum(one.budget for one in plan.suffix_reads)
-        roles = [role.mode for role in self._layer_plan.layers]
+        roles = [role.mode for role in self.layer_plan.layers]
         return sum(have if mode is LayerMode.DENSE else budgets for mode in roles), have * len(roles)
 
     # -- graphs and costs ----------------------------------------------------------------------------------
@@ -523,7 +525,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         parts: list[Callable[[], None]] = [attend, select]
         op = self._ahead
         if op is not None:
-            asked = [q] * len(self._layer_plan.anchor_layers)
+            asked = [q] * len(self.layer_plan.anchor_layers)
             parts.append(lambda: op.look_ahead(kernels.size, asked, 1.0))
             parts.append(lambda: op.run_behind(kernels.size, q, 1.0, slots, None, self._lists.of(0)))
         measured = [Lines() for _ in parts]
@@ -535,14 +537,14 @@ class SparseDecode(DecodeBackend[SparsePlan]):
                 kernels.whole.plan([Segment(own, each, begin) for own, begin in zip(rows, begins, strict=True)])
                 # Of short prefixes a half, so that each is searched; and no more than lists have room for.
                 budget = min(config.group_budget(each, len(rows[0])), max(1, each // 2), listed // number // 4 * 4)
-                groups = self._packed([(each, budget, begin) for begin in begins])
+                groups = self.packed([(each, budget, begin) for begin in begins])
                 self.op.plan_probe(Selecting(kernels.size, rows, groups))
                 times = self._ranks.most([measure_us(run, self._device) for run in parts])
                 points.append([(number * each, us) for us in times])
             for lines, of in zip(measured, zip(*points, strict=True), strict=True):
                 lines[number] = Line.through(*of)
         self._clear(kernels)
-        modes = [role.mode for role in self._layer_plan.layers]
+        modes = [role.mode for role in self.layer_plan.layers]
         dense, anchors, reuse = (modes.count(mode) for mode in (LayerMode.DENSE, LayerMode.ANCHOR, LayerMode.REUSE))
         attending, selecting, *later = measured
         costs = StepCosts(attending, selecting, dense, anchors, reuse, elsewhere=self.cache_rank is not None)

@@ -1,9 +1,9 @@
-"""Exact attention of rows whose prefix lies in host memory, a layer at a time, through pieces on the device.
+"""Attention of rows whose prefix lies in host memory, a layer at a time, through pieces on the device.
 
 A row at position p with a prefix of P tokens on the host attends [P, p] from its own slots, then [0, P) in pieces
 (`prefill_attention` has the formulas). Rows without such a prefix attend [0, p] from their slots. On CUDA a piece is
 attended while the next ones are copied, those of the next layer among them: the link does not rest while the model does
-something else than attend.
+something else than attend. All of it is exact, but for rows that select (`offload.selecting`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from sglang_ext.config import PAGE_TOKENS
 from sglang_ext.offload.directory import Offload
 from sglang_ext.offload.host import HostPool, Run, runs
 from sglang_ext.offload.ring import Queues, Ring, TwoStreams
+from sglang_ext.offload.selecting import Behind, PlannedSelection, PrefillSelection
 
 if TYPE_CHECKING:
     from prefix_kernels.prefill_attention.runner import PrefillAttention
@@ -52,18 +54,26 @@ class StagedStep:
     Attributes:
         spans: of all its requests, in batch order.
         groups: query rows behind each prefix, [num_queries] int64 on the host.
-        pieces: of all prefixes, as each layer attends them.
+        pieces: by layer, of the prefixes that it attends all of.
+        selected: of the last groups; None: there are none that select.
         layers: that attended.
         expected: layer whose pieces are on their way.
         form: what attends; made by the first layer.
+        copies: all pieces, as they come, each with its layer.
+        firsts: by layer, number of its first piece among them.
     """
 
     spans: Sequence[Span]
     groups: Sequence[Tensor]
-    pieces: Sequence[Piece]
+    pieces: Sequence[Sequence[Piece]]
+    selected: PlannedSelection | None = None
     layers: set[int] = field(default_factory=set)
     expected: int | None = None
     form: PrefillAttention | Reference | None = None
+
+    def __post_init__(self) -> None:
+        self.copies = [(layer, piece) for layer, of in enumerate(self.pieces) for piece in of]
+        self.firsts = list(accumulate(map(len, self.pieces), initial=0))
 
 
 PLACES = 4
@@ -82,6 +92,7 @@ class StagedAttention:
         queues: of the ring; None: those of the device.
 
     Attributes:
+        selection: of what selects; None: nothing does.
         places: [PLACES, pages of a piece, num_kv_heads, PAGE_TOKENS, k_dim + v_dim] on the device.
     """
 
@@ -96,6 +107,7 @@ class StagedAttention:
         queues: Queues | None = None,
     ) -> None:
         self._pool, self._num_layers = pool, num_layers
+        self.selection: PrefillSelection | None = None
         self._implementation, self._device = implementation, device
         if queues is None:
             queues = TwoStreams(device, PLACES) if device.type == "cuda" else Queues()
@@ -127,19 +139,29 @@ class StagedAttention:
             form = self._form(step, q, kv)
             form.fold(form.own(q, kv, 1.0), 0, q, kv, self.places[0, :1], 1.0)
 
-    def plan(self, spans: Sequence[Span], groups: Sequence[tuple[Offload, Tensor]]) -> StagedStep:
+    def plan(
+        self, spans: Sequence[Span], groups: Sequence[tuple[Offload, Tensor]], selecting: Sequence[Behind] = ()
+    ) -> StagedStep:
         """How a forward is attended.
 
         Args:
             spans: of all its requests, in batch order.
             groups: by prefix, [num_queries] int64 on the host: query rows behind it.
+            selecting: what selects, that fits together; in none of `groups`.
         """
+        every = [*groups, *((one.offload, one.rows) for one in selecting)]
         pieces = [
             Piece(number, len(part), list(runs(part)))
-            for number, (offload, _) in enumerate(groups)
+            for number, (offload, _) in enumerate(every)
             for part in torch.split(offload.pages, self.places.shape[1])
         ]
-        return StagedStep(spans, [rows for _, rows in groups], pieces)
+        rows, layers = [of for _, of in every], range(self._num_layers)
+        if not selecting:
+            return StagedStep(spans, rows, [pieces for _ in layers])
+        assert self.selection is not None
+        whole = [piece for piece in pieces if piece.group < len(groups)]
+        by_layer = [whole if self.selection.selects(layer) else pieces for layer in layers]
+        return StagedStep(spans, rows, by_layer, self.selection.plan(selecting))
 
     def run(self, step: StagedStep, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
         """One layer. Nothing waits for the device. Layers come in order, or their pieces are copied too late.
@@ -154,26 +176,30 @@ class StagedAttention:
         Returns:
             [rows of q, num_qo_heads, v_head_dim] in q's dtype, new memory.
         """
-        first = layer * len(step.pieces)
+        first = step.firsts[layer]
         if layer != step.expected:
-            self._ring.begin(range(first, self._num_layers * len(step.pieces)), self._copying(step))
+            self._ring.begin(range(first, len(step.copies)), self._copying(step))
         form = step.form = step.form or self._form(step, q, kv)
         state = form.own(q, kv, sm_scale)
 
         def attend(piece: Piece, place: int) -> None:
             form.fold(state, piece.group, q, kv, self.places[place, : piece.num_pages], sm_scale)
 
-        for number, piece in enumerate(step.pieces, first):
+        for number, piece in enumerate(step.pieces[layer], first):
             self._ring.attend(number, partial(attend, piece))
+        if step.selected is not None and self.selection is not None and self.selection.selects(layer):
+            whole = len(step.groups) - len(step.selected.groups)
+            for number, pages in self.selection.run(step.selected, layer, q, sm_scale):
+                form.fold(state, whole + number, q, kv, pages, sm_scale)
         step.layers.add(layer)
         step.expected = layer + 1
         return state.out.to(q.dtype)
 
     def _copying(self, step: StagedStep) -> Callable[[int, int], None]:
         def copy(number: int, place: int) -> None:
-            layer, at = divmod(number, len(step.pieces))
+            layer, piece = step.copies[number]
             host, target = self._pool.layer(layer), self.places[place]
-            for first, page, count in step.pieces[at].runs:
+            for first, page, count in piece.runs:
                 target[first : first + count].copy_(host[page : page + count], non_blocking=True)
 
         return copy

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from prefix_kernels.prefill_attention import Span
 from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.swap import HostKV, SwapIn
 from sglang_ext.decode.types import HostPrefix
 from sglang_ext.model_view import ModelView, on_host
@@ -29,8 +30,10 @@ from sglang_ext.offload.attention import StagedAttention, StagedStep
 from sglang_ext.offload.directory import Offload, OffloadDirectory, OffloadState
 from sglang_ext.offload.host import HostPool
 from sglang_ext.offload.kv_files import KVFiles
+from sglang_ext.offload.selecting import Behind, PrefillSelection
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
+from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.ranks import EVERY, Ranks
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class Offloading:
         page_size: SGLang's.
         refused: requests whose prefix was not copied out, by reason; once for each.
         translated: requests that got their slots behind a prefix in host memory.
+        selected: prefills behind one that selected what they attend, a chunk each.
         swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
         serves: whether steps select by a request's index, as far as is known now; else its prefix stays on the device.
         loading: whether an index is on its way to the device: steps without it are slow behind host memory.
@@ -99,7 +103,7 @@ class Offloading:
         per_token = 2 * view.num_layers * view.num_kv_heads * view.head_dim * view.kv_dtype.itemsize
         self._piece = max(1, COPY_BYTES // (per_token * PAGE_TOKENS)) * PAGE_TOKENS
         self.refused: Counter[str] = Counter()
-        self.translated = 0
+        self.translated = self.selected = 0
         self.swap: SwapIn | None = None
         self.serves: Callable[[Attachment], bool] = lambda attachment: True
         self.selects: Callable[[int], bool] = lambda tokens: True
@@ -326,8 +330,13 @@ class Offloading:
     def _rows_of(self, forward_batch: Any) -> list[int]:
         return on_host(forward_batch, "req_pool_indices")[: forward_batch.batch_size]
 
-    def begin(self, forward_batch: Any) -> StagedStep | None:
-        """How a forward is attended exactly; None: no row of it has virtual slots.
+    def begin(self, forward_batch: Any, attachments: Sequence[Attachment | None] = ()) -> StagedStep | None:
+        """How a forward is attended a layer at a time; None: no row of it has virtual slots.
+
+        Args:
+            forward_batch: SGLang's.
+            attachments: of a prefill's rows, as of `decoding`: those of few tokens may select. None of them: all rows
+                attend exactly.
 
         Raises:
             RuntimeError: one has, and there is no way here to attend this kind of forward.
@@ -343,11 +352,20 @@ class Offloading:
                 "SGLang's own kernels must not read their slots: remove offload from --sparse-attn-config"
             )
         lens = on_host(forward_batch, "seq_lens")
-        counts = [1] * len(rows)
+        counts, indexes = [1] * len(rows), list[ResidentIndex | None]([None] * len(rows))
         if mode == "EXTEND":
             counts = on_host(forward_batch, "extend_seq_lens")
             self._check_rows(rows, fronts)
-        return self._staged(rows, lens, counts, fronts)
+            if attachments and self._attention.selection is not None:
+                indexes = list(map(self._selects_with, fronts, counts, attachments))
+        return self._staged(rows, lens, counts, fronts, indexes)
+
+    def _selects_with(self, front: Offload | None, tokens: int, one: Attachment | None) -> ResidentIndex | None:
+        """The index that a prefill's row of so many new tokens selects with; None: it attends all."""
+        most = self._options.select_prefill_tokens
+        if front is None or one is None or most is None or tokens > most or not self.may(one):
+            return None
+        return one.index if one.index is not None and one.index.entry.digest == front.digest else None
 
     def _check_rows(self, rows: Sequence[int], fronts: Sequence[Offload | None]) -> None:
         """A row has virtual slots exactly where it is known to have them; waits for the device."""
@@ -360,16 +378,30 @@ class Offloading:
                 )
 
     def _staged(
-        self, rows: Sequence[int], lens: Sequence[int], counts: Sequence[int], fronts: Sequence[Offload | None]
+        self,
+        rows: Sequence[int],
+        lens: Sequence[int],
+        counts: Sequence[int],
+        fronts: Sequence[Offload | None],
+        indexes: Sequence[ResidentIndex | None],
     ) -> StagedStep:
-        spans, queries, begin = [], dict[Offload, list[Tensor]](), 0
-        for row, length, count, front in zip(rows, lens, counts, fronts, strict=True):
+        spans, queries, begin = [], dict[tuple[Offload, ResidentIndex | None], list[Tensor]](), 0
+        for row, length, count, front, index in zip(rows, lens, counts, fronts, indexes, strict=True):
             first = 0 if front is None else front.prefix_len
             spans.append(Span(slice(begin, begin + count), self._view.req_to_token[row, first:length].to(torch.int64)))
             if front is not None:
-                queries.setdefault(front, []).append(torch.arange(begin, begin + count))
+                queries.setdefault((front, index), []).append(torch.arange(begin, begin + count))
             begin += count
-        return self._attention.plan(spans, [(front, torch.cat(parts)) for front, parts in queries.items()])
+        wanted = [Behind(front, index, torch.cat(of)) for (front, index), of in queries.items() if index is not None]
+        selection = self._attention.selection
+        fits = [] if selection is None else selection.fitting(wanted)
+        selecting = [one for one, fit in zip(wanted, fits, strict=True) if fit]
+        for one in selecting:
+            self.selected += len(queries.pop((one.offload, one.by)))
+        whole = dict[Offload, list[Tensor]]()
+        for (front, _), of in queries.items():
+            whole.setdefault(front, []).extend(of)
+        return self._attention.plan(spans, [(front, torch.cat(of)) for front, of in whole.items()], selecting)
 
     def attend(self, step: StagedStep, q: Tensor, layer: int, sm_scale: float) -> Tensor:
         """One layer of it; see `StagedAttention.run`."""
@@ -465,6 +497,16 @@ class Offloading:
         rows = self._pool.dense_begin + offload.pages[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)
         return HostPrefix(offload.pages, rows.flatten().int().to(self._view.device))
 
+    def select_by(self, sparse: SparseDecode) -> None:
+        """What steps select with, once that is made: of rows behind host memory, and of prefills."""
+        self.swap, self.selects = sparse.swap, sparse.swaps
+        longest = int(self._view.req_to_token.shape[1])
+        if self._options.select_prefill_tokens is not None:
+            sizes = self._view.num_kv_heads, longest, self._view.device
+            self._attention.selection = selection = PrefillSelection(sparse, self._pool, *sizes)
+            selection.warm(self._view.num_qo_heads, self._view.head_dim, self._view.dtype)
+        self.tell_longest(longest)
+
     def tell_longest(self, context_len: int) -> None:
         """Log, at the start, which prefixes are too long for the residents; `selects` is in place."""
         step = 1024
@@ -491,13 +533,15 @@ class Offloading:
 
     def figures(self) -> dict[str, Any]:
         """What is exported, by metric."""
-        return {"offload": {"translated": self.translated, **self.directory.events, **self.refused}}
+        selected = {"selected": self.selected} if self._attention.selection is not None else {}
+        return {"offload": {"translated": self.translated, **selected, **self.directory.events, **self.refused}}
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain values; with several ranks as of the last collective, as this is none."""
         if self._alone:
             self._agreed.settle(())
         counts: dict[str, Any] = {"translated": self.translated, "refused": dict(self.refused), "rows": len(self._rows)}
+        counts["selected"] = self.selected
         counts["residents"] = None if self.swap is None else self.swap.counted()
         counts["problem"] = self.directory.problem()
         return {**self.directory.snapshot(), "events": dict(self.directory.events), **counts}

@@ -31,9 +31,9 @@ from prefix_kernels.pooled_scores import ScoreInputs, ScoreShape
 from prefix_kernels.pooling import Pooling
 from prefix_kernels.prefill_attention import Span
 from prefix_kernels.prefill_attention.runner import PrefillAttention
-from prefix_kernels.residents import ResidentGroup, Residents, ResidentShape
+from prefix_kernels.residents import ResidentGroup, Residents, ResidentShape, gather_listed
 from prefix_kernels.slot_lists import common_slots, copy_slot_lists
-from prefix_kernels.types import CandidateForm, SelectionGroup, new_lists
+from prefix_kernels.types import CandidateForm, SelectionGroup, new_lists, pack_lists
 from prefix_kernels.union_selection import UnionSelection
 from sglang_ext.decode.buffers import StepBuffers
 from sglang_ext.decode.types import PrefixGroup
@@ -176,6 +176,15 @@ def swapped_in(dtype: torch.dtype = torch.bfloat16, dim: int = DIM, groups: int 
     residents.fetch(0, host, kv, torch.zeros(kv_heads, dtype=torch.int32))
 
 
+def gathered(dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
+    """What a prefill attends of host memory, by its own lists and by another layer's."""
+    host, out = (torch.zeros(pages, KV_HEADS, 16, 2 * dim, dtype=dtype) for pages in (8, 2))
+    [group] = pack_lists([SelectionGroup(48, 32)], KV_HEADS)
+    pages, lists = torch.zeros(3, dtype=torch.int32), torch.zeros(group.lists_end(KV_HEADS), dtype=torch.int32)
+    for head_map in (None, torch.zeros(KV_HEADS, dtype=torch.int32)):
+        gather_listed(host, pages, lists, group, 0, out, head_map=head_map, implementation="triton")
+
+
 def prefilled(rows: int, dtype: torch.dtype = torch.bfloat16, dim: int = DIM) -> None:
     """A request's new tokens: over its own slots, then over pages of the host."""
     queries, cache = q(rows, dtype, dim), pool(dtype, dim)
@@ -258,6 +267,7 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill_attention in fp32": lambda: prefilled(64, torch.float32),
     "prefill_attention with heads of 64": lambda: prefilled(64, torch.float16, dim=64),
     "prefill_attention with heads of 256": lambda: prefilled(64, dim=256),
+    "listed tokens of host memory": gathered,
     "residents": swapped_in,
     "residents of one group and KV head": lambda: swapped_in(torch.float16, 64, 1, 1),
     "residents with heads of 96 in fp32": lambda: swapped_in(torch.float32, 96),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.server.harness import MODEL, PRODUCTION, Answer, Pool, Server
+from tests.server.harness import MODEL, PRODUCTION, SPARSE_CONFIG, Answer, Pool, Server
 from tests.server.test_schedules import SMALL_POOL
 
 BYTES_OF_TOKEN = 6 * 2 * 2 * 64 * 4
@@ -177,6 +177,29 @@ def _weights_updated(server: Server, prompt: str, folder: Path) -> None:
     assert offload(server)["prefixes"] == {}
     answer, delta = server.during(lambda: server.generate(prompt, TOKENS))
     assert (answer.ids, answer.told["steps"]["sparse"], delta.hits) == (dense, 0, 0)
+
+
+@pytest.mark.boot("offload-selecting")
+def test_questions_that_select_are_answered(serve: Pool, store: Path, texts: Any) -> None:
+    """A prefill of few tokens attends a part of its prefix. What decodes selects as much with and without."""
+    config = {**SPARSE_CONFIG, **{name: CONFIG[name] for name in ("offload", "share_prefixes")}}
+    sizes = {"host_bytes": 8192 * BYTES_OF_TOKEN, "select_prefill_tokens": 64}
+    server = serve(store, {**config, "offload": {**config["offload"], **sizes}}, fresh=True, **FLAGS)
+    for document, prefix in ((texts.first, FIRST), (texts.large, 5120)):
+        prompts = [texts.ask(document, n) for n in range(8)]
+        copied_out(server, prompts[0])
+        before = offload(server)
+        calls = [lambda p=prompt: server.generate(p, to_the_end=True) for prompt in prompts]
+        answers = [call() for call in calls] + server.together(calls)
+        right = [of.score(one.text) for one, of in zip(answers, 2 * document.questions[:8], strict=True)]
+        assert sum(right) >= 15
+        assert all(one.cached_tokens >= prefix for one in answers)
+        after = offload(server)
+        assert after["selected"] == before["selected"] + 16
+        assert after["translated"] == before["translated"] + 16
+    long = f"{texts.first.text} {texts.unindexed.text}"  # several chunks, more tokens each
+    assert server.generate(long, TOKENS).cached_tokens >= FIRST
+    assert offload(server)["selected"] == after["selected"]
 
 
 @pytest.mark.full

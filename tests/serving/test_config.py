@@ -112,6 +112,7 @@ LEAST = {
         ({"offload": {}}, ["host_bytes", "offload"]),
         ({"offload": {"host_bytes": 9, "to": 3}}, ["unknown field `to`"]),
         ({"offload": {"host_bytes": 9}}, ["offload.host_bytes", "16 or more", "9"]),
+        ({"offload": {"host_bytes": 99, "select_prefill_tokens": 513}}, ["select_prefill_tokens from 1 to 512", "513"]),
         ({"offload": {"host_bytes": 99, "folder_bytes": 99}}, ["offload.folder with offload.folder_bytes"]),
         ({"store_remote": "ftp://host"}, ["store_remote", "s3://BUCKET/PREFIX", "ftp://host"]),
         ({"store_remote": "/a/folder"}, ["store_remote", "folder or service is named by --sparse-attn-store"]),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from sglang_ext.methods import make_selector, method_specs
+from sglang_ext.methods.base import summed_every
+from sglang_ext.offload import selecting as of_prefills
 from sglang_ext.offload.offloading import Offloading
+from sglang_ext.offload.selecting import Behind
 from sglang_ext.options import Offload
+from tests.decode_oracle import Oracle, OracleGroup
 from tests.offload.host_memory import PlainPools
 from tests.serving.admitting import (
     DIM,
@@ -23,6 +30,7 @@ from tests.serving.admitting import (
     decode_batch,
     decode_layers,
     layer_of,
+    mode,
     ours,
     planned,
 )
@@ -91,6 +99,105 @@ def test_no_layer_of_such_a_step_is_left_to_sglang(offloaded: Runtime) -> None:
         raise AssertionError("no layer may run")
 
 
+SELECTING = {
+    "method": "token_index", "min_top_k": 16, "num_sink_tokens": 4, "num_recent_pages": 0,
+    "layer_plan": ["dense", "anchor", {"reuse": 1, "head_map": [1, 0]}],
+}  # fmt: skip
+
+
+def selecting(runtime: Runtime, tokens: int, keep_ratio: float = 0.25) -> None:
+    """Prefills of so many tokens select from now on, with such a budget of one row."""
+    runtime.config = msgspec.structs.replace(runtime.config, keep_ratio=keep_ratio)
+    runtime.planner.sparse.set_budget(runtime.config)
+    runtime.offload._options = msgspec.structs.replace(runtime.offload._options, select_prefill_tokens=tokens)
+    runtime.offload.serves = runtime._serves
+    runtime.offload.select_by(runtime.planner.sparse)
+
+
+def extended(runtime: Runtime, counts: list[int], cap: float = 0.5) -> list[torch.Tensor]:
+    """A prefill step behind the prefix, all layers, of so many tokens of r1, and of r0 where there are two; by layer
+    the greatest difference from attention of what the definition selects for those of r1 together: of a budget that
+    grows with them, up to such a share of the prefix.
+    """
+    config, rids = runtime.config, ["r1", "r0"][: len(counts)]
+    grown = msgspec.structs.replace(config, group_growth="sqrt", max_keep_ratio=cap)
+    oracle = Oracle(
+        grown,
+        make_selector(method_specs(config)[config.method], summed_every(config)),
+        runtime.planner.sparse.layer_plan,
+    )
+    rows, lens = torch.tensor([1, 0][: len(counts)]), torch.tensor([64 + count for count in counts])
+    table = runtime.view.req_to_token
+    batch = SimpleNamespace(
+        forward_mode=mode("extend"), rids=rids, batch_size=len(rids), req_pool_indices=rows, seq_lens=lens,
+        seq_lens_cpu=lens, extend_seq_lens=torch.tensor(counts), extend_seq_lens_cpu=counts,
+        extend_prefix_lens_cpu=[64] * len(rids),
+        out_cache_loc=torch.cat([table[row, 64:end] for row, end in zip(rows, lens, strict=True)]).long(),
+    )  # fmt: skip
+    index, total, found = runtime.requests.get("r1").index, sum(counts), []
+    own = [table[row, 64 : 65 + n].long() for row, count in zip(rows, counts, strict=True) for n in range(count)]
+    group = OracleGroup(index, table[0, :64], list(range(counts[0])))
+    others = [torch.cat([table[0, :64].long(), one]) for one in own[counts[0] :]]
+    with runtime.step(batch):
+        for number in range(LAYERS):
+            q = 3 * torch.randn(total, KV_HEADS * GQA * DIM)
+            k, v = (torch.randn(total, KV_HEADS * DIM) for _ in "kv")
+            out = runtime.attend(q, k, v, layer_of(number), batch, True, None)
+            heads = q.view(total, KV_HEADS * GQA, DIM)
+            expected = oracle.run(
+                heads, runtime.view.kv(number), [group], [*own[: counts[0]], *others], number, DIM**-0.5
+            )
+            found.append((out - expected.flatten(1)).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
+@pytest.mark.parametrize("counts", [[4], [1], [4, 3]], ids=["some", "one", "beside another"])
+def test_a_prefill_of_few_tokens_selects(offloaded: Runtime, counts: list[int]) -> None:
+    runtime = offloaded
+    selecting(runtime, 4)
+    assert max(extended(runtime, counts)) < 1e-5
+    assert runtime.snapshot()["offload"]["selected"] == 1
+    assert runtime.figures()["offload"]["selected"] == 1
+
+
+@pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
+def test_what_has_no_room_beside_others_attends_all(offloaded: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First come those that few queries are behind."""
+    runtime = offloaded
+    selecting(runtime, 4)
+    prefix, index = runtime.offload.of_row(1), runtime.requests.get("r1").index
+    wanted = [Behind(prefix, index, torch.arange(count)) for count in (4, 1, 3)]  # budgets: 32, 16, 32
+    fitting = runtime.offload._attention.selection.fitting
+    for name, most, fit in (
+        ("_ROWS", 8, [True, True, True]),
+        ("_ROWS", 7, [False, True, True]),
+        ("_LISTED", 48, [False, True, True]),
+        ("_GROUPS", 1, [False, True, False]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(of_prefills, name, most)
+            assert fitting(wanted) == fit
+
+
+MAY_NOT = {
+    "too many tokens": lambda runtime: selecting(runtime, 3),
+    "turned off": lambda runtime: setattr(runtime.ready, "off", True),
+    "half of the prefix is less": lambda runtime: selecting(runtime, 4, 0.6),
+}
+
+
+@pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
+@pytest.mark.parametrize("why", MAY_NOT)
+def test_a_prefill_that_may_not_select_attends_all(offloaded: Runtime, why: str) -> None:
+    runtime = offloaded
+    selecting(runtime, 4)
+    MAY_NOT[why](runtime)
+    runtime.config = msgspec.structs.replace(runtime.config, keep_ratio=1.0)  # what the oracle attends
+    assert max(extended(runtime, [4], 1.0)) < 1e-5
+    assert runtime.snapshot()["offload"]["selected"] == 0
+
+
 @pytest.mark.parametrize("offloaded", [{"build": "shared", "method": "token_index"}], indirect=True)
 def test_no_build_is_told_of_such_a_request(offloaded: Runtime) -> None:
     assert len(offloaded.builds) == 1, "of r0"
@@ -105,7 +212,7 @@ def test_new_weights_end_it(offloaded: Runtime) -> None:
     assert runtime.offload.wanted(late, runtime.requests.of(runtime.held[0]), 64) is None
     assert runtime.snapshot()["offload"] == {
         "prefixes": {}, "users": 1, "pages": 8, "free_pages": 4, "events": {"copied": 1}, "translated": 1,
-        "refused": {}, "rows": 1, "residents": None, "problem": None,
+        "selected": 0, "refused": {}, "rows": 1, "residents": None, "problem": None,
     }  # fmt: skip
     runtime.slot_freed(runtime.held[1], 1, finished=False)
     assert runtime.snapshot()["offload"]["free_pages"] == 8

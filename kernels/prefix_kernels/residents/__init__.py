@@ -4,6 +4,7 @@
 a block of tokens; a token is read at the link's rate, too.
 """
 
+from prefix_kernels.residents.gather import gather_listed
 from prefix_kernels.residents.runner import Residents
 from prefix_kernels.residents.state import (
     PAGE_TOKENS,

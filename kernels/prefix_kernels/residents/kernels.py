@@ -263,3 +263,30 @@ def fetch_kernel(
             to_cell = (resident_begin + cell)[:, None]
             tl.store(pool_k_ptr + to_cell * POOL_K_STRIDE + head * K_WORDS + word_k, k, mask=k_there)
             tl.store(pool_v_ptr + to_cell * POOL_V_STRIDE + head * V_WORDS + word_v, v, mask=v_there)
+
+
+@triton.jit
+def gather_kernel(
+    host_ptr,  # int32 words [num_host_pages, num_heads, PAGE, WORDS]
+    host_pages_ptr,  # int32 [pages of the prefix]
+    positions_ptr,  # int32 arena of lists
+    head_map_ptr,  # int32 [num_heads], with HAS_MAP
+    out_ptr,  # int32 words [num_tokens / PAGE or more, num_heads, PAGE, WORDS]
+    list_begin, head_stride, num_tokens, num_heads,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (KV heads, parts of a list): those of all heads that come first are read first, as by `fetch_kernel`."""
+    head = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    word = tl.arange(0, BLOCK)[None, :]
+    there = token < num_tokens
+    of = head
+    if HAS_MAP:
+        of = tl.load(head_map_ptr + head)
+    position = tl.load(positions_ptr + list_begin + of.to(tl.int64) * head_stride + token, mask=there, other=0)
+    page = tl.load(host_pages_ptr + position // PAGE, mask=there, other=0).to(tl.int64)
+    rows = ((page * num_heads + head) * PAGE + position % PAGE)[:, None] * WORDS
+    to = ((token // PAGE * num_heads + head) * PAGE + token % PAGE)[:, None] * WORDS
+    copied = there[:, None] & (word < WORDS)
+    # Of the host: the first level of caches would not see that it changed.
+    tl.store(out_ptr + to + word, tl.load(host_ptr + rows + word, mask=copied, cache_modifier=".cg"), mask=copied)

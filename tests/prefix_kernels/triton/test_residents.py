@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from prefix_kernels import PagedKV
-from prefix_kernels.residents import PAGE_TOKENS
+from prefix_kernels.residents import PAGE_TOKENS, gather_listed
 from prefix_kernels.residents import runner as residents_runner
+from prefix_kernels.types import SelectionGroup, pack_lists
 from tests.prefix_kernels.resident_steps import Prefixes, Steps, Wanted
 from tests.prefix_kernels.triton.conftest import INTERPRETED
 
@@ -159,3 +160,44 @@ def test_replays_follow_the_lists_and_the_plan(device: torch.device) -> None:
         of.check(fixed, wanted)
     with pytest.raises(ValueError, match="expected host in pinned memory"):
         of.residents.run(0, of.tables, fixed, prefixes.host.clone(), of.pools[0])
+
+
+@pytest.mark.parametrize("heads_from", [None, [2, 0, 0]], ids=["own lists", "another layer's"])
+@pytest.mark.parametrize(("dtype", "dims"), [(torch.float32, (4, 2)), (torch.float16, (12, 12))], ids=str)
+def test_listed_tokens_are_gathered(
+    dtype: torch.dtype, dims: tuple[int, int], heads_from: list[int] | None, device: torch.device
+) -> None:
+    prefixes, number, heads = pinned(Prefixes.of([6, 9], 3, dtype, dims)), 1, 3
+    [_, group] = pack_lists([SelectionGroup(96, 20), SelectionGroup(144, 80)], heads)
+    positions = torch.full((group.lists_end(heads),), -1, dtype=torch.int32)
+    drawn = torch.rand(heads, 144, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :80].sort(1).values
+    group.lists_in(positions, heads)[:] = drawn
+    begin = prefixes.begins[number]
+    table = prefixes.tables[begin : begin + 9]
+    head_map = None if heads_from is None else torch.tensor(heads_from, dtype=torch.int32)
+    for implementation, first, pages in (("triton", 0, 5), ("triton", 48, 2), ("reference", 16, 3)):
+        out = torch.full((pages, heads, PAGE_TOKENS, sum(dims)), torch.nan, dtype=dtype)
+        to = device if implementation == "triton" else out.device
+        table, positions, out = table.to(to), positions.to(to), out.to(to)
+        mapped = None if head_map is None else head_map.to(to)
+        gather_listed(
+            prefixes.host, table, positions, group, first, out, head_map=mapped, implementation=implementation
+        )
+        out = out.cpu()
+        for head in range(heads):
+            listed = drawn[head if heads_from is None else heads_from[head], first : first + pages * PAGE_TOKENS]
+            expected = torch.cat(prefixes.kv(prefixes.rows(number, listed), head), dim=1)
+            assert torch.equal(out[:, head].flatten(0, 1), expected)
+
+
+def test_more_than_lists_have_is_not_gathered() -> None:
+    host, out = torch.zeros(9, 2, PAGE_TOKENS, 4), torch.zeros(2, 2, PAGE_TOKENS, 4)
+    [group] = pack_lists([SelectionGroup(144, 40)], 2)
+    table, positions = torch.zeros(9, dtype=torch.int32), torch.zeros(80, dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected lists of 48 entries, of which 32 from 16 on are copied, got 40"):
+        gather_listed(host, table, positions, group, 16, out)
+    with pytest.raises(ValueError, match=r"expected out \[pages, \(2, 16, 4\)\] torch.float32 as host"):
+        gather_listed(host, table, positions, group, 0, out[:, :, :8])
+    odd = [one[..., :3].half().contiguous() for one in (host, out)]
+    with pytest.raises(ValueError, match=r"expected tokens of whole words of 4 bytes, got 3 of torch\.float16"):
+        gather_listed(odd[0], table, positions, group, 0, odd[1])
