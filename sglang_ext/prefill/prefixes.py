@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from queue import SimpleQueue
 
 import numpy as np
@@ -185,6 +186,11 @@ class QuerySample:
     positions: NDArray[np.int64]
     queries: Tensor
 
+    @property
+    def density(self) -> float:
+        """Rows for each token that it was drawn from."""
+        return len(self.positions) / max(1, len(self.hashes) * PAGE_TOKENS - self.begin)
+
     def covered(self, prefix: Prefix) -> range:
         """Tokens of a prefix that the sample was drawn from; empty where it knows none of them."""
         if self.namespace != prefix.namespace:
@@ -275,7 +281,7 @@ class QuerySamples:
     def of(self, prefix: Prefix, num_kv_heads: int, rows: int) -> Tensor | None:
         """The sample of a prefix, evenly from all of its tokens that some sample covers, `rows` tokens at most:
         [num_layers, num_kv_heads, samples, head_dim] in host memory, as `queries_by_head`. None where samples cover
-        less than half of the prefix's tokens. Waits for those on their way.
+        less than half of the prefix's tokens, or have none of them. Waits for those on their way.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._coming <= 0, PATIENCE_S)
@@ -293,17 +299,20 @@ class QuerySamples:
             share = max(1, round(rows * len(span) / covered))
             inside = inside[:: max(1, -(-len(inside) // share))]
             parts.append(sample.queries[:, torch.from_numpy(inside)])
-        return queries_by_head(torch.cat(parts, dim=1), num_kv_heads)
+        queries = torch.cat(parts, dim=1)
+        return queries_by_head(queries, num_kv_heads) if queries.shape[1] else None
 
 
 def _without_overlap(used: Sequence[tuple[QuerySample, range]]) -> list[tuple[QuerySample, range]]:
-    """Of samples that cover the same tokens, one: that which begins first, and of those the longest."""
+    """Of samples that cover the same tokens, the densest one: a sample of a long prompt has few of its first tokens."""
     chosen: list[tuple[QuerySample, range]] = []
-    end = 0
-    for sample, span in sorted(used, key=lambda one: (one[1].start, -one[1].stop)):
-        if span.stop > end:
-            chosen.append((sample, range(max(span.start, end), span.stop)))
-            end = span.stop
+    for begin, end in pairwise(sorted({cut for _, span in used for cut in (span.start, span.stop)})):
+        there = [sample for sample, span in used if begin in span]
+        if there:
+            best = max(there, key=lambda sample: sample.density)
+            if chosen and chosen[-1][0] is best:
+                begin = chosen.pop()[1].start
+            chosen.append((best, range(begin, end)))
     return chosen
 
 

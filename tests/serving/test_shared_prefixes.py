@@ -158,7 +158,7 @@ def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly(keep: Keep) -> 
         sample([*PROMPT[:32], *range(700, 732)], 0, 1000.0),  # begins as it does, then differs
         sample([*PROMPT, *range(100, 132)], 20, 2000.0),  # computed from 20 on
         sample(list(range(9, 99)), 0, 9000.0),  # another prompt
-        sample([*PROMPT, *range(800, 832)], 48, 8000.0),  # nothing that the others have not
+        sample([*PROMPT, *range(800, 832)], 48, 8000.0, rows=2),  # nothing that the others have not
     )
     found = samples.of(Prefix("", hashes(PROMPT)), KV_HEADS, 4)
     assert found.shape[:2] == (LAYERS, KV_HEADS)
@@ -168,6 +168,20 @@ def test_a_prefix_gets_queries_of_its_own_tokens_only_and_evenly(keep: Keep) -> 
     assert max(positions) < 64
     assert sum(1000 <= value < 2000 for value in values) == sum(value >= 2000 for value in values) > 0
     assert all((value < 2000) == (position < 32) for value, position in zip(values, positions, strict=True))
+
+
+def test_of_samples_of_the_same_tokens_the_one_with_most_queries_of_them_counts(keep: Keep) -> None:
+    prefix, long = Prefix("", hashes(PROMPT)), [*PROMPT, *range(100, 6100)]
+    sparse = sample(long, 0, 10_000.0)
+    sparse.positions[0] = 70  # of eight tokens that were drawn evenly, none is of the prefix
+    samples = keep(sparse)
+    assert samples.of(prefix, KV_HEADS, 4) is None
+    samples.take(sample([*PROMPT[:48], *range(900, 932)], 0, 20_000.0))
+    samples.take(sample([*PROMPT, *range(800, 832)], 0, 30_000.0))
+    values = samples.of(prefix, KV_HEADS, 8)[0, 0, :, 0]
+    assert bool((values >= 20_000).all())
+    samples.take(sample(long, 16, 40_000.0, rows=3))
+    assert torch.equal(samples.of(prefix, KV_HEADS, 8)[0, 0, :, 0], values)
 
 
 def test_samples_stay_within_their_bytes_and_the_one_used_last_stays(keep: Keep) -> None:
