@@ -47,7 +47,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_WEIGHTS}.update_weights_from_distributed", _AFTER, hooks.after_weights_update),
     Seam(f"{_WEIGHTS}.update_weights_from_tensor", _AFTER, hooks.after_weights_update),
     Seam(f"{_WEIGHTS}.update_weights_from_ipc", _AFTER, hooks.after_weights_update),
-    Seam(f"{_WEIGHTS}.end_weight_update", _AFTER, hooks.after_weights_update, since="0.5.21"),
+    Seam(f"{_WEIGHTS}.begin_weight_update", _AFTER, hooks.after_weights_update, since="0.5.21"),
     Seam(f"{_SCHEDULER}.__init__", _AFTER, hooks.after_scheduler_init),
     Seam(f"{_SCHEDULER}.get_internal_state", _AFTER, hooks.after_get_internal_state),
     Seam(f"{_SCHEDULER}.init_req_max_new_tokens", _AROUND, hooks.around_init_req_max_new_tokens),

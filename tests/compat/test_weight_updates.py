@@ -90,9 +90,17 @@ class Server:
         same = all(torch.equal(*pair) for pair in zip(before, self.model.parameters(), strict=True))
         return success, same, self.heard
 
+    def open_session(self) -> int:
+        """How often it is heard of one, in which others may write to the weights."""
+        self.hooks._runtime, self.manager._session, self.manager.tp_cpu_group = self, None, None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "barrier", lambda group: None)
+            assert self.manager.begin_weight_update(SimpleNamespace(selector="all")).success
+        return self.heard
 
-def weight_updates(folder: Path) -> dict[str, tuple[bool | None, bool, int]]:
-    """By kind, what `Server.update` says."""
+
+def weight_updates(folder: Path) -> dict[str, Any]:
+    """By kind, what `Server.update` says; of a session, which a release may lack, what `Server.open_session` does."""
     load_plugins()
     from sglang_ext.compat import scheduler_hooks as hooks
 
@@ -111,7 +119,9 @@ def weight_updates(folder: Path) -> dict[str, tuple[bool | None, bool, int]]:
     exchanged.update(folder / "rows")
     unreadable = Server(hooks, folder, args)
     unreadable.model.register_buffer("table", torch.empty(4, device="meta"))
+    sessions = hasattr(SchedulerWeightUpdaterManager, "begin_weight_update")
     return {
+        "session": Server(hooks, folder, args).open_session() if sessions else 1,
         "good": Server(hooks, folder, args).update(good),
         "good, again": again.update(good),
         "missing": Server(hooks, folder, args).update(missing),
@@ -125,6 +135,7 @@ def weight_updates(folder: Path) -> dict[str, tuple[bool | None, bool, int]]:
 def test_an_update_is_heard_of_where_weights_may_have_changed(tmp_path: Path) -> None:
     found = in_sglang("tests.compat.test_weight_updates:weight_updates", tmp_path)
     assert found == {
+        "session": 1,
         "good": (True, False, 1),
         "good, again": (True, True, 1),
         "missing": (False, True, 0),
