@@ -239,7 +239,7 @@ class QueryRecorder:
         row = 0
         for rid, first, count in zip(rids, first_positions, num_tokens, strict=True):
             capture = self._captures.get(rid)
-            if capture is not None and min(capture.seen) < capture.end:
+            if capture is not None and not capture.broken and min(capture.seen) < capture.end:
                 wanted = min(count, capture.end - first)
                 if first != capture.seen[0]:
                     capture.broken = (

@@ -99,10 +99,11 @@ def test_no_device_memory_for_queries_ends_the_capture_and_not_the_forward(monke
         asked.append(1)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    step, queries = recorder.begin_step(["a"], [0], [10], CPU), [_queries(10, layer) for layer in range(LAYERS)]
+    step, queries = recorder.begin_step(["a"], [0], [6], CPU), [_queries(6, layer) for layer in range(LAYERS)]
     monkeypatch.setattr(torch, "zeros", none_left)
     for layer, q in enumerate(queries):
         recorder.record(step, layer, q)
+    assert recorder.begin_step(["a"], [6], [4], CPU) == [], "of a capture that broke no more is decided, nor said"
     capture = _taken(recorder)
     assert capture.problem() == "no device memory for queries: CUDA out of memory"
     assert len(asked) == 1, "it is not tried again in every layer"
