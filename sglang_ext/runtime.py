@@ -310,6 +310,7 @@ class SparseRuntime:
     def _sweep(self) -> None:
         """Take back what requests held that SGLang forgot without saying that they gave their slot back."""
         for attachment in self.requests.take_forgotten():
+            self.planner.ended(attachment.serial)
             self._release(attachment)
             if self.requests.get(attachment.rid) is None:
                 self._forget_capture(attachment.rid)

@@ -119,11 +119,14 @@ def test_a_request_with_a_slot_that_vanishes_gives_all_back(start: Any) -> None:
     runtime.came("indexed", [*OTHER, 7])
     runtime.came("a")
     prefill(runtime, "a", 30)
+    planned(runtime, ["indexed"], [66])
+    assert runtime.snapshot()["decode"]["requests"] == 1
     runtime.held.clear()
     gc.collect()
     runtime.came("b", [1, 2])
     assert (runtime.builds.recorder.take("a"), len(runtime.builds)) == (None, 0)
     assert (runtime.residency.num_users(), len(runtime.requests)) == (0, 1)
+    assert runtime.snapshot()["decode"]["requests"] == 0, "nor is anything known of its slots"
 
 
 def test_after_a_weight_update_nothing_is_used_or_looked_up_and_the_log_says_so_once(
