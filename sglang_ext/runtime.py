@@ -141,6 +141,7 @@ class SparseRuntime:
         self.took: StepPath | None = None
         self._exporter = Exporter(self.figures) if prometheus else None
         self.index_hits: Counter[str] = Counter()
+        self._misfits: set[str] = set()
 
     def _recording(self, profile: Profile | None) -> Recording | None:
         """What this process makes of the prompts that it prefills; None for nothing. May be a collective."""
@@ -210,7 +211,8 @@ class SparseRuntime:
                     self.counters.hits += 1
                     self.index_hits[found.entry.digest] += 1
                 self.residency.prefetch(found.entry, hit=counted)
-            elif found.reason == "index_mismatch":
+            elif found.detail is not None and found.detail not in self._misfits:
+                self._misfits.add(found.detail)  # few: of another model or configuration
                 logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
         indexed = 0 if attachment.entry is None else attachment.entry.identity.num_tokens
         if self.builds is not None:

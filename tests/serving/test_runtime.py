@@ -202,13 +202,14 @@ def test_indexes_that_serve_nobody_here_are_counted_apart(make_bench: Any, caplo
         assert f"; indexes: {bench.config.method}, build off, at most 7,000 bytes in memory (index_gpu_bytes), " in said
         assert f", model {canonical_digest(model)[:8]}, store {settings.store}: usable {line} indexes (" in said
         assert said.startswith("shared prefixes: each request's own (share_prefixes is off")
-        runtime.admit(Request(), "a", [*PROMPT, 7], NAMESPACE)
+        for rid in "ab":
+            runtime.admit(Request(), rid, [*PROMPT, 7], NAMESPACE)
         state = runtime.snapshot()
         runtime.close()
         assert (state["indexes_usable"], state["indexes_in_store"]) == (int(line[0]), 3)
         assert state["store_problems"] == []
     assert state["indexes_unusable"] == {"of another KV dtype": 3}
-    assert "request a stays dense" in caplog.text
+    assert caplog.text.count(" stays dense: ") == caplog.text.count("request a stays dense: ") == 1
     assert "model.kv_dtype: expected float16, found" in caplog.text
     assert "ignored in the store" not in caplog.text
     (bench.store.folder / "notes.txt").write_text("somebody's")
