@@ -379,8 +379,9 @@ def _prefetch(runtime: SparseRuntime, given: Named) -> dict[str, Any]:
     why = runtime.directory.misfit(entry.identity)
     if why is not None:
         raise CommandError(CONFLICT, f"expected an index of what is served; got {entry.digest[:12]}, {why}")
-    if not runtime.planner.uses_indexes:
-        raise CommandError(CONFLICT, "expected a server that uses indexes; `status` says why this one does not")
+    why = _why_no_index(runtime)
+    if why not in (None, _OFF):  # it may be turned on again
+        raise CommandError(CONFLICT, f"expected a server that uses indexes; this one does not: {why}")
     return {"digest": entry.digest, "state": runtime.residency.load(entry).state.value}
 
 
@@ -427,6 +428,8 @@ def _in_store(runtime: SparseRuntime, how: Callable[[IndexStore], object]) -> st
 
 def _build(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
     """Have an index built from the next requests that begin with the prompt, whatever was counted."""
+    if why := runtime.ready.stale or (_OFF if runtime.ready.off else None):
+        raise CommandError(CONFLICT, f"expected a server that builds beside serving; this one does not: {why}")
     if not isinstance(runtime.builds, SharedBuilds):
         raise CommandError(
             CONFLICT,
@@ -532,7 +535,7 @@ def _on(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     """As configured. Requests that came meanwhile have no index; those before use theirs again."""
     runtime.ready.off = runtime.planner.paused = False
     logger.warning("sparse attention: turned on by an operator")
-    return {"indexes": True, "shared_prefixes": True}
+    return {"indexes": _why_no_index(runtime) is None, "shared_prefixes": True}
 
 
 COMMANDS: dict[str, Command] = {

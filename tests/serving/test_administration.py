@@ -270,6 +270,19 @@ def test_build_makes_the_next_request_leave_an_index(start: Callable[..., Runtim
     assert len(told(runtime, "indexes")["indexes"]) == 1
 
 
+def test_what_weights_that_changed_leave_without_indexes_is_said(start: Callable[..., Runtime]) -> None:
+    runtime = start([PROMPT], build="shared", method="token_index")
+    told(runtime, "off")
+    assert "an operator" in refused(runtime, CONFLICT, "build", input_ids=PROMPT), "no request would be counted"
+    [row] = told(runtime, "indexes")["indexes"]
+    told(runtime, "prefetch", index=row["digest"])
+    assert told(runtime, "on") == {"indexes": True, "shared_prefixes": True}
+    runtime.weights_updated()
+    assert not told(runtime, "on")["indexes"]
+    for name, body in (("build", {"input_ids": PROMPT}), ("prefetch", {"index": row["digest"]})):
+        assert "the weights may have been updated in place" in refused(runtime, CONFLICT, name, **body)
+
+
 def of_rank(bench: Any, ranks: Any) -> Runtime:
     """One of two ranks, each with a KV head of its own."""
     view = Model(bench.model, slice(ranks.rank, ranks.rank + 1))
