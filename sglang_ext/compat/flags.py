@@ -212,6 +212,16 @@ def offload_refusal(record: Any, config: SparseAttnConfig) -> str | None:
     return _conflict(record, _BESIDE_OFFLOAD, " beside offload")
 
 
+def in_vain(record: Any, config: SparseAttnConfig) -> str | None:
+    """What was asked for and does nothing beside SGLang's flags; None where all does something."""
+    if config.build is not Build.SHARED or not getattr(record, "disable_radix_cache", False):
+        return None
+    return (
+        "expected SGLang's prefix cache with build shared, which finds there what requests share; got "
+        "--disable-radix-cache. Only prompts that an operator names are indexed: remove the flag, or prebuild"
+    )
+
+
 def tree_refusal(tree_cache: Any) -> str | None:
     """Why a prefix cache cannot hold suffixes of offloaded prefixes."""
     expected, found = TREES[str(installed())], type(tree_cache).__name__

@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_ext.compat import flags, server_args
 from sglang_ext.compat.versions import SUPPORTED, installed
 from sglang_ext.config import config_from_dict
-from sglang_ext.options import SparseAttnConfig
+from sglang_ext.options import Build, SparseAttnConfig
 from sglang_ext.ranks import Ranks, ranks_of
 
 OFFLOAD = config_from_dict({"offload": {"host_bytes": 1 << 20, "staging_tokens": 100}})
@@ -142,6 +142,13 @@ def test_releases_on_which_offload_was_not_run_are_refused(monkeypatch: pytest.M
 
 
 @OFFLOADS
+def test_what_is_asked_for_in_vain_is_said() -> None:
+    shared = SparseAttnConfig(build=Build.SHARED)
+    assert "got --disable-radix-cache" in str(flags.in_vain(SimpleNamespace(disable_radix_cache=True), shared))
+    assert flags.in_vain(SimpleNamespace(disable_radix_cache=False), shared) is None
+    assert flags.in_vain(SimpleNamespace(disable_radix_cache=True), SparseAttnConfig()) is None
+
+
 def test_another_prefix_cache_is_refused() -> None:
     assert "got SimpleNamespace" in str(flags.tree_refusal(SimpleNamespace()))
 
