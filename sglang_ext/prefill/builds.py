@@ -73,7 +73,7 @@ class PrefillBuilds(Recording):
         """Record a prompt from its first token on, unless its index is there, too short, or built elsewhere.
 
         After a retraction nothing is recorded any more: what there was became an index when the slot was given back.
-        Ranks but the first record every prompt that rank 0 may build an index of.
+        Ranks but the first record every prompt that rank 0 may build an index of: whose index is not there.
         """
         rid, prompt, refusal = request.rid, request.prompt, request.refusal
         self.discard(rid)
@@ -88,20 +88,21 @@ class PrefillBuilds(Recording):
             return
         hashes = (request.hashes or page_hashes(prompt[:tokens], PAGE_TOKENS))[: tokens // PAGE_TOKENS]
         identity = self._factory.identity(self._model, namespace_digest(request.namespace), hashes)
-        lease = None
-        if self._ranks.rank > 0:
-            self.recorder.discard_broken()  # of prompts that were cached: they would keep others from being recorded
-        else:
-            try:
+        found: BuildLease | dict[str, Any] | None = None
+        try:
+            if self._ranks.rank == 0:
                 found = self._factory.take_lease(identity)
-            except Exception as error:  # whatever a store raises, the server must live on
-                self._failed(rid, error)
-                return
-            lacks_kv = self._files is not None and not self._files.path(identity.digest).exists()
-            if isinstance(found, dict) and not (found["status"] == "exists" and lacks_kv):
-                self._tell(rid, **found)
-                return
-            lease = None if isinstance(found, dict) else found
+            else:
+                self.recorder.discard_broken()  # of cached prompts: they would keep others from being recorded
+                found = {"status": "exists"} if self._factory.store.contains(identity) else None
+        except Exception as error:  # whatever a store raises, the server must live on
+            self._failed(rid, error)
+            return
+        lacks_kv = self._files is not None and not self._files.path(identity.digest).exists()
+        if isinstance(found, dict) and not (found["status"] == "exists" and lacks_kv):
+            self._tell(rid, **found)
+            return
+        lease = None if isinstance(found, dict) else found
         self._pending[rid] = identity, lease, prompt
         if not self.recorder.start(rid, len(prompt)):
             self.discard(rid)

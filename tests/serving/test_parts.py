@@ -275,3 +275,22 @@ def test_ranks_that_build_while_a_request_ends_store_what_one_builds_or_nothing(
         return
     assert lines[1]["recall"] == pytest.approx(lines[0]["recall"])
     _check_equal(_arrays(two), _arrays(one))
+
+
+def test_a_rank_records_no_prompt_whose_index_is_there(
+    make_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 does not either; such samples would keep those of a new prompt away."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    bench = make_bench(build="prefill", method="token_index", build_align=16)
+    bench.put(PROMPT)
+
+    def admitted(ranks: Any) -> tuple[int, int]:
+        rank = Rank(bench, ranks.rank, ranks.size, PrefillBuilds, ranks)
+        for rid, prompt in (("old", [*PROMPT, 7]), ("new", list(range(500, 565)))):
+            rank.builds.admit(Admission(rid, prompt, NAMESPACE, None))
+        found = len(rank.builds), rank.builds.recorder.num_captures
+        rank.builds.close()
+        return found
+
+    assert Meeting(2).run(admitted) == [(1, 1), (1, 1)]
