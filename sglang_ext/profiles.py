@@ -5,15 +5,20 @@ Precedence: keys that the user gave, then what the profile recommends, then the 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from prefix_index import ModelFingerprint
 from sglang_ext.fingerprint import resolve_folder
 from sglang_ext.methods.layer_plan import LayerPlan
-from sglang_ext.methods.profile import Profile, ProfileError, load_profile
+from sglang_ext.methods.profile import Profile, ProfiledModel, ProfileError, load_profile
+
+logger = logging.getLogger(__name__)
 
 #: A profile that is shipped with its model: this file in the model's folder.
 PROFILE_FILE = "sparse_attn_profile.json"
@@ -87,16 +92,19 @@ def with_profile(raw: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
 
 
 def check_profile(profile: Profile, model: ModelFingerprint) -> None:
-    """Raise ProfileError, which says what differs and what to do, unless the profile is of this model."""
+    """Raise ProfileError, which says what differs and what to do, unless the profile is of this model.
+
+    One that does not know its RoPE settings is a warning in the log.
+    """
     try:
-        profile.check_model(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            config_digest=model.config_digest,
-        )
+        profile.check_model(msgspec.convert(model, ProfiledModel, from_attributes=True))
     except ProfileError as error:
         raise ProfileError(f"--sparse-attn: {error}{_TURN_OFF}") from error
+    if profile.model.rope_digest is None:
+        logger.warning(
+            "sparse attention: expected the profile to say which RoPE settings it is of, got none (an earlier release "
+            "wrote it); they are taken for this model's. Run its calibration or import again"
+        )
 
 
 def layer_plan_of_rank(

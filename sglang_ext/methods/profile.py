@@ -36,12 +36,14 @@ class ProfiledModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         num_layers, num_kv_heads: of the whole model.
         head_dim: channels of a key.
         config_digest: digest of the model's configuration, as in the index store's fingerprint.
+        rope_digest: of its RoPE settings, likewise; None: an earlier release did not write them down.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     config_digest: str
+    rope_digest: str | None = None
 
 
 class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,21 +134,23 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             self.layer_plan, num_layers=self.model.num_layers, num_kv_heads=self.model.num_kv_heads
         )
 
-    def check_model(
-        self, *, num_layers: int, num_kv_heads: int, head_dim: int, config_digest: str | None = None
-    ) -> None:
+    def check_model(self, model: ProfiledModel) -> None:
         """Raise ProfileError, naming the first field that differs, unless the profile belongs to this whole model.
 
-        A digest of None is not compared.
+        RoPE settings that the profile does not know are not compared.
         """
-        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, value in {**sizes, "config_digest": config_digest}.items():
-            profiled = getattr(self.model, name)
-            if value is not None and profiled != value:
-                raise ProfileError(
-                    f"profile: expected {name}={value!r} (the model's), got {profiled!r}; it is of another model: "
-                    "calibrate this one, or name its profile"
+        for name in ProfiledModel.__struct_fields__:
+            value, profiled = getattr(model, name), getattr(self.model, name)
+            if profiled is None or profiled == value:
+                continue
+            why = "it is of another model: calibrate this one, or name its profile"
+            if name == "rope_digest":
+                why = (
+                    "it was calibrated with other RoPE settings (rope_scaling, rope_theta, max_position_embeddings, "
+                    "...): calibrate with those of the server (its --json-model-override-args), or serve with those "
+                    "of the calibration"
                 )
+            raise ProfileError(f"profile: expected {name}={value!r} (the model's), got {profiled!r}; {why}")
 
     def encode(self) -> bytes:
         """The JSON text, keys in the order of the fields, ended by a newline."""

@@ -16,7 +16,8 @@ import torch
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.cli import INTERRUPTED, main
-from sglang_ext.methods.profile import load_profile
+from sglang_ext.methods.profile import ProfileError, load_profile
+from sglang_ext.profiles import check_profile
 from tests.calibration.captures import make_capture
 from tests.prefix_index.samples import sample_model
 from tests.token_sources import word_lengths
@@ -102,7 +103,9 @@ def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path
     assert "4 measured, 0 left out; anchors 1; recommended" in said
     assert "uses no index with this profile" not in said
     profile = load_profile(profile_path)
-    profile.check_model(num_layers=3, num_kv_heads=2, head_dim=16, config_digest=MODEL.config_digest)
+    check_profile(profile, MODEL)
+    with pytest.raises(ProfileError, match="it was calibrated with other RoPE settings"):
+        check_profile(profile, msgspec.structs.replace(MODEL, rope_digest="f" * 64))
     assert profile.plan().anchor_layers == (1,)
     assert len(profile.channels[2][1]) == 4
     assert not any(profile.dense_heads)

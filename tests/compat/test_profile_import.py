@@ -17,9 +17,9 @@ pytestmark = GROUP
 MODEL = Path(__file__).resolve().parents[2] / "models" / "needle"
 
 
-def imported(folder: str, model: str) -> tuple[int, str | None, str | None, int]:
-    """Status; why a server refuses the profile, and why one with other values in its configuration does; status where
-    SGLang refuses the flags.
+def imported(folder: str, model: str) -> tuple[int, str | None, list[str | None], int]:
+    """Status; why a server refuses the profile, and why those with other values in their configuration do; status
+    where SGLang refuses the flags.
     """
     from sglang.srt.server_args import prepare_server_args
 
@@ -39,7 +39,8 @@ def imported(folder: str, model: str) -> tuple[int, str | None, str | None, int]
         assert settings is not None
         return model_refusal(record, settings)
 
-    other = refusal("--json-model-override-args", '{"rms_norm_eps": 0.5}')
+    changes = ('{"rms_norm_eps": 0.5}', '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}')
+    other = [refusal("--json-model-override-args", change) for change in changes]
     return status, refusal(), other, main([*words, "--replace", "--", "--device", "cpu", "--nope"])
 
 
@@ -48,8 +49,8 @@ def test_a_server_takes_it(tmp_path: Path) -> None:
     np.save(tmp_path / "needle_layers_0_2_4.npy", head_map)
     status, refusal, other, refused = in_sglang("tests.compat.test_profile_import:imported", str(tmp_path), str(MODEL))
     assert (status, refusal, refused) == (0, None, 2)
-    assert other is not None
-    assert "it is of another model" in other
+    assert "it is of another model" in str(other[0])
+    assert "calibrated with other RoPE settings" in str(other[1])
     profile = load_profile(tmp_path / "p.json")
     assert profile.model == load_profile(MODEL / "sparse_attn_profile.json").model
     assert profile.plan().anchor_layers == (1, 2, 4)

@@ -37,6 +37,7 @@ def _profile(**changes: Any) -> Profile:
             "num_kv_heads": KV_HEADS,
             "head_dim": DIM,
             "config_digest": _model().config_digest,
+            "rope_digest": _model().rope_digest,
         },
         "block_sizes": [[16, 64], [32, 32], [64, 16]],
         "layer_plan": {"layers": PLAN},
@@ -167,6 +168,16 @@ def test_a_profile_of_another_model_refuses_the_start(settle: Settle) -> None:
             SparseRuntime(settle(), Model(other))
         for word in (f"profile: expected {name}={value!r}", "it is of another model", "calibrate", '"none"'):
             assert word in str(caught.value)
+
+
+def test_a_profile_of_other_positions_is_refused_and_one_that_does_not_say_is_a_warning(caplog: Any) -> None:
+    scaled = _model(rope_digest="e" * 64)
+    with pytest.raises(ProfileError, match=r"other RoPE settings .* \(its --json-model-override-args\)"):
+        check_profile(_profile(), scaled)
+    assert not caplog.messages
+    older = msgspec.structs.replace(_profile().model, rope_digest=None)
+    check_profile(msgspec.structs.replace(_profile(), model=older), scaled)
+    assert "expected the profile to say which RoPE settings it is of, got none" in caplog.text
 
 
 def test_the_runtime_has_the_profiles_plan(settle: Settle) -> None:
