@@ -217,8 +217,7 @@ class CalibrateJob:
         for prompt in self._prompts:
             if prompt.id in held:
                 groups.setdefault(prefix_digest(prompt), []).append(prompt)
-        key = f"{self._digest} {self._model.weights_digest}"
-        judge = Judge(self._args, list(groups.values()), self._folder / JUDGED_FOLDER, key)
+        judge = Judge(self._args, list(groups.values()), self._folder / JUDGED_FOLDER, self._digest, self._model)
         return choose(judge.judge(candidates), self._args.max_kl)
 
     def _fit_of(self, averages: PromptMeasurement, candidate: Candidate) -> Fit:

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
+from prefix_index import ModelFingerprint, model_mismatch
 from sglang_ext import __version__
 from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
 from sglang_ext.calibration.judge import Candidate, Judged
@@ -46,18 +47,25 @@ class Judge:
     Args:
         args: of the command.
         prompts: held-out ones, at least one; a group for each prefix.
-        folder: of results and dense's steps; those of another key, other prompts, flags, rows, versions or another
+        folder: of results and dense's steps; those of another model, other prompts, flags, rows, versions or another
             device lie beside them.
-        key: tells one model and set of prompts from another.
+        data: digest of the file that the prompts are from.
+        model: that was measured, which no other may be judged for.
 
     Raises:
         ValueError: flags of several ranks, each of which would write down its steps.
     """
 
     def __init__(
-        self, args: argparse.Namespace, prompts: Sequence[Sequence[CalibrationPrompt]], folder: Path, key: str
+        self,
+        args: argparse.Namespace,
+        prompts: Sequence[Sequence[CalibrationPrompt]],
+        folder: Path,
+        data: str,
+        model: ModelFingerprint,
     ) -> None:
         self._model_path, self._flags, self._rows = args.model_path, args.sglang_flags, args.rows
+        self._model = model
         self._long = LONG_ON_CPU if names_cpu(self._flags) else LONG
         self._prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
         self._asked: list[list[list[int]]] = []
@@ -65,7 +73,7 @@ class Judge:
         if tp_size(self._flags) > 1:
             raise ValueError("expected one rank to judge with, got --tp-size above 1; leave it out, or say --judge no")
         ids = [[prompt.id for prompt in group] for group in self._prompts]
-        of = [key, ids, self._flags, self._rows, STEPS, self._long, _machine(self._flags)]
+        of = [data, msgspec.to_builtins(model), ids, self._flags, self._rows, STEPS, self._long, _machine(self._flags)]
         own = hashlib.sha256(json.dumps(of).encode()).hexdigest()
         self._folder = folder / own[:16]
         self._results = self._folder / "judged.json"
@@ -75,7 +83,8 @@ class Judge:
         """Results in the order of the candidates, each of which is given with the profile that says its plan.
 
         Raises:
-            ValueError: a prompt without room for what is forced behind it, or one that SGLang refuses.
+            ValueError: a prompt without room for what is forced behind it, or one that SGLang refuses; an engine of
+                another model.
             EngineStartError, EngineDiedError: see `OfflineEngine`.
         """
         digests = {one: profile.digest() for one, profile in candidates.items()}
@@ -155,6 +164,12 @@ class Judge:
             flags = [*self._flags, "--enable-custom-logit-processor"]
             graphs = [] if "--cuda-graph-bs-decode" in flags else ["--cuda-graph-bs-decode", "1", str(self._rows)]
             with plugin_engine(self._model_path, flags, store, json.dumps(settings), graphs) as engine:
+                differs = model_mismatch(msgspec.convert(engine.state()["model"], ModelFingerprint), self._model)
+                if differs:
+                    raise ValueError(
+                        f"expected to judge the model that was measured, got another ({differs}); use the flags of the "
+                        "measurement, name another folder with --state, or measure anew with --no-resume"
+                    )
                 self._tokenize(engine.tokens, engine.context_len)
                 for number, prefix in enumerate(self._prefixes):
                     engine.generate([_plain(prefix, 1)])

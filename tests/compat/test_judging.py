@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from sglang_ext.calibration.prompts import CalibrationPrompt
 from sglang_ext.cli import judging
 from sglang_ext.compat.forced_tokens import ForcedTokens
 from sglang_ext.methods.profile import load_profile
+from tests.prefix_index.samples import sample_model
 from tests.server.harness import MODEL
 from tests.token_sources import TextTokens
 
@@ -29,11 +31,12 @@ class Engine:
 
     context_len, tokens = 10_000, TextTokens(lambda text: [ord(one) for one in text])
     started: list[str]
+    model = msgspec.to_builtins(sample_model())
     loses_a_token = False
     ends_behind = 99
 
-    def state(self) -> dict[str, int]:
-        return {"sparse_rows": 1, "dense_rows": 0}
+    def state(self) -> dict[str, Any]:
+        return {"sparse_rows": 1, "dense_rows": 0, "model": self.model}
 
     def generate(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         steps = requests[0]["sampling_params"]["max_new_tokens"]
@@ -65,7 +68,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def judged() -> list[str]:
         """Engines that a run starts."""
         Engine.started.clear()
-        judging.Judge(args, PROMPTS, tmp_path, "key").judge(CANDIDATES)
+        judging.Judge(args, PROMPTS, tmp_path, "digest", sample_model()).judge(CANDIDATES)
         return list(Engine.started)
 
     return judged
@@ -96,3 +99,10 @@ def test_references_that_were_refused_are_made_anew(judge: Any, monkeypatch: pyt
         with pytest.raises(ValueError, match="steps were lost or counted twice"):
             judge()
     assert judge() == ["dense", "candidate", "candidate"]
+
+
+def test_a_model_that_was_not_measured_is_not_judged(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete state starts no engine but these: other flags may have given them other positions."""
+    monkeypatch.setattr(Engine, "model", msgspec.to_builtins(sample_model(rope_digest="e" * 64)))
+    with pytest.raises(ValueError, match=r"the model that was measured, got another \(model.rope_digest"):
+        judge()
