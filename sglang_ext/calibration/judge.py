@@ -16,6 +16,9 @@ import msgspec
 Z95 = 1.959964
 """z of a two-sided 95% interval."""
 
+T95 = (math.inf, 12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646)
+"""Student's t of a two-sided 95% interval over 1, 2, ... prompts; over more the last one, which is wider."""
+
 SLACK = 1.25
 """The bound, unless another is given: the KL of the default candidate on the same prompts, and a quarter."""
 
@@ -80,7 +83,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of `mean_kl` over prompts, as positions of one prompt depend on each other; of one: the mean."""
+        """95% interval of `mean_kl` over prompts, as positions of one prompt depend on each other; of one prompt
+        it has no upper end."""
         half = _half(self.kl)
         return max(self.mean_kl - half, 0.0), self.mean_kl + half
 
@@ -91,8 +95,9 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _half(values: Sequence[float]) -> float:
-    """Half of the 95% interval of a mean; 0 of one value."""
-    return Z95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    """Half of the 95% interval of a mean, by Student's t; infinite of one value."""
+    spread = stdev(values) if len(values) > 1 else 1.0
+    return T95[min(len(values), len(T95)) - 1] * spread / math.sqrt(len(values))
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +155,8 @@ def choose(judged: Sequence[Judged], max_kl: float | None = None) -> Verdict:
         why = "; the default is not within the bound"
         why += "" if within else ", and no candidate is: raise --max-kl or the budget"
     said = f"KL {best.mean_kl:.4f} (bound {bound:.4f}), {best.step_ms:.2f} ms a step{why}"
+    if len(default.kl) == 1:
+        said += "; judged behind one held-out prompt, of which nothing is sure: give prompts of more texts"
     if default.most_tokens < LONG_PREFIX:
         said += (
             f"; judged behind {default.most_tokens} tokens at most: says nothing about prefixes of {LONG_PREFIX} and "
@@ -162,5 +169,7 @@ def _surely_within(one: Judged, default: Judged, max_kl: float | None) -> bool:
     """Whether the upper end of the interval is within the bound: of the KL, or of what it exceeds the default's by."""
     if max_kl is not None:
         return one.interval[1] <= max_kl
+    if one is default:
+        return True
     more = [own - his for own, his in zip(one.kl, default.kl, strict=True)]
     return fmean(more) + _half(more) <= (SLACK - 1) * default.mean_kl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -31,10 +32,11 @@ def test_proposals_begin_with_the_default_and_repeat_none() -> None:
 
 
 def test_the_fastest_surely_within_the_bound_is_chosen() -> None:
-    default = judged(None, [0.01, 0.03], [2.0, 2.1, 2.2])
-    near, far = judged(12, [0.0149, 0.0349], [1.8, 1.8, 1.8]), judged(4, [0.0151, 0.0351], [1.0, 1.0, 1.0])
+    default = judged(None, [0.01, 0.03, 0.02], [2.0, 2.1, 2.2])
+    near = judged(12, [0.0149, 0.0349, 0.0249], [1.8, 1.8, 1.8])
+    far = judged(4, [0.0151, 0.0351, 0.0251], [1.0, 1.0, 1.0])
     # On the mean within the bound, but not surely: it is nearer on one prompt and farther on the other.
-    unsure = judged(6, [0.0, 0.04], [0.9, 0.9, 0.9])
+    unsure = judged(6, [0.0, 0.04, 0.02], [0.9, 0.9, 0.9])
     verdict = choose([default, near, far, unsure])
     assert verdict.chosen == near.candidate
     assert verdict.max_kl == pytest.approx(1.25 * 0.02)
@@ -44,14 +46,14 @@ def test_the_fastest_surely_within_the_bound_is_chosen() -> None:
 
 
 def test_where_none_is_faster_the_default_stays_and_the_reason_says_so() -> None:
-    default = judged(None, [0.02], [2.0, 2.1, 2.2])
-    by_chance, unused = judged(12, [0.02], [2.0, 2.0, 2.0]), judged(9, [0.0], [1.0, 1.0, 1.0], share=0.1)
+    default = judged(None, [0.02, 0.02], [2.0, 2.1, 2.2])
+    by_chance, unused = judged(12, [0.02, 0.02], [2.0, 2.0, 2.0]), judged(9, [0.0, 0.0], [1.0, 1.0, 1.0], share=0.1)
     assert choose([default, by_chance, unused]).chosen == DEFAULT
     assert "no candidate within the bound is faster" in choose([default, by_chance]).reason
 
 
 def test_a_default_beyond_the_bound_gives_way_to_what_is_within() -> None:
-    default, slower = judged(None, [0.03], [2.0]), judged(18, [0.01], [3.0])
+    default, slower = judged(None, [0.03, 0.03], [2.0]), judged(18, [0.01, 0.01], [3.0])
     verdict = choose([default, slower], max_kl=0.02)
     assert verdict.chosen == slower.candidate
     assert verdict.reason.endswith("; the default is not within the bound")
@@ -72,6 +74,22 @@ def test_short_prompts_are_said() -> None:
 
 def test_the_interval_is_over_prompts() -> None:
     low, high = judged(None, [0.01, 0.02, 0.06], [1.0]).interval
-    half = 1.959964 * math.sqrt(0.0007) / math.sqrt(3)
+    half = 4.3027 * math.sqrt(0.0007) / math.sqrt(3)
     assert (low, high) == pytest.approx((max(0.03 - half, 0.0), 0.03 + half))
-    assert judged(None, [0.01], [1.0]).interval == (0.01, 0.01)
+    assert judged(None, [0.01], [1.0]).interval == (0.0, math.inf)
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 8])
+def test_few_prompts_make_a_wide_interval(prompts: int) -> None:
+    """That of the normal distribution covers 70% of the means of two prompts, 90% of eight."""
+    draw = random.Random(1)
+    found = [judged(None, [draw.gauss(1.0, 0.1) for _ in range(prompts)], [1.0]).interval for _ in range(2000)]
+    assert sum(low <= 1.0 <= high for low, high in found) / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_nothing_is_sure_behind_one_prompt() -> None:
+    default, nearer = judged(None, [0.02], [2.0]), judged(12, [0.01], [1.0])
+    for bound in (None, 1.0):
+        verdict = choose([default, nearer], bound)
+        assert verdict.chosen == DEFAULT
+        assert "judged behind one held-out prompt, of which nothing is sure" in verdict.reason

@@ -53,20 +53,16 @@ def test_proposals_are_served_kept_and_chosen_within_the_bound(tmp_path: Path) -
     assert fmean(judged[None, 0.05]) < fmean(judged[1, 0.05]), "and so is reuse"
     bound = report["judged"]["max_kl"]
     assert bound == pytest.approx(1.25 * fmean(judged[None, 0.05]))
-    chosen = report["judged"]["chosen"]
-    assert fmean(judged[chosen["anchors"], chosen["keep_ratio"]]) <= bound
+    assert report["judged"]["chosen"] == judged[None, 0.05]["candidate"], "of one document nothing is sure"
     assert (tmp_path / "report" / "judged.png").stat().st_size > 1000
 
-    # Again, with another bound: nothing is served anew, and what is farther counts too.
+    # Again, with another bound: nothing is served anew.
     (results,) = (tmp_path / "profile.json.state" / "judged").glob("*/judged.json")
     before = results.stat().st_mtime_ns
     report, said = calibrate(tmp_path, "--max-kl", "1000")
     assert results.stat().st_mtime_ns == before
     assert "8 measured, 1 left out" in said
-    median = {key: sorted(one["ms"])[2] for key, one in judged.items()}
-    fastest = min(median, key=lambda key: median[key])
-    if median[fastest] <= 0.95 * median[None, 0.05]:
-        assert report["judged"]["chosen"] == judged[fastest]["candidate"]
+    assert report["judged"]["max_kl"] == 1000
     profile = load_profile(tmp_path / "profile.json")
     assert profile.model == load_profile(MODEL / "sparse_attn_profile.json").model
     assert profile.plan().dense_layers == (0,)
