@@ -120,8 +120,6 @@ def run(args: argparse.Namespace) -> int:
 
     # Without a model, too, a profile can be fitted to measurements that are complete.
     refusal = engine_refusal(args.model_path, args.sglang_flags) or measuring_refusal(args.device)
-    if refusal and args.no_resume:
-        return refuse("calibrate", refusal)
     try:
         job = CalibrateJob(args)
         num_layers = num_layers_of(args.model_path, args.sglang_flags)

@@ -98,10 +98,8 @@ class CalibrateJob:
         for folder in filter(None, (out.parent, self._folder, args.report)):
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()  # it can be written to
-        if args.no_resume:
-            self._forget()
-        self._model = self._open_state()
-        self.missing = [prompt for prompt in self._prompts if not self._is_measured(prompt)]
+        self._model = None if args.no_resume else self._open_state()
+        self.missing = [prompt for prompt in self._prompts if args.no_resume or not self._is_measured(prompt)]
         if not self.missing and self._model is not None:
             self._check_weights(self._model)
             then = "proposals are judged" if self.judges else "the profile is fitted without running the model"
@@ -113,8 +111,10 @@ class CalibrateJob:
         Raises:
             ValueError: a setting that does not fit the model, or measurements of another one.
         """
-        self._check_model(session.model)
         self.check_layers(session.model.num_layers)
+        if self._args.no_resume:
+            self._forget()  # not before the engine runs
+        self._check_model(session.model)
         done = len(self._prompts) - len(self.missing)
         bar = tqdm(self.missing, desc="calibrate", unit="prompt", initial=done, total=len(self._prompts))
         for prompt in bar:

@@ -16,6 +16,7 @@ import torch
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.cli import INTERRUPTED, main
+from sglang_ext.compat.engine import EngineStartError
 from sglang_ext.methods.profile import ProfileError, load_profile
 from sglang_ext.profiles import check_profile
 from tests.calibration.captures import make_capture
@@ -34,6 +35,7 @@ class Engine:
     model: ModelFingerprint = MODEL
     broken: frozenset[str] = frozenset()
     interrupted_at: str | None = None
+    refuses = False
 
     def __init__(self, model_path: str, flags: list[str], **options: Any) -> None:
         Engine.starts += 1
@@ -42,6 +44,8 @@ class Engine:
         self.decode_steps = options["decode_steps"]
 
     def __enter__(self) -> Engine:
+        if self.refuses:
+            raise EngineStartError("refused")
         return self
 
     def __exit__(self, *error: object) -> None: ...
@@ -68,7 +72,7 @@ def calibrate(
 ) -> Callable[..., Any]:
     """Runs the command over prompts of these names: (status, stderr)."""
     monkeypatch.setattr("sglang_ext.cli.engines.open_session", Engine)
-    for name in ("starts", "model", "broken", "interrupted_at"):
+    for name in ("starts", "model", "broken", "interrupted_at", "refuses"):
         monkeypatch.setattr(Engine, name, getattr(Engine, name))
     monkeypatch.setattr(Engine, "starts", 0)
     monkeypatch.setattr(Engine, "captured", [], raising=False)
@@ -224,11 +228,18 @@ def test_too_many_anchors_are_refused_before_the_first_prompt(calibrate: Any) ->
         assert calibrate()[0] == 0
 
 
-def test_no_measurement_is_removed_for_a_run_that_cannot_start(calibrate: Any, tmp_path: Path, state: Path) -> None:
+def test_no_measurement_is_removed_for_a_run_that_cannot_start(
+    calibrate: Any, tmp_path: Path, state: Path, monkeypatch: Any
+) -> None:
     assert calibrate()[0] == 0
     status, said = calibrate("--no-resume", model=str(tmp_path / "nowhere"))
     assert (status, Engine.starts) == (2, 1)
     assert "expected --model-path to be a folder" in said
+    monkeypatch.setattr(Engine, "refuses", True)
+    for words in ((), ("--anchors", "3")):
+        assert calibrate("--no-resume", *words)[0] == 2, "SGLang's own refusal"
+    monkeypatch.setattr(Engine, "refuses", False)
+    assert calibrate("--no-resume", "--anchors", "3")[0] == 1, "the engine knows how many layers there are"
     assert len(list(state.glob("*.safetensors"))) == 4
     assert calibrate(model=str(tmp_path / "nowhere"))[0] == 0, "what is measured is fitted without the model"
 
