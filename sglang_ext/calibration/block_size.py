@@ -41,19 +41,12 @@ def block_sizes_by_budget(recall: Tensor, target: float) -> Tensor:
 
     Args:
         recall: [..., num_block_sizes] floating, 0..1.
-        target: average tokens per block, 1 up to the largest block size.
+        target: average tokens per block, 1 up to the largest block size; the command line checks it.
 
     Returns:
         [...] int64, tokens per block.
-
-    Raises:
-        ValueError: a target out of range.
     """
     largest = BLOCK_SIZES[-1]
-    if not 1.0 <= target <= largest:
-        raise ValueError(
-            f"expected an average block size in 1..{largest} tokens, got {target}; no head may have larger blocks"
-        )
     # Integer costs of the sizes, and the most that a head may cost on average.
     costs, most = [largest // size for size in BLOCK_SIZES], largest / target
     rows = recall.reshape(-1, len(BLOCK_SIZES)).double()

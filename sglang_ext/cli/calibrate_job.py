@@ -85,6 +85,12 @@ class CalibrateJob:
             dense_layers=args.dense_layers,
             num_channels=args.num_channels,
         )
+        largest = BLOCK_SIZES[-1]
+        if args.block_average is not None and not 1.0 <= args.block_average <= largest:
+            raise ValueError(
+                f"expected --block-average in 1..{largest} tokens, got {args.block_average}; no head may have larger "
+                "blocks"
+            )
         self._device = args.device
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"

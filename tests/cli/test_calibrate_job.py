@@ -252,6 +252,8 @@ def test_no_measurement_is_removed_for_a_run_that_cannot_start(
         ("--method exact", "expected --method to be one of"),
         ("--anchors 3", "expected --anchors in 1..2 (the layers from 1 on), got 3"),
         ("--dense-layers 0,1,2", "that leave one sparse"),
+        ("--block-average 65", "expected --block-average in 1..64 tokens, got 65.0"),
+        ("--block-average nan", "expected --block-average in 1..64 tokens, got nan"),
         ("--out {}", "expected to be able to write"),
         ("--report {}/file/below", "expected to be able to write"),
         ("--state {}/file/below", "expected to be able to write"),
