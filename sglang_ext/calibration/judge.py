@@ -35,6 +35,11 @@ ANCHOR_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3)
 """Of the anchors that keep the attention mass: how many the proposed plans have."""
 
 
+def percent(ratio: float) -> str:
+    """A budget as text, unrounded: 2.5% is neither 2% nor 3%."""
+    return f"{100 * ratio:g}%"
+
+
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One layer plan and budget.
 
@@ -49,7 +54,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         layers = "every layer selects" if self.anchors is None else f"{self.anchors} layers select"
-        return f"{layers}, {self.keep_ratio:.0%}"
+        return f"{layers}, {percent(self.keep_ratio)}"
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sglang_ext.calibration.fit import Fit, FitSetting
-from sglang_ext.calibration.judge import Verdict
+from sglang_ext.calibration.judge import Verdict, percent
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
 from sglang_ext.calibration.plans import layer_similarity
@@ -120,7 +120,7 @@ def _plots(shown: Result) -> dict[str, bytes]:
 
 def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
     """The HTML page, with the plots (PNG by name) inside."""
-    keep = f"{shown.measure.keep_ratio:.0%}"
+    keep = percent(shown.measure.keep_ratio)
     own = shown.profile.model
     parts = [
         "<h1>Calibration of sparse attention</h1>",
@@ -130,7 +130,7 @@ def report_page(shown: Result, plots: Mapping[str, bytes]) -> str:
         ),
         "<h2>Recommendation</h2>",
         _paragraph(
-            f"{shown.recommended.method} at a keep ratio of {shown.recommended.keep_ratio:.0%}: {shown.reason}."
+            f"{shown.recommended.method} at a keep ratio of {percent(shown.recommended.keep_ratio)}: {shown.reason}."
         ),
         *(_judged(shown.verdict, plots) if shown.verdict else ()),
         "<h2>What it was measured on</h2>",
@@ -187,7 +187,7 @@ def _data(shown: Result) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in data.versions.items())
     text = (
         f"{data.description}: {data.prompts} prompts, {data.tokens:,} tokens, prefixes of {lengths[0]:,} to "
-        f"{lengths[-1]:,} tokens, {tokens:,} measured queries behind them. Budget {shown.measure.keep_ratio:.0%}, "
+        f"{lengths[-1]:,} tokens, {tokens:,} measured queries behind them. Budget {percent(shown.measure.keep_ratio)}, "
         f"sink {shown.measure.num_sink}, recent window {shown.measure.num_recent} tokens. {versions}."
     )
     rows = [(task or "(none)", count) for task, count in sorted(tasks.items())]
@@ -200,8 +200,8 @@ def _dense_heads(shown: Result) -> str:
     found = [f"layer {layer} head {head}" for layer, head in shown.fit.flat_heads.nonzero().tolist()]
     listed = f"{', '.join(found)}: their layers attend everything" if found else "none"
     return (
-        f"Near-uniform heads of layers that would select, whose best tokens at {shown.recommended.keep_ratio:.0%} hold "
-        f"less than half of their attention: {listed}."
+        "Near-uniform heads of layers that would select, whose best tokens at "
+        f"{percent(shown.recommended.keep_ratio)} hold less than half of their attention: {listed}."
     )
 
 

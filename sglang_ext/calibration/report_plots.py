@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from sglang_ext.calibration.judge import Verdict
+from sglang_ext.calibration.judge import Verdict, percent
 from sglang_ext.calibration.plans import assigned_anchors
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 
@@ -27,7 +27,10 @@ def sparsity_plot(sparsity: Tensor, oracle: Tensor, mass: float, keep_ratio: flo
     """Heat maps, layer x KV head: keys for most of the attention, and what the best tokens of the budget hold."""
     figure = Figure(figsize=(9.5, 1.6 + 0.32 * sparsity.shape[0]))
     panels = figure.subplots(1, 2)
-    titles = (f"fraction of keys that hold {mass:.0%} of attention", f"attention in the best {keep_ratio:.0%} of keys")
+    titles = (
+        f"fraction of keys that hold {mass:.0%} of attention",
+        f"attention in the best {percent(keep_ratio)} of keys",
+    )
     for axes, table, title, colours in zip(panels, (sparsity, oracle), titles, ("viridis_r", "viridis"), strict=True):
         _heat(figure, axes, table, colours)
         axes.set(title=title, xlabel="KV head", ylabel="layer")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from prefix_index import ModelFingerprint, model_mismatch
 from sglang_ext import __version__
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
-from sglang_ext.calibration.judge import Candidate, Verdict, choose, proposals
+from sglang_ext.calibration.judge import Candidate, Verdict, choose, percent, proposals
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import (
     MEASUREMENT_VERSION,
@@ -258,7 +258,7 @@ class CalibrateJob:
         where = f", report {self._args.report}" if self._args.report else ""
         print(
             f"{len(self._prompts)} prompts: {measured} measured, {len(self._left_out)} left out; anchors "
-            f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {self._method} at {keep_ratio:.0%} "
+            f"{', '.join(map(str, fit.plan.anchor_layers))}; recommended {self._method} at {percent(keep_ratio)} "
             f"({reason}); profile {self._args.out}{where}",
             file=sys.stderr,
         )

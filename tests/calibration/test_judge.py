@@ -31,6 +31,11 @@ def test_proposals_begin_with_the_default_and_repeat_none() -> None:
     assert {one.anchors for one in proposals(8, 23, (0.05,), given=True)} == {None, 8}
 
 
+def test_budgets_are_told_apart() -> None:
+    names = [one.name for one in proposals(1, 1, (0.025, 0.05, 0.02, 0.004, 0.07))]
+    assert names == [f"every layer selects, {ratio}" for ratio in ("2.5%", "5%", "2%", "0.4%", "7%")]
+
+
 def test_the_fastest_surely_within_the_bound_is_chosen() -> None:
     default = judged(None, [0.01, 0.03, 0.02], [2.0, 2.1, 2.2])
     near = judged(12, [0.0149, 0.0349, 0.0249], [1.8, 1.8, 1.8])
