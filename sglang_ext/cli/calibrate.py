@@ -142,6 +142,13 @@ def run(args: argparse.Namespace) -> int:
         return job.finish()
     except ValueError as error:
         return refuse("calibrate", error, 1)
+    except OSError as error:
+        return refuse(
+            "calibrate",
+            f"expected to be able to write the profile, the report and measurements, got: {error}; make room, and run "
+            "the same command again: what was measured is kept",
+            1,
+        )
 
 
 def _above_zero(most: float, what: str, text: str) -> float:

@@ -271,6 +271,19 @@ def test_what_cannot_be_is_refused_before_the_model_is_loaded(
     assert value in said or "{}" not in words
 
 
+@pytest.mark.parametrize("what", ["report", "profile.json"])
+def test_a_full_disk_at_the_end_is_said(calibrate: Any, tmp_path: Path, monkeypatch: Any, what: str) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", what)
+
+    monkeypatch.setattr("sglang_ext.cli.calibrate_job.write_report", full)
+    if what == "profile.json":
+        monkeypatch.setattr("sglang_ext.methods.profile.write_whole", full)
+    status, said = calibrate("--report", str(tmp_path / "report"))
+    assert status == 1
+    assert f"No space left on device: '{what}'; make room, and run the same command again" in said
+
+
 def test_a_report_without_matplotlib_is_refused_first(calibrate: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, said = calibrate("--report", str(tmp_path / "report"))
