@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from sglang_ext.calibration.channels import channel_maxima
@@ -24,7 +24,7 @@ from sglang_ext.calibration.layer_statistics import (
     reuse_recovery,
 )
 from sglang_ext.calibration.prompt_capture import LayerCapture, PromptCapture
-from sglang_ext.files import partial_file
+from sglang_ext.files import write_whole
 from sglang_ext.methods.base import check_finite
 from sglang_ext.options import SparseAttnConfig
 
@@ -155,8 +155,7 @@ def save_measurement(measurement: PromptMeasurement, info: PromptInfo, path: str
         OSError: the folder is missing or full.
     """
     tensors = {field.name: getattr(measurement, field.name).contiguous() for field in fields(PromptMeasurement)}
-    with partial_file(path) as partial:
-        save_file(tensors, partial, {"info": msgspec.json.encode(info).decode()})
+    write_whole(path, save(tensors, {"info": msgspec.json.encode(info).decode()}))  # save_file hides a full disk
 
 
 def load_measurement(path: str | Path) -> tuple[PromptMeasurement, PromptInfo]:

@@ -116,6 +116,7 @@ class CalibrateJob:
 
         Raises:
             ValueError: a setting that does not fit the model, or measurements of another one.
+            OSError: a measurement cannot be written.
         """
         self.check_layers(session.model.num_layers)
         if self._args.no_resume:
@@ -127,6 +128,8 @@ class CalibrateJob:
             bar.set_postfix_str(prompt.id[:24])
             try:
                 self._measure_one(session, prompt)
+            except OSError:  # a full disk: no prompt's fault
+                raise
             except Exception as error:  # one prompt must not end the job
                 why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 self._left_out[prompt.id] = why

@@ -284,6 +284,21 @@ def test_a_full_disk_at_the_end_is_said(calibrate: Any, tmp_path: Path, monkeypa
     assert f"No space left on device: '{what}'; make room, and run the same command again" in said
 
 
+def test_a_disk_that_is_full_meanwhile_ends_the_job_and_leaves_no_prompt_out(
+    calibrate: Any, profile_path: Path, state: Path, monkeypatch: Any
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sglang_ext.calibration.measurement.write_whole", full)
+        status, said = calibrate()
+    assert (status, Engine.captured, profile_path.exists()) == (1, ["copy-1"], False)
+    assert "make room, and run the same command again" in said
+    assert "left out" not in said
+    assert calibrate()[0] == 0
+
+
 def test_a_report_without_matplotlib_is_refused_first(calibrate: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, said = calibrate("--report", str(tmp_path / "report"))
