@@ -106,9 +106,12 @@ def _half(values: Sequence[float]) -> float:
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The candidate that is recommended, the bound it is within, why, and all that were judged, fastest first."""
+    """The candidate that is recommended, those that are surely within the bound, the bound, why, and all that were
+    judged, fastest first.
+    """
 
     chosen: Candidate
+    within: list[Candidate]
     max_kl: float
     reason: str
     judged: list[Judged]
@@ -167,7 +170,8 @@ def choose(judged: Sequence[Judged], max_kl: float | None = None) -> Verdict:
             f"; judged behind {default.most_tokens} tokens at most: says nothing about prefixes of {LONG_PREFIX} and "
             "more"
         )
-    return Verdict(chosen=best.candidate, max_kl=bound, reason=said, judged=order)
+    sure = [one.candidate for one in within]
+    return Verdict(chosen=best.candidate, within=sure, max_kl=bound, reason=said, judged=order)
 
 
 def _surely_within(one: Judged, default: Judged, max_kl: float | None) -> bool:

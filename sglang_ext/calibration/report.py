@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sglang_ext.calibration.fit import Fit, FitSetting
-from sglang_ext.calibration.judge import Verdict, percent
+from sglang_ext.calibration.judge import USED, Judged, Verdict, percent
 from sglang_ext.calibration.layer_statistics import MeasureSetting
 from sglang_ext.calibration.measurement import PromptInfo, PromptMeasurement
 from sglang_ext.calibration.plans import layer_similarity
@@ -171,12 +171,22 @@ def _judged(verdict: Verdict, plots: Mapping[str, bytes]) -> list[str]:
             f"{one.top1:.2%}",
             f"{one.step_ms:.2f} ({min(one.ms):.2f} to {max(one.ms):.2f})",
             f"{one.sparse_share:.1%}",
-            "recommended" if one.candidate == verdict.chosen else "" if one.mean_kl <= verdict.max_kl else "too far",
+            _said(one, verdict),
         )
         for one in verdict.judged
     ]
     head = ("candidate", "positions", "KL from dense [95%], nats", "top-1", "ms a step", "sparse rows", "")
     return [_paragraph(text), _table(head, rows), _image(plots, "judged", "KL from dense against the time of a step")]
+
+
+def _said(one: Judged, verdict: Verdict) -> str:
+    if one.candidate == verdict.chosen:
+        return "recommended"
+    if one.candidate in verdict.within:
+        return ""
+    if one.sparse_share < USED:
+        return "not served"
+    return "not surely within" if one.mean_kl <= verdict.max_kl else "too far"
 
 
 def _data(shown: Result) -> str:

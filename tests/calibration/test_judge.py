@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
 
 from sglang_ext.calibration.judge import Candidate, Judged, choose, proposals
+from sglang_ext.calibration.report import _judged
 
 DEFAULT = Candidate(anchors=None, keep_ratio=0.05)
 
@@ -46,6 +48,10 @@ def test_the_fastest_surely_within_the_bound_is_chosen() -> None:
     assert verdict.chosen == near.candidate
     assert verdict.max_kl == pytest.approx(1.25 * 0.02)
     assert verdict.judged == [unsure, far, near, default], "fastest first"
+    assert verdict.within == [near.candidate, DEFAULT]
+    row = "".join(_judged(verdict, {"judged": b""}))
+    marks = re.findall(r"<td>([a-z ]*)</td></tr>", row)
+    assert marks == ["not surely within", "too far", "recommended", ""]
     assert "KL 0.0249 (bound 0.0250), 1.80 ms a step, where the default takes 2.10" in verdict.reason
     assert choose([default, near, far], max_kl=0.1).chosen == far.candidate
 
