@@ -54,7 +54,7 @@ def load_published_plan(
     with path.open("rb") as file:
         try:
             head_map: Any = np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        except Exception as error:  # numpy's of a damaged header are of many kinds
             raise ValueError(
                 f"expected a .npy array of integers in {path.name}, got something else ({error}); download it again"
             ) from error

@@ -165,13 +165,17 @@ def test_a_name_without_anchors(name, tmp_path):
         load_published_plan(tmp_path / name, **SIZES)
 
 
-@pytest.mark.parametrize("content", ["empty", "text", "cut", "pickled", "huge"])
+@pytest.mark.parametrize("content", ["empty", "text", "cut", "pickled", "huge", "vast", "header"])
 def test_files_that_are_no_array(content, tmp_path):
     path = tmp_path / NAME
     np.save(path, np.array([{"a": 1}], dtype=object) if content == "pickled" else HEAD_MAP)
     whole = path.read_bytes()
     if content == "huge":  # a header that promises more than the file holds
         whole = whole.replace(b"(6, 2)", b"(6, 9)")
+    if content == "vast":  # more than there is memory
+        whole = whole.replace(b"(6, 2), }" + b" " * 13, b"(6, 2" + b"0" * 13 + b"), }")
+    if content == "header":
+        whole = whole.replace(b"(6, 2), }", b"((((((((}")
     path.write_bytes({"empty": b"", "text": b"no array", "cut": whole[:-3]}.get(content, whole))
     with pytest.raises(ValueError, match=r"expected a \.npy array of integers"):
         load_published_plan(path, **SIZES)
