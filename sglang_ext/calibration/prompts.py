@@ -66,7 +66,7 @@ def prefix_digest(prompt: CalibrationPrompt) -> str:
     """SHA-256 of the prompt without its question: equal for questions about one document."""
     alike = {"add_special_tokens": prompt.add_special_tokens is not False}
     parts = [alike.get(name, getattr(prompt, name) or None) for name in PromptLine.__struct_fields__ if name != "id"]
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
 
 
 def held_out_ids(prompts: Sequence[CalibrationPrompt]) -> frozenset[str]:

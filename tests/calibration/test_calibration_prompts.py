@@ -85,6 +85,10 @@ def test_questions_about_one_text_stay_together():
     assert held == {f"{i}{question}" for i in (1, 3) for question in "uvw"}
     shared = [CalibrationPrompt(id=f"{task}{i}", text=f"doc {i}", task=task) for i in range(2) for task in "ab"]
     assert held_out_ids(shared) == {"a1", "b1"}, "also over tasks"
+    message = {"role": "system", "content": "doc 0"}
+    turned = [dict(message), dict(reversed(message.items())), {**message, "content": "doc 1"}]
+    chats = [CalibrationPrompt(id=str(i), messages=[one], task="a") for i, one in enumerate(turned)]
+    assert held_out_ids(chats) == {"2"}, "in whatever order the keys of a message are"
 
 
 @pytest.mark.parametrize(
