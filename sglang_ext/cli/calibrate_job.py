@@ -208,7 +208,7 @@ class CalibrateJob:
     def judges(self) -> bool:
         """Whether candidates are judged: where there are decode graphs, unless told."""
         wanted = self._args.judge
-        graphs = self._device != "cpu" and not names_cpu(self._args.sglang_flags)
+        graphs = torch.cuda.is_available() and not names_cpu(self._args.sglang_flags)
         return wanted == "yes" or (wanted == "auto" and graphs)
 
     def _judged(self, averages: PromptMeasurement, infos: Sequence[PromptInfo]) -> Verdict:

@@ -16,6 +16,9 @@ import torch
 from prefix_index import ModelFingerprint
 from sglang_ext.calibration.prompt_capture import PromptCapture
 from sglang_ext.cli import INTERRUPTED, main
+from sglang_ext.cli.arguments import Parser
+from sglang_ext.cli.calibrate import add_parser
+from sglang_ext.cli.calibrate_job import CalibrateJob
 from sglang_ext.compat.engine import EngineStartError
 from sglang_ext.methods.profile import ProfileError, load_profile
 from sglang_ext.profiles import check_profile
@@ -145,6 +148,20 @@ def test_a_complete_state_is_fitted_without_the_engine(calibrate: Any, profile_p
     assert (profile.plan().anchor_layers, profile.recommended.method) == ((1, 2), "csattention")
     assert calibrate("--dense-layers", "0,1")[0] == 0
     assert (load_profile(profile_path).plan().dense_layers, Engine.starts) == ((0, 1), 1)
+
+
+def test_measuring_on_the_cpu_leaves_judging_to_the_gpu(tmp_path: Path, monkeypatch: Any) -> None:
+    data = tmp_path / "dev.jsonl"
+    data.write_text("".join(json.dumps({"id": name, "text": name}) + "\n" for name in NAMES))
+    parser = Parser()
+    add_parser(parser.add_subparsers())
+
+    def judges(*flags: str, gpu: bool = True) -> bool:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        words = ["calibrate", "--model", "m", "--data", str(data), "--out", str(tmp_path / "p.json"), "--device", "cpu"]
+        return CalibrateJob(parser.parse_args([*words, "--", *flags])).judges
+
+    assert (judges(), judges("--device", "cpu"), judges(gpu=False)) == (True, False, False)
 
 
 OLDER = {"version": 4, "a_former_setting": 1, "model": msgspec.to_builtins(MODEL)}
