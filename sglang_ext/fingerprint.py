@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,14 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _WHOLE_BYTES = 1 << 30
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
+
+
+def read_config(folder: str, overrides: str | None) -> dict[str, Any]:
+    """A checkpoint's own config, with the keys of SGLang's `--json-model-override-args`. SGLang releases differ in what
+    they add to the parsed one.
+    """
+    raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return {**raw, **json.loads(overrides or "{}")}
 
 
 def config_digests(hf_config: Mapping[str, Any], quantization: str | None) -> tuple[str, str]:

@@ -47,7 +47,7 @@ from sglang_ext.cli.engines import CaptureSession
 from sglang_ext.cli.judging import Judge
 from sglang_ext.compat import versions
 from sglang_ext.files import write_whole
-from sglang_ext.fingerprint import weights_digest
+from sglang_ext.fingerprint import config_digests, read_config, weights_digest
 from sglang_ext.methods.ab_sparse import BLOCK_SIZES
 from sglang_ext.methods.base import METHODS, did_you_mean
 from sglang_ext.methods.profile import CalibrationData, Profile, ProfiledModel, Recommendation
@@ -107,7 +107,7 @@ class CalibrateJob:
         self._model = None if args.no_resume else self._open_state()
         self.missing = [prompt for prompt in self._prompts if args.no_resume or not self._is_measured(prompt)]
         if not self.missing and self._model is not None:
-            self._check_weights(self._model)
+            self._check_unloaded(self._model)
             then = "proposals are judged" if self.judges else "the profile is fitted without running the model"
             print(f"every prompt is measured already; {then}", file=sys.stderr)
 
@@ -334,11 +334,21 @@ class CalibrateJob:
                 "with --state, or measure anew with --no-resume"
             )
 
-    def _check_weights(self, model: ModelFingerprint) -> None:
-        """Without the engine only a local model's weights can be compared."""
+    def _check_unloaded(self, model: ModelFingerprint) -> None:
+        """Without the engine only a local model's RoPE settings and weights can be compared."""
         flags = self._args.sglang_flags
         folder = local_folder(self._args.model_path, *checkpoint_options(flags))
-        if folder is None or sglang_option(flags, "--load-format") == "dummy":
+        if folder is None:
+            return
+        rope = model.rope_digest
+        with suppress(OSError, TypeError, ValueError):  # no configuration, or none that SGLang could read
+            rope = config_digests(read_config(folder, sglang_option(flags, "--json-model-override-args")), None)[1]
+        if rope != model.rope_digest:
+            raise ValueError(
+                f"expected measurements with the RoPE settings of {folder} and --json-model-override-args, got those "
+                "of others; name another folder with --state, or measure anew with --no-resume"
+            )
+        if sglang_option(flags, "--load-format") == "dummy":
             return
         with suppress(FileNotFoundError):
             if weights_digest(folder) != model.weights_digest:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,7 @@ from prefix_index import ModelFingerprint, canonical_digest
 from sglang_ext.compat import latent
 from sglang_ext.compat.latent import kv_shape
 from sglang_ext.config import Settings
-from sglang_ext.fingerprint import config_digests, resolve_folder, weights_digest
+from sglang_ext.fingerprint import config_digests, read_config, resolve_folder, weights_digest
 from sglang_ext.methods.profile import ProfileError
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.profiles import check_profile, layer_plan_of_rank, local_folder
@@ -44,9 +42,7 @@ def fingerprint(
         FileNotFoundError: the model, or its weights, are not on this machine.
     """
     folder = resolve_folder(config.model_path, args.revision, args.download_dir)
-    # The checkpoint's own config: SGLang releases differ in what they add to the parsed one.
-    raw: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-    raw.update(json.loads(args.json_model_override_args or "{}"))
+    raw = read_config(folder, args.json_model_override_args)
     raw["torchao_config"] = getattr(args, "torchao_config", "") or ""
     num_kv_heads, head_dim, v_head_dim = kv_shape(config)
     config_digest, rope_digest = config_digests(raw, getattr(config, "quantization", None))

@@ -177,6 +177,7 @@ OLDER = {"version": 4, "a_former_setting": 1, "model": msgspec.to_builtins(MODEL
         ("", NAMES, "{}", "expected settings in"),
         ("", NAMES, json.dumps(OLDER), "expected measurements with version=5"),
         ("", NAMES, "weights", "expected measurements of the weights"),
+        ("", NAMES, "rope", "expected measurements with the RoPE settings of"),
     ],
 )
 def test_a_state_of_other_settings_or_weights_is_refused_before_the_model_is_loaded(
@@ -185,6 +186,8 @@ def test_a_state_of_other_settings_or_weights_is_refused_before_the_model_is_loa
     assert calibrate()[0] == 0
     if settings == "weights":
         (state.parents[1] / "model.safetensors").write_bytes(b"other weights")
+    elif settings == "rope":
+        (state.parents[1] / "config.json").write_text('{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}')
     elif settings is None:
         (state / "settings.json").unlink()
     elif settings:
