@@ -38,7 +38,7 @@ SHORT, LONG, LONG_ON_CPU = 8, 136, 40
 them are lost in what a prefill's time varies by."""
 REPETITIONS = 5
 MOST_PROMPTS = 8
-"""Held-out prefixes that candidates are judged behind."""
+"""Held-out prefixes that candidates are judged behind, evenly spread over those there are."""
 
 
 class Judge:
@@ -67,7 +67,8 @@ class Judge:
         self._model_path, self._flags, self._rows = args.model_path, args.sglang_flags, args.rows
         self._model = model
         self._long = LONG_ON_CPU if names_cpu(self._flags) else LONG
-        self._prompts = prompts[:: -(-len(prompts) // MOST_PROMPTS)]
+        most = min(len(prompts), MOST_PROMPTS)
+        self._prompts = [prompts[place * len(prompts) // most] for place in range(most)]
         self._asked: list[list[list[int]]] = []
         self._prefixes: list[list[int]] = []
         if tp_size(self._flags) > 1:

@@ -65,10 +65,11 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(judging, "plugin_engine", engine)
     args = argparse.Namespace(model_path="m", sglang_flags=[], rows=2)
 
-    def judged() -> list[str]:
+    def judged(prompts: Any = PROMPTS) -> list[str]:
         """Engines that a run starts."""
         Engine.started.clear()
-        judging.Judge(args, PROMPTS, tmp_path, "digest", sample_model()).judge(CANDIDATES)
+        found = judging.Judge(args, prompts, tmp_path, "digest", sample_model()).judge(CANDIDATES)
+        assert {len(one.kl) for one in found} == {min(len(prompts), 8)}, "as many as may be"
         return list(Engine.started)
 
     return judged
@@ -99,6 +100,11 @@ def test_references_that_were_refused_are_made_anew(judge: Any, monkeypatch: pyt
         with pytest.raises(ValueError, match="steps were lost or counted twice"):
             judge()
     assert judge() == ["dense", "candidate", "candidate"]
+
+
+@pytest.mark.parametrize("count", [7, 8, 9, 17])
+def test_as_many_prompts_are_judged_behind_as_may_be(judge: Any, count: int) -> None:
+    judge([[CalibrationPrompt(id=str(number), text=f"a {number}")] for number in range(count)])
 
 
 def test_a_model_that_was_not_measured_is_not_judged(judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
