@@ -81,11 +81,20 @@ def _add_fitting(group: Any) -> None:
         help="layers that select (default: the fewest that keep 98%% of the layers' own attention mass); where "
         "proposals are judged, the only plan beside every layer selecting",
     )
-    group.add_argument("--tau", type=_ratio, default=0.98, help="recall that block sizes keep (default: %(default)s)")
+    group.add_argument(
+        "--tau",
+        type=_ratio,
+        default=0.98,
+        help='recall that block sizes keep; methods take them by "sizes": "profile" (default: %(default)s)',
+    )
     group.add_argument(
         "--block-average", type=float, metavar="B", help="instead of --tau: harmonic mean of the block sizes in tokens"
     )
-    add_count("--num-channels", default=32, help="of the token index (default: %(default)s)")
+    add_count(
+        "--num-channels",
+        default=32,
+        help="per KV head; methods whose num_channels is this take them (default: %(default)s)",
+    )
 
 
 def _add_judging(group: Any) -> None:
