@@ -154,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         return refuse(
             "calibrate",
-            f"expected to be able to write the profile, the report and measurements, got: {error}; make room, and run "
-            "the same command again: what was measured is kept",
+            f"expected to be able to write the profile, the report and measurements, and to read these, got: {error}; "
+            "make room, and run the same command again: what was measured is kept",
             1,
         )
 

@@ -147,8 +147,9 @@ class CalibrateJob:
 
         Raises:
             ValueError: too few prompts were measured, or a setting does not fit the model.
+            OSError: a measurement is gone, or the profile or the report cannot be written.
         """
-        measured = [load_measurement(self._path(p.id)) for p in self._prompts if self._path(p.id).is_file()]
+        measured = [load_measurement(self._path(p.id)) for p in self._prompts if p.id not in self._left_out]
         halves: tuple[list[PromptMeasurement], list[PromptMeasurement]] = ([], [])
         for measurement, info in measured:
             halves[info.held_out].append(measurement)

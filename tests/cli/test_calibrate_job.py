@@ -319,6 +319,18 @@ def test_a_disk_that_is_full_meanwhile_ends_the_job_and_leaves_no_prompt_out(
     assert calibrate()[0] == 0
 
 
+def test_no_profile_is_made_without_measurements_that_went_away(
+    calibrate: Any, profile_path: Path, state: Path, monkeypatch: Any
+) -> None:
+    """As by another job's --no-resume."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "__exit__", lambda *_: sorted(state.glob("*.safetensors"))[0].unlink())
+        status, said = calibrate()
+    assert (status, profile_path.exists()) == (1, False)
+    assert "No such file" in said
+    assert calibrate()[0] == 0
+
+
 def test_a_report_without_matplotlib_is_refused_first(calibrate: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status, said = calibrate("--report", str(tmp_path / "report"))
