@@ -5,6 +5,8 @@
     python benchmarks/answers.py --out answers.jsonl                  # dense, exact and the default, on a GPU
     python benchmarks/answers.py --out answers.jsonl --suites forced documents ruler \\
         --config dense --config 'default 5%={"keep_ratio": 0.05}'     # configurations by name
+    python benchmarks/answers.py --out answers.jsonl --suites documents --config default \\
+        --config 'hosted={"build": "off", "offload": {"host_bytes": 9000000000}}'        # behind its indexes
     python benchmarks/answers.py --out answers.jsonl --suites own --model-path models/needle --lengths 65536
     python benchmarks/answers.py --table answers.jsonl --plot answers.png
     python benchmarks/answers.py --prompts development.jsonl --seed 500 --documents 4     # for `sglang-ext calibrate`
@@ -97,8 +99,8 @@ class Served:
         return post(self.url, "/generate", {"input_ids": list(ids), "extra_key": document.name, **fields})
 
     def warm(self, document: Document) -> None:
-        """Prefill a document's prefix and, where the configuration says so, index it."""
-        self.generate(document, self.chat.prefix(document.text), {"sampling_params": sampling(1)})
+        """Prefill a document's prefix and, where the configuration says so, index it, or copy it to host memory."""
+        self.generate(document, self.chat.prefix(document.text), {"sampling_params": sampling(8)})
 
     def converse(self, document: Document, turns: Sequence[Question]) -> list[tuple[float, int, Row]]:
         """Score, generated tokens, what the plugin says, of each turn; each answer stays in the context of the next."""
@@ -306,7 +308,8 @@ def measure(args: argparse.Namespace, name: str, config: Row, plan: Plan, chat: 
     settings = {} if name == DENSE else {**SELECTING, **USUAL.get(name, {}), **config}
     path_name = name.replace("/", "-")
     if settings:
-        store = work / "stores" / path_name
+        of = path_name if settings.get("build") != "off" else args.stores_of.replace("/", "-")
+        store = work / "stores" / of
         store.mkdir(parents=True, exist_ok=True)
         flags += sparse_flags(settings, store)
     # Whoever measures into another file at the same time has a log of his own: it says when the server is ready.
@@ -392,6 +395,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=20, help="of each RULER task and length")
     parser.add_argument("--temperature", type=float, default=0.0, help="of answers, not of forced ones nor of times")
     parser.add_argument("--kept", action="store_true", help="of lossless decode: which drafts, for decode.py")
+    parser.add_argument(
+        "--stores-of", default="default", metavar="NAME", help='whose indexes configurations have with "build": "off"'
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path(".models/answers"), help="folder of references and logs")
     parser.add_argument("--commit", default="", help="of the code measured, where there is no git checkout")
