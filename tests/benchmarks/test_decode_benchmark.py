@@ -69,7 +69,7 @@ def test_the_sentences_about_four_layers_and_older_commits_are_the_rows(bench: A
     assert "took {}, {} and {} ms behind 131,072, and takes {}, {} and {}.".format(*few) in text
     stock = [ms / before[key] for key, ms in after.items() if key[1] == "stock"]
     assert f"Requests that opt out: {min(stock):.3f} to {max(stock):.3f}." in text
-    ahead = by_median([row for row in rows_of(DEFAULT) if row["config"].get("select_ahead")])
+    ahead = by_median(rows_of(RESULTS / "decode-h200-ahead.jsonl"))
     way = "sparse", "sparse"
     grown = [ahead[(*way, 261120, batch)] / ahead[(*way, 32768, batch)] - 1 for batch in (1, 8, 32)]
     assert "grows by {:.0%}, {:.0%} and {:.0%}".format(*grown) in text

@@ -138,10 +138,20 @@ def test_the_documented_figures_behind_host_memory() -> None:
     figures = [f"{found['distinct', name, None, many]['tokens_per_s']:.0f}" for name in ("ours", "hbm")]
     host, hbm = (found["step", engine, None, few] for engine in ("host", "hbm"))
     first = [found["first_token", engine, None, few]["seconds"] for engine in ("host", "disk", "prefill")]
-    later = {
-        (row["measure"], row["engine"]): row.get("ms", row.get("seconds"))
-        for row in rows_of(RESULTS / "offload-serving-h200.jsonl")
-    }
+    h200 = rows_of(RESULTS / "offload-serving-h200.jsonl")
+    later = {(row["measure"], row["engine"]): row.get("ms", row.get("seconds")) for row in h200}
+    ways: dict[str, list[dict[str, Any]]] = {"exact": [], "selects": [], "stock": []}
+    for row in h200:
+        if row["measure"] == "throughput":
+            assert (row["failed"], row["dense_rows"]) == (0, 0)
+            ways["selects" if row["config"] else "exact" if row["engine"] == "ours" else "stock"].append(row)
+    shown = [[of[n]["tokens_per_s"] for of in ways.values()] for n in (0, 1)]
+    shown.append([of[0]["ttft_ms"] / 1e3 for of in ways.values()])
+    of_each = [
+        row["tokens_per_s"]
+        for row in h200
+        if row["measure"] == "distinct" and (row["engine"] == "hbm" or row["sizes"]["residents"] == many)
+    ]
     errors: dict[tuple[str, int, str], float] = {}
     for row in rows_of(RESULTS / "offload-cpu-churn.jsonl.xz"):
         if row["bench"] == "lagged":
@@ -160,6 +170,10 @@ def test_the_documented_figures_behind_host_memory() -> None:
         f"| {first[0]:.2f}; from a file in tmpfs {first[1]:.1f} | {first[2]:.0f}, writing its file |",
         "the step takes {:.1f} ms, {:.1f} in".format(*(later["step", engine] for engine in ("host", "hbm"))),
         "first token {:.2f} s, {:.0f} without".format(*(later["first_token", one] for one in ("host", "prefill"))),
+        "answers of 128 | {:.0f} | {:.0f} | {:.0f} |".format(*shown[0]),
+        "| of 512 | {:.0f} | {:,.0f} | {:.0f} |".format(*shown[1]),
+        "first token, median s | {:.1f} | {:.1f} | {:.1f} |".format(*shown[2]),
+        "73,728 tokens resident: {1:.0f} tokens/s; one, in device memory: {0:.0f}".format(*of_each),
         f"adds {min(late):.0f} to {max(late):.0f}% to attention's error",
     ):
         assert said in text, said
