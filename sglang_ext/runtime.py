@@ -355,7 +355,7 @@ class SparseRuntime:
         else:
             self.counters.begin_step(None)
             if self.offload is not None:
-                staged = self.offload.begin(forward_batch, self.ready.serving(forward_batch.rids or ()))
+                staged = self.offload.begin(forward_batch, list(map(self.requests.get, forward_batch.rids or ())))
             builds = self.builds if mode.is_extend() else None
             self._step = Step(None, () if builds is None else builds.prefill(forward_batch), staged)
         guard = self.planner.guard if mode.is_decode() else None

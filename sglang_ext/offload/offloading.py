@@ -33,7 +33,7 @@ from sglang_ext.offload.kv_files import KVFiles
 from sglang_ext.offload.selecting import Behind, PrefillSelection
 from sglang_ext.options import Offload as Options
 from sglang_ext.prefix.requests import Attachment
-from sglang_ext.prefix.residency import ResidentIndex
+from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.ranks import EVERY, Ranks
 
 logger = logging.getLogger(__name__)
@@ -335,8 +335,7 @@ class Offloading:
 
         Args:
             forward_batch: SGLang's.
-            attachments: of a prefill's rows, as of `decoding`: those of few tokens may select. None of them: all rows
-                attend exactly.
+            attachments: of a prefill's rows: those of few tokens may select. Empty: all rows attend exactly.
 
         Raises:
             RuntimeError: one has, and there is no way here to attend this kind of forward.
@@ -361,11 +360,15 @@ class Offloading:
         return self._staged(rows, lens, counts, fronts, indexes)
 
     def _selects_with(self, front: Offload | None, tokens: int, one: Attachment | None) -> ResidentIndex | None:
-        """The index that a prefill's row of so many new tokens selects with; None: it attends all."""
+        """The index that a prefill's row of so many new tokens selects with; None: it attends all. Ranks may differ:
+        each attends with its own KV heads.
+        """
         most = self._options.select_prefill_tokens
         if front is None or one is None or most is None or tokens > most or not self.may(one):
             return None
-        return one.index if one.index is not None and one.index.entry.digest == front.digest else None
+        index = one.index
+        ready = index is not None and index.state is State.READY and index.entry.digest == front.digest
+        return index if ready else None
 
     def _check_rows(self, rows: Sequence[int], fronts: Sequence[Offload | None]) -> None:
         """A row has virtual slots exactly where it is known to have them; waits for the device."""
