@@ -5,6 +5,7 @@ The padding page, whose slots stand for what lies in host memory, holds NaN.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -179,12 +180,18 @@ def _weights_updated(server: Server, prompt: str, folder: Path) -> None:
     assert (answer.ids, answer.told["steps"]["sparse"], delta.hits) == (dense, 0, 0)
 
 
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.full)])
 @pytest.mark.boot("offload-selecting")
-def test_questions_that_select_are_answered(serve: Pool, store: Path, texts: Any) -> None:
+def test_questions_that_select_are_answered(serve: Pool, store: Path, texts: Any, ranks: str) -> None:
     """A prefill of few tokens attends a part of its prefix. What decodes selects as much with and without."""
     config = {**SPARSE_CONFIG, **{name: CONFIG[name] for name in ("offload", "share_prefixes")}}
     sizes = {"host_bytes": 8192 * BYTES_OF_TOKEN, "select_prefill_tokens": 64}
-    server = serve(store, {**config, "offload": {**config["offload"], **sizes}}, fresh=True, **FLAGS)
+    flags = dict(FLAGS)
+    if ranks != "1":
+        cores = sorted(os.sched_getaffinity(0))
+        binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+        flags |= {"tp_size": ranks, "environment": FLAGS["environment"] | binding}
+    server = serve(store, {**config, "offload": {**config["offload"], **sizes}}, fresh=True, **flags)
     for document, prefix in ((texts.first, FIRST), (texts.large, 5120)):
         prompts = [texts.ask(document, n) for n in range(8)]
         copied_out(server, prompts[0])
