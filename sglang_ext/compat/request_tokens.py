@@ -73,7 +73,15 @@ class RequestTokens:
         refused = self._chat._validate_request(request)
         if refused:
             raise ValueError(refused)
-        made, _ = self._chat._convert_to_internal_request(request)
+        try:
+            made, _ = self._chat._convert_to_internal_request(request)
+        except ValueError:
+            raise
+        except Exception as error:  # SGLang names some kinds only of what a template or its arguments may raise
+            raise ValueError(
+                "expected messages, tools and chat_template_kwargs that the chat template takes, got from it: "
+                f"{error!r}; correct them"
+            ) from error
         if any(getattr(made, name, None) for name in ("image_data", "video_data", "audio_data")):
             raise ValueError("expected messages of text, got images, video or audio; an index is of text only")
         if made.input_ids is not None:

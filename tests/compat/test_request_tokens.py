@@ -27,6 +27,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "today": {"messages": [SYSTEM]},
     "user's own": {"messages": [SYSTEM, NOTE], "chat_template_kwargs": DATE},
     "no role": {"messages": [{"content": "a"}]},
+    "an argument of its own": {"messages": [SYSTEM], "chat_template_kwargs": {"tokenize": True}},
     "text": {"text": "a text"},
     "rendered": {"text": RENDERED},
     "rendered, none added": {"text": RENDERED, "add_special_tokens": False},
@@ -124,6 +125,7 @@ def test_a_template_that_renders_the_date_is_a_warning(told: Any) -> None:
     [
         ("image", "image"),
         ("no role", "expected a chat request, got: messages"),
+        ("an argument of its own", "the chat template takes, got from it: KeyError('tokenize')"),
         ("no tokenizer", "--skip-tokenizer-init"),
     ],
 )
