@@ -138,9 +138,10 @@ class PrefixDirectory:
                 logger.error("sparse attention: the index store cannot be scanned for new indexes: %s", problem)
         self._scan_problem, now = problem, time.monotonic()
         self._is_quick = isinstance(self.store, FileStore) and now - begun < _PATIENCE_S
-        if self._publish is not None and problem is None and now >= self._next_publish:
-            self._list()
-            self._tell(len(self.store.problems()))
+        if self._publish is not None and now >= self._next_publish:
+            if problem is None:
+                self._list()
+            self._tell(1 if problem is not None else len(self.store.problems()))
 
     def _tell(self, problems: int) -> None:
         self._next_publish = time.monotonic() + _PUBLISH_SECONDS

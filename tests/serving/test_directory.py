@@ -115,6 +115,20 @@ def test_a_store_that_breaks_when_it_is_asked_is_a_problem_and_what_was_known_st
     assert "ZeroDivisionError" in watch.problems[0]
 
 
+def test_a_store_that_has_gone_is_an_exported_problem_until_it_is_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.prefix.directory._PUBLISH_SECONDS", 0.0)
+    told: list[tuple[int, int, int]] = []
+    settings = Settings(config=config_from_dict({}), store=str(folder))
+    watch = PrefixDirectory(settings, sample_model(), "a profile", lambda *figures: told.append(figures))
+    whole = told[-1]
+    for there, problems in ((folder, 1), (folder.with_name("elsewhere"), 0)):
+        there.rename(folder.with_name("elsewhere") if problems else folder)
+        assert eventually(lambda wanted=(*whole[:2], problems): (watch.rescan(), told[-1])[1] == wanted)
+    watch.close()
+
+
 def test_only_who_builds_needs_a_folder_to_write_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     watch = watched(folder)
