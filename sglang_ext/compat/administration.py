@@ -126,7 +126,7 @@ def prompts_refusal(args: Any) -> str | None:
     """Why `explain` is refused, which shows text of stored prompts: where operators have no key of their own, by
     ServerArgs.
     """
-    if args.admin_api_key is not None:
+    if args.admin_api_key:
         return None
     return (
         "expected a server with --admin-api-key, got one without: explain shows text of others' "

@@ -176,7 +176,7 @@ def test_what_a_tool_is_called_with_is_not_taken_for_the_usage() -> None:
 
 
 def test_text_of_stored_prompts_is_not_for_every_client() -> None:
-    """A key that all users have is none."""
-    keys = [(None, None), ("a", None), (None, "b"), ("a", "b")]
+    """A key that all users have is none, and so is an empty one, for SGLang too: its routes are open then."""
+    keys = [(None, None), ("a", None), (None, ""), (None, "b"), ("a", "b")]
     refused = [prompts_refusal(SimpleNamespace(api_key=api, admin_api_key=admin)) for api, admin in keys]
-    assert [bool(one) for one in refused] == [True, True, False, False]
+    assert [bool(one) for one in refused] == [True, True, True, False, False]
