@@ -22,6 +22,7 @@ from prefix_index import (
     Removal,
     namespace_digest,
     page_hashes,
+    printable,
     read_removals,
 )
 from prefix_index.connect import locate
@@ -167,7 +168,7 @@ def explain_prompt(
             key=lambda entry: (not _is_whole(entry.identity, hashes), entry.identity.model != model, -entry.created),
         )
         candidates = [_candidate(asked, entry, hashes) for entry in entries[:MOST_READ]]
-        problems = [f"{path}: {error}" for path, error in store.problems()[:MOST_PROBLEMS]]
+        problems = [printable(str(error.at(path))) for path, error in store.problems()[:MOST_PROBLEMS]]
     candidates.sort(key=lambda one: (-max(one.common or 0, one.shifted), len(one.differs), -one.tokens, one.digest))
     known = {entry.digest for entry in entries}
     gone = []

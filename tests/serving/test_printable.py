@@ -17,8 +17,10 @@ import pytest
 
 from prefix_index import printable, printable_values
 from sglang_ext import logs
+from sglang_ext.config import Settings
 from sglang_ext.decode.trace import Prefill, read_trace
 from sglang_ext.prefill.recorder import MAX_CAPTURES
+from sglang_ext.prefix.explanation import explain_prompt
 from tests.serving import admitting
 from tests.serving.test_captures import _captures, _events, _run
 from tests.serving.test_trace import prefill
@@ -108,6 +110,17 @@ def test_server_info_can_be_sent_whatever_lies_in_the_store(start: Any, monkeypa
     assert len(problems) == 3
     for name in (r"/N\xe9:", r"/line\nend:", r"/\x1b[2J:"):
         assert any(name in problem for problem in problems), problems
+
+
+def test_an_explanation_can_be_sent_whatever_lies_in_the_store(start: Any) -> None:
+    runtime = start()
+    folder = os.fsencode(runtime.store.folder)
+    Path(os.fsdecode(folder + b"/N\xe9")).write_bytes(b"not ours")
+    settings = Settings(config=runtime.config, store=str(runtime.store.folder))
+    found = explain_prompt(settings, runtime.model, range(64), {"extra_key": None}, str)
+    assert json.loads(json.dumps(msgspec.to_builtins(found), ensure_ascii=False).encode())
+    (problem,) = found.problems
+    assert problem.count(r"/N\xe9: ") == 1, "its path, once"
 
 
 def test_reports_and_traces_hold_text(start: Any, tmp_path: Path) -> None:
