@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -89,9 +90,14 @@ class RequestTokens:
         return self.of_text(made.text)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included; the ids themselves without a tokenizer."""
+        """Text of token ids, special tokens included; the ids themselves where there is none: without a tokenizer, and
+        of ids of another model's index that some tokenizers refuse.
+        """
         tokenizer = self._manager.tokenizer
-        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(list(ids)))
+        if tokenizer is not None:
+            with contextlib.suppress(Exception):  # of each tokenizer another one
+                return str(tokenizer.decode(list(ids)))
+        return " ".join(map(str, ids))
 
     def _tokenizer(self) -> Any:
         tokenizer = self._manager.tokenizer

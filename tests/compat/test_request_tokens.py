@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_ext.compat.request_tokens import RequestTokens
 from tests.compat.sglang_process import GROUP, in_sglang
 from tests.llama_model import SYSTEM, TRAINS, WEATHER, llama_model
 
@@ -131,6 +133,12 @@ def test_a_template_that_renders_the_date_is_a_warning(told: Any) -> None:
 )
 def test_what_sglang_refuses_is_a_value_error(told: Any, name: str, words: str) -> None:
     assert words in told[name]["error"]
+
+
+def test_ids_of_another_vocabulary_are_shown_as_ids() -> None:
+    """Indexes of several models share a store; some tokenizers decode none but their own ids."""
+    source = RequestTokens(SimpleNamespace(tokenizer=SimpleNamespace(decode=bytes)), None, lambda _: None)
+    assert (source.text([65, 66]), source.text([65, 5000])) == ("b'AB'", "65 5000")
 
 
 def test_a_text_is_tokenized_as_requests_with_text_are_and_calibration_measures_the_request(told: Any) -> None:
