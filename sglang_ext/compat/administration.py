@@ -147,7 +147,11 @@ def _endpoint(server: Any, settings: Settings, name: str) -> Callable[..., Any]:
         elif name == "reload_profile" and isinstance(found, dict):
             found = await asyncio.to_thread(_with_profile, settings, found)
         if isinstance(found, dict):
-            asked, found = found, await ask(state.tokenizer_manager, name, found)
+            asked = found
+            try:
+                found = await ask(state.tokenizer_manager, name, asked)
+            except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+                found = _bad(f"{name}: expected a body that SGLang can pass on, got: {error}; correct the body")
             if name == "explain" and found.status == 200:
                 found = await asyncio.to_thread(_compared, settings, state, asked, found)
         return JSONResponse(found.body, found.status, {"Cache-Control": "no-store"})
@@ -206,7 +210,7 @@ def _with_tokens(
         refusal = unknown_ids(ids, state.tokenizer_manager.model_config.vocab_size) or salt_refusal(prompt.cache_salt)
         if refusal:
             raise ValueError(refusal)
-    except ValueError as error:  # msgspec's, SGLang's and ours
+    except (ValueError, RecursionError) as error:  # msgspec's, SGLang's and ours
         return _bad(f"{name}: {error}")
     return {"input_ids": ids, "extra_key": prompt.extra_key, "cache_salt": prompt.cache_salt}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("sglang")
@@ -14,6 +16,7 @@ pytest.importorskip("sglang")
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
 
+from sglang_ext.compat import administration
 from sglang_ext.compat import scheduler_hooks as hooks
 from sglang_ext.compat.administration import ask, prompts_refusal
 from sglang_ext.compat.response import OpenAIUsage, after_generate_request
@@ -21,6 +24,8 @@ from sglang_ext.ranks import Ranks
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
+
+DEEP = b'{"a":' * 750 + b"1" + b"}" * 750
 
 
 def test_a_client_that_goes_away_leaves_its_answer_to_nobody() -> None:
@@ -59,6 +64,35 @@ def test_other_methods_of_the_request_stay_sglangs(monkeypatch: pytest.MonkeyPat
     [ours] = call("sparse_attn.nothing").response
     assert ours["status"] == 404
     assert "expected a command of status" in ours["body"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("build", b'{"messages": [], "chat_template_kwargs": %s}' % DEEP),
+        ("pin", b'{"index": %s}' % DEEP),
+        ("budget", b'{"top_k": %d}' % (1 << 70)),
+        ("pin", b'{"index": "\\ud800"}'),
+    ],
+    ids=["deep prompt", "deep", "large number", "half a character"],
+)
+def test_a_body_that_cannot_be_read_or_sent_is_refused(name: str, body: bytes) -> None:
+    """SGLang pickles what it sends to the scheduler, or packs it with msgspec."""
+
+    class Asked:
+        async def stream(self) -> Any:
+            yield body
+
+    def send(request: Any) -> None:
+        pickle.dumps(request)
+        msgspec.msgpack.encode(request)
+
+    chat = {"tokenizer": SimpleNamespace(), "serving_chat_class": lambda *_: None}
+    manager = SimpleNamespace(dumper_control=FanOutCommunicator(send, 1), **chat)
+    state = SimpleNamespace(tokenizer_manager=manager, template_manager=None)
+    endpoint = administration._endpoint(SimpleNamespace(get_global_state=lambda: state), None, name)
+    answer = asyncio.run(asyncio.wait_for(endpoint(Asked()), 60))
+    assert (answer.status_code, json.loads(answer.body)["error"].partition(":")[0]) == (400, name)
 
 
 def routes_and_keys() -> dict[str, Any]:
