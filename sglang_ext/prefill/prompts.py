@@ -93,7 +93,7 @@ def read_lines(
             continue
         try:
             prompt = msgspec.json.decode(content, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise PromptError(f"{where}: expected an object like {example}, got: {error}; correct the line") from error
         check_prompt(prompt, where)
         name = prompt.id or LineNumber(number)

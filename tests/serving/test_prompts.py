@@ -54,6 +54,7 @@ def test_a_prompt_may_be_messages_with_tools(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[str | bytes, str]] = {
+    "deep": ('{"messages": ' + "[" * 9999, ":1: expected an object like"),
     "not JSON": ("{", ":1: expected an object"),
     "no object": ("[1]", ":1: expected an object"),
     "unknown field": ('{"text": "x"}\n{"txt": "x"}', ":2: expected an object"),
