@@ -55,7 +55,7 @@ class Offloading:
         page_size: SGLang's.
         refused: requests whose prefix was not copied out, by reason; once for each.
         translated: requests that got their slots behind a prefix in host memory.
-        selected: prefills behind one that selected what they attend, a chunk each.
+        selected: prefills behind one that selected what they attend.
         swap: of steps that select; told of host pages that are another prefix's from now on. None: no step does.
         serves: whether steps select by a request's index, as far as is known now; else its prefix stays on the device.
         loading: whether an index is on its way to the device: steps without it are slow behind host memory.
@@ -97,6 +97,7 @@ class Offloading:
         self.page_size = page_size
         self._matched: weakref.WeakKeyDictionary[Hashable, Offload] = weakref.WeakKeyDictionary()
         self._rows: dict[int, Offload] = {}
+        self._begun = set[int]()  # rows whose prefill a forward has begun
         self._ids: dict[int, str] = {}  # of all requests that have a row
         self._told_apart = True  # by their ids; if not, a batch's ids say nothing of its rows
         self._last: tuple[tuple[str, ...], list[Offload | None]] = (), []
@@ -285,6 +286,7 @@ class Offloading:
     def slot_freed(self, row: int) -> None:
         """A row is given back: finish, abort and retraction alike."""
         self._last = (), []
+        self._begun.discard(row)
         self._ids.pop(row, None)
         self._told_apart = len(set(self._ids.values())) == len(self._ids)
         found = self._rows.pop(row, None)
@@ -356,8 +358,19 @@ class Offloading:
             counts = on_host(forward_batch, "extend_seq_lens")
             self._check_rows(rows, fronts)
             if attachments and self._attention.selection is not None:
-                indexes = list(map(self._selects_with, fronts, counts, attachments))
+                whole = self._whole(rows, lens, attachments)
+                indexes = list(map(self._selects_with, fronts, counts, whole))
+            self._begun.update(rows)
         return self._staged(rows, lens, counts, fronts, indexes)
+
+    def _whole(
+        self, rows: Sequence[int], lens: Sequence[int], attachments: Sequence[Attachment | None]
+    ) -> list[Attachment | None]:
+        """Of rows whose prefill is not in chunks: how many tokens these have, others of their batches decide."""
+        given = zip(rows, lens, attachments, strict=True)
+        return [
+            None if one is None or row in self._begun or length < one.prompt_len else one for row, length, one in given
+        ]
 
     def _selects_with(self, front: Offload | None, tokens: int, one: Attachment | None) -> ResidentIndex | None:
         """The index that a prefill's row of so many new tokens selects with; None: it attends all. Ranks may differ:

@@ -58,7 +58,7 @@ def came(runtime: Runtime, rid: str, row: int) -> Request:
     """A request that is matched while the prefix lies in host memory."""
     one = Request()
     runtime.held.append(one)
-    runtime.wait(one, rid, [*PROMPT, 2, 3], NAMESPACE)
+    runtime.wait(one, rid, [*PROMPT, 2], NAMESPACE)
     offload = runtime.offload
     found = offload.wanted(one, runtime.requests.of(one), 65)
     assert found is not None
@@ -114,7 +114,7 @@ def selecting(runtime: Runtime, tokens: int, keep_ratio: float = 0.25) -> None:
     runtime.offload.select_by(runtime.planner.sparse)
 
 
-def extended(runtime: Runtime, counts: list[int], cap: float = 0.5) -> list[torch.Tensor]:
+def extended(runtime: Runtime, counts: list[int], cap: float = 0.5, first: int = 64) -> list[torch.Tensor]:
     """A prefill step behind the prefix, all layers, of so many tokens of r1, and of r0 where there are two; by layer
     the greatest difference from attention of what the definition selects for those of r1 together: of a budget that
     grows with them, up to such a share of the prefix.
@@ -126,16 +126,16 @@ def extended(runtime: Runtime, counts: list[int], cap: float = 0.5) -> list[torc
         make_selector(method_specs(config)[config.method], summed_every(config)),
         runtime.planner.sparse.layer_plan,
     )
-    rows, lens = torch.tensor([1, 0][: len(counts)]), torch.tensor([64 + count for count in counts])
+    rows, lens = torch.tensor([1, 0][: len(counts)]), torch.tensor([first + count for count in counts])
     table = runtime.view.req_to_token
     batch = SimpleNamespace(
         forward_mode=mode("extend"), rids=rids, batch_size=len(rids), req_pool_indices=rows, seq_lens=lens,
         seq_lens_cpu=lens, extend_seq_lens=torch.tensor(counts), extend_seq_lens_cpu=counts,
-        extend_prefix_lens_cpu=[64] * len(rids),
-        out_cache_loc=torch.cat([table[row, 64:end] for row, end in zip(rows, lens, strict=True)]).long(),
+        extend_prefix_lens_cpu=[first] * len(rids),
+        out_cache_loc=torch.cat([table[row, first:end] for row, end in zip(rows, lens, strict=True)]).long(),
     )  # fmt: skip
     index, total, found = runtime.requests.get("r1").index, sum(counts), []
-    own = [table[row, 64 : 65 + n].long() for row, count in zip(rows, counts, strict=True) for n in range(count)]
+    own = [table[row, 64 : first + 1 + n].long() for row, count in zip(rows, counts, strict=True) for n in range(count)]
     group = OracleGroup(index, table[0, :64], list(range(counts[0])))
     others = [torch.cat([table[0, :64].long(), one]) for one in own[counts[0] :]]
     with runtime.step(batch):
@@ -159,6 +159,18 @@ def test_a_prefill_of_few_tokens_selects(offloaded: Runtime, counts: list[int]) 
     assert max(extended(runtime, counts)) < 1e-5
     assert runtime.snapshot()["offload"]["selected"] == 1
     assert runtime.figures()["offload"]["selected"] == 1
+
+
+@pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
+def test_chunks_of_a_longer_prefill_attend_all(offloaded: Runtime) -> None:
+    """However few tokens one has: others of a batch leave a chunk as many as they like."""
+    runtime = offloaded
+    selecting(runtime, 4)
+    runtime.requests.get("r1").prompt_len = 69
+    runtime.config = msgspec.structs.replace(runtime.config, keep_ratio=1.0)  # what the oracle attends
+    assert max(extended(runtime, [2], 1.0)) < 1e-5
+    assert max(extended(runtime, [3], 1.0, first=66)) < 1e-5
+    assert runtime.snapshot()["offload"]["selected"] == 0
 
 
 @pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
