@@ -373,15 +373,13 @@ class Offloading:
         ]
 
     def _selects_with(self, front: Offload | None, tokens: int, one: Attachment | None) -> ResidentIndex | None:
-        """The index that a prefill's row of so many new tokens selects with; None: it attends all. Ranks may differ:
-        each attends with its own KV heads.
-        """
+        """The index that a prefill's row of so many new tokens selects with; None: it attends all."""
         most = self._options.select_prefill_tokens
-        if front is None or one is None or most is None or tokens > most or not self.may(one):
+        if front is None or one is None or one.index is None or most is None or tokens > most or not self.may(one):
             return None
-        index = one.index
-        ready = index is not None and index.state is State.READY and index.entry.digest == front.digest
-        return index if ready else None
+        # Of decode steps ranks vote on an index behind the prefill: of this one all have said that they loaded theirs.
+        ready = one.index.state is State.READY and (self._alone or self._agreed.known(one).loaded)
+        return one.index if ready and one.index.entry.digest == front.digest else None
 
     def _check_rows(self, rows: Sequence[int], fronts: Sequence[Offload | None]) -> None:
         """A row has virtual slots exactly where it is known to have them; waits for the device."""

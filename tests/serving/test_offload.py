@@ -15,6 +15,7 @@ from sglang_ext.offload import selecting as of_prefills
 from sglang_ext.offload.offloading import Offloading
 from sglang_ext.offload.selecting import Behind
 from sglang_ext.options import Offload
+from sglang_ext.ranks import Agreement, Ranks
 from tests.decode_oracle import Oracle, OracleGroup
 from tests.offload.host_memory import PlainPools
 from tests.serving.admitting import (
@@ -159,6 +160,24 @@ def test_a_prefill_of_few_tokens_selects(offloaded: Runtime, counts: list[int]) 
     assert max(extended(runtime, counts)) < 1e-5
     assert runtime.snapshot()["offload"]["selected"] == 1
     assert runtime.figures()["offload"]["selected"] == 1
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
+def test_several_ranks_select_what_all_had_loaded(
+    offloaded: Runtime, loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they said before the batch: on indexes of a decode step they vote behind it."""
+    runtime, one = offloaded, offloaded.requests.get("r1")
+    selecting(runtime, 4)
+    monkeypatch.setattr(runtime.ready, "_agreement", Agreement(Ranks(), 0))
+    monkeypatch.setattr(runtime.offload, "_alone", False)
+    agreed = runtime.offload._agreed
+    agreed._words[one] = agreed.word(one)._replace(loaded=loaded)
+    if not loaded:
+        runtime.config = msgspec.structs.replace(runtime.config, keep_ratio=1.0)  # what the oracle attends
+    assert max(extended(runtime, [4], 0.5 if loaded else 1.0)) < 1e-5
+    assert runtime.offload.selected == loaded
 
 
 @pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
