@@ -17,6 +17,7 @@ from sglang_ext.methods import METHODS
 from sglang_ext.methods.combined import CombinedSpec
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.offload.attention import PLACES
+from sglang_ext.offload.selecting import SELECTING_BYTES
 from sglang_ext.options import KV_PER_INDEX_BYTE, Build, DecodePath, Offload, SparseAttnConfig
 from sglang_ext.profiles import layer_plan_of_rank
 
@@ -80,8 +81,8 @@ def decode_graphs(device: str) -> bool:
 
 
 def offload_bytes(settings: Settings, configurator: Any) -> int:
-    """Device bytes of offload, of one rank: rows behind the KV pool of all layers, pieces of one layer, and of layers
-    that attend all what the host has, too.
+    """Device bytes of offload, of one rank: rows behind the KV pool of all layers, pieces of one layer, of layers that
+    attend all what the host has, too, and what prefills select with.
     """
     offload = settings.config.offload
     if offload is None or settings.config.build is Build.PREFILL:
@@ -96,7 +97,8 @@ def offload_bytes(settings: Settings, configurator: Any) -> int:
     per_layer = heads * widths * int(model_config.dtype.itemsize)
     rows = offload.resident_tokens * layers + PLACES * offload.staging_tokens
     cells = host_bytes // per_layer * 4 * heads  # of `ResidentState.cell_of_row`, of all layers
-    return cells + rows * per_layer + len(plan.dense_layers) * host_bytes // layers
+    selecting = 0 if offload.select_prefill_tokens is None else SELECTING_BYTES
+    return cells + rows * per_layer + len(plan.dense_layers) * host_bytes // layers + selecting
 
 
 def cache_rank_bytes(config: SparseAttnConfig, configurator: Any) -> int:

@@ -49,7 +49,7 @@ from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_ROOM = 1 << 21
+ROOM = 1 << 21
 """Tokens of all prefixes that a step selects from, at most, unless one prefix alone may have more."""
 _FAR, _NEAR = 65536, 4
 """Tokens that costs are measured with, and by how much the shorter list is shorter."""
@@ -171,7 +171,7 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self._buffers = StepBuffers(batch, heads, arena_size, device, reserved_counts=max_groups, num_sets=sets)
         self._lists = AnchorLists(layer_plan, self._buffers, entries, device)
         self.swap = None if host is None else SwapIn(host, layer_plan, heads, max_groups, entries, device)
-        most = max(_ROOM, max_prefix_len + PAGE_TOKENS) if captured else arena_size
+        most = max(ROOM, max_prefix_len + PAGE_TOKENS) if captured else arena_size
         self._room = min(arena_size, most, max_groups * (max_prefix_len + PAGE_TOKENS))
         self._max_prefix_len = max_prefix_len
         ahead = layer_plan.anchor_layers if config.select_ahead else ()

@@ -19,9 +19,9 @@ from torch import Tensor
 from prefix_kernels.residents import gather_listed
 from prefix_kernels.types import SelectedLists, SelectionGroup, new_lists
 from sglang_ext.config import PAGE_TOKENS
-from sglang_ext.decode.buffers import head_maps
+from sglang_ext.decode.buffers import head_maps, num_sets
 from sglang_ext.decode.select_op import ListSizes, ReferenceOp, Selecting
-from sglang_ext.decode.sparse import SparseDecode
+from sglang_ext.decode.sparse import ROOM, SparseDecode
 from sglang_ext.methods.layer_plan import LayerMode
 from sglang_ext.offload.directory import Offload
 from sglang_ext.offload.host import HostPool
@@ -33,6 +33,9 @@ _LISTED = 1 << 18
 """Tokens that all prefixes' lists have, of each KV head, at most."""
 _GATHERED = 4096
 """Tokens that are on the device at once, of one layer."""
+SELECTING_BYTES = 768 << 20
+"""Of the device, for all that prefills select with: more than any method takes for 64 query heads, 8 KV heads and
+contexts of 131,072 tokens on a GPU of 132 multiprocessors (`union` 700 MiB, `token_index` 200)."""
 
 
 class Behind(NamedTuple):
@@ -82,15 +85,12 @@ class PrefillSelection:
         self._modes = [role.mode for role in sparse.layer_plan.layers]
         self._head_maps = head_maps(sparse.layer_plan, device)
         tokens = min(_GROUPS * max_prefix_len, pool.num_pages * PAGE_TOKENS) + _GROUPS * PAGE_TOKENS
-        self._sizes = ListSizes(_GROUPS, _LISTED * num_kv_heads, _ROWS, max_prefix_len, tokens, 1)
+        room = min(tokens, max(ROOM, max_prefix_len + PAGE_TOKENS))
+        self._sizes = ListSizes(_GROUPS, _LISTED * num_kv_heads, _ROWS, max_prefix_len, room, 1)
         self._op = sparse.op_for(self._sizes)
-        # Lists of a layer are kept where another one takes them over.
-        roles = sparse.layer_plan.layers
-        kept = {role.anchor_layer for role in roles if role.anchor_layer is not None}
-        shared = self._new_lists()
-        self._lists = {
-            layer: self._new_lists() if layer in kept else shared for layer in sparse.layer_plan.anchor_layers
-        }
+        roles, anchors = sparse.layer_plan.layers, sparse.layer_plan.anchor_layers
+        lists = [self._new_lists() for _ in range(num_sets(sparse.layer_plan, 1))]
+        self._lists = {layer: lists[number % len(lists)] for number, layer in enumerate(anchors)}
         self._list_of = [layer if role.anchor_layer is None else role.anchor_layer for layer, role in enumerate(roles)]
         page = pool.layer(0)
         self._gathered = torch.zeros(_GATHERED // PAGE_TOKENS, *page.shape[1:], dtype=page.dtype, device=device)
@@ -129,15 +129,14 @@ class PrefillSelection:
 
     def fitting(self, wanted: Sequence[Behind]) -> list[bool]:
         """Which of them select together; the others attend all. Those that fewest queries are behind come first."""
-        chosen, rows, listed = set[int](), 0, 0
+        chosen = dict[int, tuple[int, int, int]]()  # queries, tokens of the prefix and of the budget
         for number in sorted(range(len(wanted)), key=lambda n: len(wanted[n].rows)):
             behind = wanted[number]
-            budget = self._budget(behind)
-            rows, listed = rows + len(behind.rows), listed + budget
-            if not budget or rows > _ROWS or listed > _LISTED or len(chosen) == _GROUPS:
-                rows, listed = rows - len(behind.rows), listed - budget
-                continue
-            chosen.add(number)
+            chosen[number] = len(behind.rows), behind.offload.prefix_len, self._budget(behind)
+            rows, lengths, budgets = zip(*chosen.values(), strict=True)
+            good = budgets[-1] and sum(rows) <= _ROWS and sum(budgets) <= _LISTED and len(chosen) <= _GROUPS
+            if not good or not self._op.fits(lengths, budgets):
+                del chosen[number]
         return [number in chosen for number in range(len(wanted))]
 
     def plan(self, chosen: Sequence[Behind]) -> PlannedSelection:

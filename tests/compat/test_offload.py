@@ -40,6 +40,10 @@ def test_rows_behind_the_pool_are_promised_before_it_is_sized(tmp_path: Path) ->
     given = configurator(tmp_path, json.dumps(offloaded), model_config=model)
     taken = without - memory.after_profile_available_bytes(20 * GIB, given)
     assert taken == (2000 + 4 * 1000 / 32) * 131_072 + GIB // 16 + GIB // 128
+    offloaded["offload"]["select_prefill_tokens"] = 64
+    selecting = configurator(tmp_path, json.dumps(offloaded), model_config=model)
+    promised = memory.offload_bytes(settings_of(selecting.server_args), selecting)
+    assert promised == taken + memory.SELECTING_BYTES
     given.server_args.tp_size = 2  # each rank half of all
     assert memory.offload_bytes(settings_of(given.server_args), given) == taken / 2
     assert [memory.offload_rows(page) for page in (1, 16, 64)] == [2000, 2000, 2048]

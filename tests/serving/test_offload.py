@@ -152,7 +152,10 @@ def extended(runtime: Runtime, counts: list[int], cap: float = 0.5, first: int =
     return found
 
 
-@pytest.mark.parametrize("offloaded", [SELECTING], indirect=True)
+EARLIER = {**SELECTING, "layer_plan": ["anchor", "anchor", {"reuse": 0}]}
+
+
+@pytest.mark.parametrize("offloaded", [SELECTING, EARLIER], ids=["the last", "an earlier one"], indirect=True)
 @pytest.mark.parametrize("counts", [[4], [1], [4, 3]], ids=["some", "one", "beside another"])
 def test_a_prefill_of_few_tokens_selects(offloaded: Runtime, counts: list[int]) -> None:
     runtime = offloaded
@@ -160,6 +163,8 @@ def test_a_prefill_of_few_tokens_selects(offloaded: Runtime, counts: list[int]) 
     assert max(extended(runtime, counts)) < 1e-5
     assert runtime.snapshot()["offload"]["selected"] == 1
     assert runtime.figures()["offload"]["selected"] == 1
+    lists = {id(one) for one in runtime.offload._attention.selection._lists.values()}
+    assert len(lists) == (1 if runtime.planner.sparse.layer_plan.layers[2].anchor_layer == 1 else 2)
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -209,6 +214,8 @@ def test_what_has_no_room_beside_others_attends_all(offloaded: Runtime, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(of_prefills, name, most)
             assert fitting(wanted) == fit
+    monkeypatch.setattr(runtime.offload._attention.selection._op, "fits", lambda lengths, budgets: sum(budgets) <= 48)
+    assert fitting(wanted) == [False, True, True]
 
 
 MAY_NOT = {
