@@ -31,6 +31,9 @@ _ROWS, _GROUPS = 2048, 64
 """Of a forward, at most: queries that select, and prefixes that they are behind."""
 _LISTED = 1 << 18
 """Tokens that all prefixes' lists have, of each KV head, at most."""
+_SCORED = 1 << 22
+"""Of a prefix, at most: its tokens times queries behind it, where each query head's scores of all of these are held at
+once, as `ReferenceOp` does: 512 MiB of 32 heads, some three times."""
 _GATHERED = 4096
 """Tokens that are on the device at once, of one layer."""
 SELECTING_BYTES = 768 << 20
@@ -121,8 +124,12 @@ class PrefillSelection:
         return self._modes[layer] is not LayerMode.DENSE
 
     def _budget(self, behind: Behind) -> int:
-        """Tokens for all queries behind a prefix, whole pages; 0 where that is more than half of it."""
+        """Tokens for all queries behind a prefix, whole pages; 0 where that is more than half of it, or there are more
+        queries than can be scored.
+        """
         tokens = behind.offload.prefix_len
+        if isinstance(self._op, ReferenceOp) and tokens * len(behind.rows) > _SCORED:
+            return 0
         one = self._sparse.budget(tokens, self._sparse.factor_of(behind.by.entry.digest))
         grown = min(math.ceil(one * math.sqrt(len(behind.rows))), tokens // 2)
         return 0 if one > tokens // 2 else -(-grown // PAGE_TOKENS) * PAGE_TOKENS

@@ -210,6 +210,7 @@ def test_what_has_no_room_beside_others_attends_all(offloaded: Runtime, monkeypa
         ("_ROWS", 7, [False, True, True]),
         ("_LISTED", 48, [False, True, True]),
         ("_GROUPS", 1, [False, True, False]),
+        ("_SCORED", 3 * 64, [False, True, True]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(of_prefills, name, most)
