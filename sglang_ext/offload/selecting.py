@@ -7,6 +7,7 @@ the queries, at most half of the prefix.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from sglang_ext.methods.layer_plan import LayerMode
 from sglang_ext.offload.directory import Offload
 from sglang_ext.offload.host import HostPool
 from sglang_ext.prefix.residency import ResidentIndex
+
+logger = logging.getLogger(__name__)
 
 _ROWS, _GROUPS = 2048, 64
 """Of a forward, at most: queries that select, and prefixes that they are behind."""
@@ -134,6 +137,14 @@ class PrefillSelection:
         grown = min(math.ceil(one * math.sqrt(len(behind.rows))), tokens // 2)
         return 0 if one > tokens // 2 else -(-grown // PAGE_TOKENS) * PAGE_TOKENS
 
+    def _knows(self, index: ResidentIndex) -> bool:
+        try:
+            self._op.number_of(index)
+        except Exception as error:  # the server lives on, as it does with such a decode step
+            logger.error("sparse attention: a prefill cannot select by index %s", index.entry.digest, exc_info=error)
+            return False
+        return True
+
     def fitting(self, wanted: Sequence[Behind]) -> list[bool]:
         """Which of them select together; the others attend all. Those that fewest queries are behind come first."""
         chosen = dict[int, tuple[int, int, int]]()  # queries, tokens of the prefix and of the budget
@@ -142,7 +153,7 @@ class PrefillSelection:
             chosen[number] = len(behind.rows), behind.offload.prefix_len, self._budget(behind)
             rows, lengths, budgets = zip(*chosen.values(), strict=True)
             good = budgets[-1] and sum(rows) <= _ROWS and sum(budgets) <= _LISTED and len(chosen) <= _GROUPS
-            if not good or not self._op.fits(lengths, budgets):
+            if not good or not self._op.fits(lengths, budgets) or not self._knows(behind.by):
                 del chosen[number]
         return [number in chosen for number in range(len(wanted))]
 
@@ -150,12 +161,10 @@ class PrefillSelection:
         """Write the tables of the forward that runs next, without a wait.
 
         Args:
-            chosen: that fit together.
+            chosen: that `fitting` chose.
         """
         sizes = [(one.offload.prefix_len, self._budget(one), 0) for one in chosen]
         groups = self._sparse.packed(sizes)
-        for one in chosen:
-            self._op.number_of(one.by)
         ends = list(accumulate(len(one.rows) for one in chosen))
         rows = [tuple(range(end - len(one.rows), end)) for one, end in zip(chosen, ends, strict=True)]
         self._op.plan(Selecting(ends[-1], rows, groups), [one.by for one in chosen])

@@ -219,7 +219,14 @@ def test_what_has_no_room_beside_others_attends_all(offloaded: Runtime, monkeypa
     assert fitting(wanted) == [False, True, True]
 
 
+def unreadable(_index: Any) -> int:
+    raise ValueError("expected arrays of another shape")
+
+
 MAY_NOT = {
+    "its index cannot be read": lambda runtime: setattr(
+        runtime.offload._attention.selection._op, "number_of", unreadable
+    ),
     "too many tokens": lambda runtime: selecting(runtime, 3),
     "turned off": lambda runtime: setattr(runtime.ready, "off", True),
     "half of the prefix is less": lambda runtime: selecting(runtime, 4, 0.6),
