@@ -112,7 +112,8 @@ class PrefillSelection:
         lists = next(iter(self._lists.values()))
         for rows in (1, 2, 4, 8, 16, 32, _ROWS):
             queries = torch.zeros(rows, num_qo_heads, head_dim, dtype=dtype, device=self._device)
-            groups = self._sparse.packed([(2 * PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS * PAGE_TOKENS, 0)])
+            tokens = min(2 * PAGE_TOKENS * PAGE_TOKENS, self._sizes.max_prefix_len)
+            groups = self._sparse.packed([(tokens, tokens // 2, 0)])
             self._op.plan_probe(Selecting(rows, [tuple(range(rows))], groups))
             self._op.run(rows, queries, 1.0, None, None, lists)
             self._op.plan(Selecting(rows), ())
