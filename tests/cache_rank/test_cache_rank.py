@@ -160,7 +160,7 @@ def test_the_process_follows_what_it_can_and_says_what_it_cannot(tmp_path: Path)
     _, index = server.prefix(200)
     arrays = [packed({name: one for name, one in layer.items() if "first." in name}) for layer in index.layers]
     short = {name: (dtype, shape, content[:-1]) for name, (dtype, shape, content) in arrays[0].items()}
-    plan = Plan(1, 1, [(0,)], server.sparse._packed([(200, 40, 0)]), [7], 0.1)
+    plan = Plan(1, 1, [(0,)], server.sparse.packed([(200, 40, 0)]), [7], 0.1)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = 0
         socket.bind(f"ipc://{tmp_path}/socket")

@@ -75,7 +75,7 @@ def test_a_server_settles_with_the_imported_plan(run: Import, tmp_path: Path) ->
     assert (given.keep_ratio, given.layer_plan) == (0.3, [])
     runtime = SparseRuntime(named, Model(MODEL))
     assert runtime.planner.sparse is not None
-    assert runtime.planner.sparse._layer_plan.to_dict()["layers"] == PLAN
+    assert runtime.planner.sparse.layer_plan.to_dict()["layers"] == PLAN
     runtime.close()
     with pytest.raises(ProfileError, match="it is of another model"):
         check_profile(profile, msgspec.structs.replace(MODEL, config_digest="f" * 64))

@@ -184,7 +184,7 @@ def test_the_runtime_has_the_profiles_plan(settle: Settle) -> None:
     runtime = SparseRuntime(settle(), Model(_model()))
     try:
         assert runtime.profile == profile_digest(settle().config, _profile())
-        assert runtime.planner.sparse._layer_plan == _profile().plan().with_dense([1])
+        assert runtime.planner.sparse.layer_plan == _profile().plan().with_dense([1])
     finally:
         runtime.close()
 
