@@ -349,3 +349,9 @@ def test_the_documented_drafts_that_a_model_kept_are_the_rows() -> None:
     text = prose("lossless")
     assert f"kept {each} drafts behind 4,096 tokens where each searches, {a_round} with one search a round" in text
     assert f"{four} and {sixteen} with one for 4 and 16 drafts, {drawn} at temperature 1;" in text
+
+
+def test_the_answers_behind_prefills_that_select_are_the_rows(bench: Any) -> None:
+    rows = rows_of(RESULTS / "answers-cpu-prefills.jsonl.xz")
+    found = points(bench, rows, "behind host memory")["prefills select"]
+    assert f"exact ones {found.points} points of {found.questions} questions behind 8,192 tokens" in prose("offload")
