@@ -114,6 +114,11 @@ def send(table: torch.Tensor, buffer: torch.Tensor) -> None:
         buffer[: table.shape[0]].copy_(source, non_blocking=True)
 
 
+def sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table of the host on a device, new memory there, without a wait."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
 def shared_registers(num_warps: int, programs_per_sm: int) -> int:
     """Registers of a thread that let so many programs share those of a multiprocessor, sm_80 and later.
 

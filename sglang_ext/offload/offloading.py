@@ -408,8 +408,7 @@ class Offloading:
             begin += count
         wanted = [Behind(front, index, torch.cat(of)) for (front, index), of in queries.items() if index is not None]
         selection = self._attention.selection
-        fits = [] if selection is None else selection.fitting(wanted)
-        selecting = [one for one, fit in zip(wanted, fits, strict=True) if fit]
+        selecting = [] if selection is None else selection.fitting(wanted)
         for one in selecting:
             self.selected += len(queries.pop((one.offload, one.by)))
         whole = dict[Offload, list[Tensor]]()
@@ -515,7 +514,7 @@ class Offloading:
         """What steps select with, once that is made: of rows behind host memory, and of prefills."""
         self.swap, self.selects = sparse.swap, sparse.swaps
         longest = int(self._view.req_to_token.shape[1])
-        if self._options.select_prefill_tokens is not None:
+        if self._options.select_prefill_tokens is not None and sparse.layer_plan.anchor_layers:
             sizes = self._view.num_kv_heads, longest, self._view.device
             self._attention.selection = selection = PrefillSelection(sparse, self._pool, *sizes)
             selection.warm(self._view.num_qo_heads, self._view.head_dim, self._view.dtype)

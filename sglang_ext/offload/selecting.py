@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prefix_kernels.launching import sent
 from prefix_kernels.residents import gather_listed
 from prefix_kernels.types import SelectedLists, SelectionGroup, new_lists
 from sglang_ext.config import PAGE_TOKENS
@@ -51,11 +52,13 @@ class Behind(NamedTuple):
         offload: the prefix.
         by: its index, ready.
         rows: [num_queries] int64 on the host, ascending.
+        budget: tokens of the prefix that they attend, whole pages; `PrefillSelection.fitting` decides.
     """
 
     offload: Offload
     by: ResidentIndex
     rows: Tensor
+    budget: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class PrefillSelection:
     """Selects for forwards, one after another, on one stream.
 
     Args:
-        sparse: whose method, budgets and layer plan these are.
+        sparse: whose method, budgets and layer plan these are; some layer of it selects.
         pool: of host memory.
         num_kv_heads: KV heads.
         max_prefix_len: tokens of a prefix, at most.
@@ -107,7 +110,7 @@ class PrefillSelection:
 
     def warm(self, num_qo_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Compile what forwards launch, on CUDA; arguments as of `StagedAttention.warm`."""
-        if self._device.type != "cuda" or isinstance(self._op, ReferenceOp) or not self._lists:
+        if self._device.type != "cuda" or isinstance(self._op, ReferenceOp):
             return
         lists = next(iter(self._lists.values()))
         for rows in (1, 2, 4, 8, 16, 32, _ROWS):
@@ -146,17 +149,19 @@ class PrefillSelection:
             return False
         return True
 
-    def fitting(self, wanted: Sequence[Behind]) -> list[bool]:
-        """Which of them select together; the others attend all. Those that fewest queries are behind come first."""
-        chosen = dict[int, tuple[int, int, int]]()  # queries, tokens of the prefix and of the budget
-        for number in sorted(range(len(wanted)), key=lambda n: len(wanted[n].rows)):
-            behind = wanted[number]
-            chosen[number] = len(behind.rows), behind.offload.prefix_len, self._budget(behind)
-            rows, lengths, budgets = zip(*chosen.values(), strict=True)
-            good = budgets[-1] and sum(rows) <= _ROWS and sum(budgets) <= _LISTED and len(chosen) <= _GROUPS
-            if not good or not self._op.fits(lengths, budgets) or not self._knows(behind.by):
-                del chosen[number]
-        return [number in chosen for number in range(len(wanted))]
+    def fitting(self, wanted: Sequence[Behind]) -> list[Behind]:
+        """Those that select together, with their budgets; the others attend all. Few queries come before many."""
+        chosen = list[Behind]()
+        for one in sorted(wanted, key=lambda behind: len(behind.rows)):
+            behind = one._replace(budget=self._budget(one))
+            if behind.budget and self._fit([*chosen, behind]) and self._knows(behind.by):
+                chosen.append(behind)
+        return chosen
+
+    def _fit(self, some: Sequence[Behind]) -> bool:
+        budgets = [one.budget for one in some]
+        few = sum(len(one.rows) for one in some) <= _ROWS and len(some) <= _GROUPS
+        return few and sum(budgets) <= _LISTED and self._op.fits([one.offload.prefix_len for one in some], budgets)
 
     def plan(self, chosen: Sequence[Behind]) -> PlannedSelection:
         """Write the tables of the forward that runs next, without a wait.
@@ -164,18 +169,12 @@ class PrefillSelection:
         Args:
             chosen: that `fitting` chose.
         """
-        sizes = [(one.offload.prefix_len, self._budget(one), 0) for one in chosen]
-        groups = self._sparse.packed(sizes)
+        groups = self._sparse.packed([(one.offload.prefix_len, one.budget, 0) for one in chosen])
         ends = list(accumulate(len(one.rows) for one in chosen))
         rows = [tuple(range(end - len(one.rows), end)) for one, end in zip(chosen, ends, strict=True)]
         self._op.plan(Selecting(ends[-1], rows, groups), [one.by for one in chosen])
-        pages = [self._sent(one.offload.pages.int()) for one in chosen]
-        return PlannedSelection(groups, self._sent(torch.cat([one.rows for one in chosen])), pages)
-
-    def _sent(self, table: Tensor) -> Tensor:
-        if self._device.type != "cuda":
-            return table
-        return table.pin_memory().to(self._device, non_blocking=True)
+        pages = [sent(one.offload.pages.int(), self._device) for one in chosen]
+        return PlannedSelection(groups, sent(torch.cat([one.rows for one in chosen]), self._device), pages)
 
     def run(self, planned: PlannedSelection, layer: int, q: Tensor, sm_scale: float) -> Iterator[tuple[int, Tensor]]:
         """One layer that selects, or takes a selection over. Nothing waits for the device.

@@ -354,4 +354,6 @@ def test_the_documented_drafts_that_a_model_kept_are_the_rows() -> None:
 def test_the_answers_behind_prefills_that_select_are_the_rows(bench: Any) -> None:
     rows = rows_of(RESULTS / "answers-cpu-prefills.jsonl.xz")
     found = points(bench, rows, "behind host memory")["prefills select"]
-    assert f"exact ones {found.points} points of {found.questions} questions behind 8,192 tokens" in prose("offload")
+    assert f"exact prefills: {found.points} points of {found.questions} questions behind 8,192 tokens" in prose(
+        "offload"
+    )

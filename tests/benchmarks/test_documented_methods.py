@@ -173,7 +173,7 @@ def test_the_documented_figures_behind_host_memory() -> None:
         "answers of 128 | {:.0f} | {:.0f} | {:.0f} |".format(*shown[0]),
         "| of 512 | {:.0f} | {:,.0f} | {:.0f} |".format(*shown[1]),
         "first token, median s | {:.1f} | {:.1f} | {:.1f} |".format(*shown[2]),
-        "73,728 tokens resident: {1:.0f} tokens/s; one, in device memory: {0:.0f}".format(*of_each),
+        "73,728 tokens resident: {1:.0f} tokens/s; one, in device memory, on another card: {0:.0f}".format(*of_each),
         f"adds {min(late):.0f} to {max(late):.0f}% to attention's error",
     ):
         assert said in text, said

@@ -94,8 +94,7 @@ def test_answers_are_those_of_a_server_that_names_its_own_candidates(
     assert served > len(prompts) * SAID / 2
     assert missed <= served / 100
     assert_answered(said)
-    # The first steps of a request select in line; how many, depends on when the other process knows of it.
-    assert said.count(SAID) >= len(said) / 2
+    assert sum(said) > 0.9 * len(said) * SAID
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])

@@ -203,8 +203,14 @@ def test_what_has_no_room_beside_others_attends_all(offloaded: Runtime, monkeypa
     runtime = offloaded
     selecting(runtime, 4)
     prefix, index = runtime.offload.of_row(1), runtime.requests.get("r1").index
-    wanted = [Behind(prefix, index, torch.arange(count)) for count in (4, 1, 3)]  # budgets: 32, 16, 32
-    fitting = runtime.offload._attention.selection.fitting
+    wanted = [Behind(prefix, index, torch.arange(count)) for count in (4, 1, 3)]
+    selection = runtime.offload._attention.selection
+
+    def fitting() -> list[bool]:
+        chosen = {len(one.rows): one.budget for one in selection.fitting(wanted)}
+        assert chosen.items() <= {4: 32, 1: 16, 3: 32}.items()
+        return [len(one.rows) in chosen for one in wanted]
+
     for name, most, fit in (
         ("_ROWS", 8, [True, True, True]),
         ("_ROWS", 7, [False, True, True]),
@@ -214,9 +220,9 @@ def test_what_has_no_room_beside_others_attends_all(offloaded: Runtime, monkeypa
     ):
         with monkeypatch.context() as patch:
             patch.setattr(of_prefills, name, most)
-            assert fitting(wanted) == fit
-    monkeypatch.setattr(runtime.offload._attention.selection._op, "fits", lambda lengths, budgets: sum(budgets) <= 48)
-    assert fitting(wanted) == [False, True, True]
+            assert fitting() == fit
+    monkeypatch.setattr(selection._op, "fits", lambda lengths, budgets: sum(budgets) <= 48)
+    assert fitting() == [False, True, True]
 
 
 def unreadable(_index: Any) -> int:

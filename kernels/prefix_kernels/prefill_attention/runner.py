@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefix_kernels.grouped_attention.config import AttentionConfig, AttentionShape, default_config
-from prefix_kernels.launching import block_of, launch
+from prefix_kernels.launching import block_of, launch, sent
 from prefix_kernels.prefill_attention.kernels import attend_tiles_kernel
 from prefix_kernels.prefill_attention.reference import Span, State
 from prefix_kernels.types import PagedKV
@@ -75,10 +75,7 @@ class PrefillAttention:
     def _sent(
         self, config: AttentionConfig, tiles: Sequence[tuple[int, ...]], rows: Tensor, device: torch.device
     ) -> _Launch:
-        tables = torch.tensor(tiles, dtype=torch.int32), rows.int()
-        if device.type == "cuda":
-            return _Launch(config, *(one.pin_memory().to(device, non_blocking=True) for one in tables))
-        return _Launch(config, *tables)
+        return _Launch(config, sent(torch.tensor(tiles, dtype=torch.int32), device), sent(rows.int(), device))
 
     def own(self, q: Tensor, kv: PagedKV, sm_scale: float) -> State:
         """See `Reference.own`. One launch."""
