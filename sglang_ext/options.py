@@ -67,9 +67,9 @@ class Offload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         resident_tokens: rows behind SGLang's KV pool that hold what steps select: of a layer and KV head, for all
             prefixes of a batch. Budgets of groups shrink to it; a step whose requests alone select more attends
             exactly.
-        select_prefill_tokens: most new tokens of a request, in one chunk, whose prefill behind such a prefix selects what
-            it attends, as decode steps do. A longer prefill attends all of the prefix, which passes the link; with
-            null every prefill does.
+        select_prefill_tokens: most new tokens of a request, in one chunk, whose prefill behind such a prefix selects
+            what it attends, as decode steps do. A longer prefill attends all of the prefix, which passes the link;
+            with null every prefill does.
         folder: where their KV is kept on disk, too: a server that starts anew serves them without a prefill. None:
             nowhere.
         folder_bytes: of its files, those of all ranks, at most; what was used longest ago leaves. None: no limit.
