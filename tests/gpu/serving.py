@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,16 @@ def prebuilt(
 
 @contextmanager
 def served(
-    store: Path, config: dict[str, Any], flags: Sequence[str], folder: Path, model: Path = MODEL
+    store: Path,
+    config: dict[str, Any],
+    flags: Sequence[str],
+    folder: Path,
+    model: Path = MODEL,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """A server, ready; its log is in the folder."""
     ours = ["--sparse-attn", "--sparse-attn-store", str(store), "--sparse-attn-config", json.dumps(config)]
-    server = Server([*flags, *ours], {}, folder / "server.log", model)
+    server = Server([*flags, *ours], dict(environment or {}), folder / "server.log", model)
     try:
         server.wait()
         yield server
