@@ -92,6 +92,9 @@ class ScoredOp(ScoringOp):
     Attributes:
         candidates: int32, of listed candidates: where `plan` says that lists are. Not owned.
         known: of the indexes that `number_of` was asked for.
+
+    Raises:
+        ValueError: rows of the index are too wide for the kernels.
     """
 
     ends_in_lists = True
@@ -102,6 +105,7 @@ class ScoredOp(ScoringOp):
         self.shape = shape
         self._spec, self._head_dim, self._sizes, self._device = spec, layer.head_dim, sizes, device
         self._specialized = device.type == "cuda" and layer.dtype is not torch.float32
+        self.tile_of(sizes.max_batch)
         self._scores = torch.zeros(shape.num_kv_heads * sizes.room, dtype=torch.float32, device=device)
         tables = (num_layers, sizes.max_groups)
         self._addresses = torch.zeros(*tables, ARRAYS, dtype=torch.int64, device=device)

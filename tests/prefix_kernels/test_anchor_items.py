@@ -11,7 +11,7 @@ import torch
 from prefix_kernels.anchor_selection import AnchorConfig, AnchorSelection, default_config
 from prefix_kernels.anchor_selection.programs import ITEM_FIELDS, make_items, share_programs
 from prefix_kernels.pooled_scores import ScoreShape
-from prefix_kernels.types import SelectionGroup
+from prefix_kernels.types import CandidateForm, SelectionGroup
 
 
 def test_programs_are_shared_by_length() -> None:
@@ -72,6 +72,29 @@ def test_many_layers_of_many_groups_are_cut_at_once() -> None:
         return min(times)
 
     assert least(31) < 12 * least(1)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        (ScoreShape(16, 1, 256), True),
+        (ScoreShape(16, 1, 576), False),
+        (ScoreShape(16, 1, 576, form=CandidateForm.LISTED), False),
+        (ScoreShape(16, 1, 576, form=CandidateForm.MINMAX), True),
+        (ScoreShape(16, 1, 576, 16, form=CandidateForm.MINMAX), False),
+    ],
+)
+def test_rows_of_an_index_that_shared_memory_has_no_room_for_are_refused(
+    shape: ScoreShape, fits: bool, capability: tuple[int, int]
+) -> None:
+    """As all channels of an MLA model's keys are, unless they are blocks'."""
+    for rows in (1, 8, 128):
+        if fits:
+            default_config(shape, rows, capability)
+            continue
+        with pytest.raises(ValueError, match=f"got {shape.channels} channels of {shape.bits} bits; lower"):
+            default_config(shape, rows, capability)
 
 
 def test_configs() -> None:

@@ -47,6 +47,8 @@ _COUNTS_BYTES = 10 << 10
 """Counts of keys, and what else a program has."""
 _CHANNELS = (32, 64, 96, 128)
 """That sm_90's own kernel has: pieces of 32."""
+_MOST_CHANNELS = 256
+"""Of codes of tokens: tiles of more have no room in shared memory."""
 _FEW_ROWS = 32
 """Of so many rows at most, the sums of 64 programs are read at once, else of 32. Groups of so few rows in a batch of
 more have tiles of their own, of `_FEW_ROWS_BLOCK_N` candidates, on sm_90."""
@@ -126,6 +128,9 @@ def default_config(
         num_rows: requests of the largest group.
         capability: of the GPU. Before (9, 0) tiles are lower: there, scores leave the registers otherwise.
         specialized: whether sm_90's own kernel may run: on such a GPU, for queries that are halves.
+
+    Raises:
+        ValueError: rows of the index are too wide for shared memory.
     """
     if specialized and capability[0] == _HOPPER and fits_specialized(shape):
         block_m = min(128, block_of(num_rows * shape.gqa, 8))
@@ -139,6 +144,8 @@ def default_config(
     if shape.form.is_block or shape.shared_rows:
         # Warp-group instructions, from 16 rows on, take two thirds of the time of others.
         return _config_of_blocks(shape, max(block_m, 16) if hopper else block_m, hopper)
+    if shape.channels > _MOST_CHANNELS:
+        raise _too_wide(shape)
     if block_m == 128:
         # One tile of all rows: codes are read and unpacked once a phase.
         return AnchorConfig(block_m, 128, 8, 3, 1, halves)
@@ -164,8 +171,15 @@ def _config_of_blocks(shape: ScoreShape, block_m: int, hopper: bool) -> AnchorCo
             if needed <= _SHARED_BYTES[hopper] // programs - _COUNTS_BYTES:
                 return config
         if block_m == 8:
-            return config
+            raise _too_wide(shape)
         block_m //= 2
+
+
+def _too_wide(shape: ScoreShape) -> ValueError:
+    return ValueError(
+        f"expected an index of rows that shared memory has room for in decode graphs, got {shape.channels} channels of "
+        f"{shape.bits} bits; lower num_channels or channel_ratio"
+    )
 
 
 class AnchorSelection:

@@ -12,11 +12,12 @@ from prefix_kernels.anchor_selection.runner import fits_specialized
 from prefix_kernels.grouped_attention import AttentionShape
 from prefix_kernels.types import SelectionGroup, pack_lists
 from sglang_ext.config import config_from_dict
-from sglang_ext.decode.select_op import ListSizes, OpContext, Selecting
+from sglang_ext.decode.select_op import ListSizes, OpContext, Selecting, graph_op
 from sglang_ext.decode.types import GroupRead
 from sglang_ext.methods.ab_sparse import ABSparseSpec
 from sglang_ext.methods.base import IndexSpec
 from sglang_ext.methods.csattention import CSAttentionSpec
+from sglang_ext.methods.token_index import TokenIndexSpec
 from sglang_ext.methods.two_level import TwoLevelSpec
 from sglang_ext.methods.two_level.decode_op import TwoLevelOp
 from sglang_ext.methods.union import UnionSpec
@@ -39,6 +40,7 @@ from tests.sparse_server import (
 )
 
 CENTROIDS = CSAttentionSpec(num_subspaces=8, num_centroids=4)
+ALL_CHANNELS = TokenIndexSpec(channel_ratio=1.0)
 
 
 @pytest.mark.parametrize("kind", LAST, ids=str)
@@ -115,6 +117,15 @@ def test_both_levels_of_latent_keys_are_for_hoppers_own_kernel(device: torch.dev
     assert [(level.channels, level.listed_channels, fits_specialized(level)) for level in levels] == [
         (128, True, True)
     ] * 2
+
+
+@pytest.mark.parametrize("spec", [ALL_CHANNELS, TwoLevelSpec(second=ALL_CHANNELS)], ids=lambda spec: spec.method)
+def test_all_channels_of_latent_keys_are_refused_before_graphs_are_captured(
+    spec: IndexSpec, device: torch.device
+) -> None:
+    shape, config = AttentionShape(16, 1, 576, 512, torch.bfloat16, torch.bfloat16), config_from_dict({})
+    with pytest.raises(ValueError, match="got 576 channels of 4 bits; lower num_channels"):
+        graph_op(spec, OpContext(shape, config, 1, ListSizes(1, 4096, 1, 4096, 8192, 1), device))
 
 
 @pytest.mark.parametrize("kind", FIRST, ids=str)
