@@ -65,7 +65,8 @@ def refusal(
             "attention backend triton, or torch_native on a CPU", backend, "Choose --attention-backend triton"
         )
     if kv_dtype.itemsize == 1:
-        return _message("a KV cache of float32, float16 or bfloat16", kv_dtype, "Remove --kv-cache-dtype")
+        what_to_do = "Remove --kv-cache-dtype, or set it to bfloat16 where the checkpoint asks for this one"
+        return _message("a KV cache of float32, float16 or bfloat16", kv_dtype, what_to_do)
     if config.offload is not None:
         return _message("no offload", "offload", "Remove it from --sparse-attn-config")
     if config.exactness is Exactness.VERIFY:

@@ -167,6 +167,12 @@ def test_what_an_mla_model_does_not_go_with_is_refused(
     assert latent.refusal(SimpleNamespace(), given, [backend], torch.bfloat16, device) is None, "another model"
 
 
+def test_a_checkpoint_that_asks_for_fp8_is_served_with_a_flag() -> None:
+    """Without one its KV pool is of fp8, so removing the flag does not help."""
+    found = latent.refusal(MLA, config_from_dict({}), ["TritonAttnBackend"], torch.float8_e4m3fn, "cuda")
+    assert "set it to bfloat16" in str(found)
+
+
 @pytest.mark.parametrize(
     ("heads", "dtype", "shared_memory", "message"),
     [
