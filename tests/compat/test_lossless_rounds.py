@@ -252,3 +252,21 @@ def test_requests_that_come_and_go_get_the_models_own_tokens(worker: Any, page: 
         assert model.late > (20 if most > 1 else 5), "lengths on the host are bounds"
     else:
         assert (launched, model.late) == (0, 0)
+
+
+def test_a_request_that_ended_when_its_round_was_ready_drafts_nothing(worker: Any) -> None:
+    """Beside a grammar SGLang reads a round when the next one's batch is made: who ended holds no slots, and nothing
+    is known of it.
+    """
+    made, model = worker.made, worker.model
+    scheduler = Scheduler(model, worker.rng, worker.most, page=16)
+    for _ in range(4):
+        scheduler._admit()
+    for _ in range(16):
+        batch = scheduler.batch()
+        ended = SimpleNamespace(**vars(batch.reqs[0]) | {"rid": "dense", "kv": None})
+        batch.reqs[0] = ended
+        result = made.forward_batch_generation(batch, lambda _lens: None)
+        assert made._rounds.popleft()[1][0] == 0
+        assert result.accept_lens[0] == 1
+    assert model.drafts > 8, "others draft"
