@@ -69,11 +69,13 @@ def server_args(*, config: dict[str, Any] | None = None, store: str | None = Non
     from sglang_ext.compat import flags
     from sglang_ext.compat.seam import assert_in_place
     from sglang_ext.compat.server_args import attach, model_folder
-    from sglang_ext.config import make_settings
+    from sglang_ext.config import ConfigError, make_settings
 
     kwargs.setdefault("log_level", "error")
-    folder = model_folder(SimpleNamespace(**kwargs))
-    settings = make_settings(json.dumps(config) if config else None, store, folder)
+    given = SimpleNamespace(**kwargs)
+    settings = make_settings(json.dumps(config) if config else None, store, model_folder(given))
+    if message := flags.given_twice(given, settings.config):
+        raise ConfigError(message)
     record = ServerArgs(**kwargs, **flags.verify_arguments(settings.config))
     assert_in_place(launcher=True)
     attach(record, settings)

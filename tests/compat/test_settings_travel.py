@@ -56,6 +56,10 @@ def made_records(store: str, model: str) -> dict[str, Any]:
         server_args(store="/nowhere", **common)
     except ConfigError as error:
         out["bad store"] = str(error)
+    try:
+        server_args(config={"exactness": "verify"}, store=store, speculative_num_steps=3, **common)
+    except ConfigError as error:
+        out["given twice"] = str(error)
     return out
 
 
@@ -84,6 +88,7 @@ def test_other_records_have_none_and_a_bad_configuration_raises(records: Any) ->
     assert records["user's choice kept"] == "torch_native", "the attention backend stays the user's"
     assert "nope" in records["bad config"]
     assert "/nowhere" in records["bad store"]
+    assert "expected no --speculative-num-steps with exactness verify" in records["given twice"]
 
 
 #: Flags, and words of the message: each from another place that refuses. What else a configuration or tensor
