@@ -223,9 +223,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         else:  # as was chosen then: asked again, an index that drafts badly may want to draft nothing this time
             chosen = [one and one._replace(most=count) for one, count in zip(may, ahead.wanted, strict=True)]
             wanted = [0 if one is None else one.most for one in self._allowed(batch, chosen, lens[1])]
-        if (
-            overlaps
-        ):  # leave a slot for the next round's first draft, but draft; beside a grammar some have ended by now
+        if overlaps:
+            # Leave a slot for the next round's first draft, but draft. Beside a grammar some have ended by now.
             wanted = [
                 min(count, max(1, int(req.kv.kv_allocated_len) - int(length) - 1)) if count else 0
                 for count, req, length in zip(wanted, batch.reqs, lens[1], strict=True)
