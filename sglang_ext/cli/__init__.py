@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -49,10 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while modules are imported, too
         print(f"sglang-ext: interrupted{again}", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # What is still buffered has no reader; the interpreter would complain when it flushes at its end.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        # What is still buffered has nowhere to go; the interpreter would complain when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return BROKEN_PIPE if error.errno == errno.EPIPE else refuse(command, f"{error}; free room for the output", 1)
 
 
 def _run(words: list[str]) -> int:

@@ -30,6 +30,14 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Any) -> None:
     assert (ran.returncode, err) == (141, b"")
 
 
+def test_output_that_has_no_room_is_one_line(shelf: Any, program: Any) -> None:
+    with open("/dev/full", "wb") as full:
+        ran = program("index", "ls", stdout=full, stderr=subprocess.PIPE)
+        err = ran.communicate(timeout=120)[1]
+    assert (ran.returncode, err.count(b"\n")) == (1, 1), err
+    assert b"No space left on device" in err
+
+
 @pytest.mark.parametrize(
     ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
