@@ -21,8 +21,8 @@ _AGAIN_S: Final = 30.0
 _MARK: Final = ".copies"
 """File of a folder of copies, where what the store does not know goes. Indexes of another store must not."""
 
-Tell: TypeAlias = Callable[[str, bool], None]
-"""(digest, whether a copy served it): what the process that makes the copies learns of a use."""
+Tell: TypeAlias = Callable[[str, bool | None], None]
+"""(digest, whether a copy served it, or None: it was put): what the process that makes copies learns of a use."""
 
 
 class TierCounters(NamedTuple):
@@ -122,7 +122,7 @@ class Copies:
         """A new index wants a copy, however often making one failed before. Whether it is made here."""
         self.not_before.pop(digest, None)
         if self._tell is not None:
-            self._tell(digest, False)
+            self._tell(digest, None)
         return self.keeper is not None
 
     def make(self, index: IndexFile, entry: IndexEntry | None, check: Check) -> None:

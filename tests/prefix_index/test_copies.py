@@ -257,7 +257,7 @@ def test_a_copies_folder_that_cannot_be_opened_is_an_error_at_once(folder: Path)
 
 
 def test_who_only_reads_copies_tells_of_each_use_and_makes_none(store: FileStore, folder: Path, copy: Path) -> None:
-    told: list[tuple[str, bool]] = []
+    told: list[tuple[str, bool | None]] = []
     reading = Copies(folder.parent / "dram", tell=lambda digest, copy: told.append((digest, copy)))
     with FileStore(folder, copies=reading) as reader:
         assert in_dram(reader.get(DIGEST))

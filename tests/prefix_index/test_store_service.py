@@ -547,6 +547,16 @@ def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
         eventually(lambda: tier() == "dram")
 
 
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_reads_are_hits_with_and_without_a_dram_tier_and_a_put_is_none(tmp_path: Path, tiers: int) -> None:
+    own = two_tiers(tmp_path) if tiers == 2 else None
+    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
+        client.put(sample_payload())
+        for count in (0, 1, 2):
+            assert sum(tier.hits for tier in client.status().tiers) == count
+            client.get(sample_identity()).close()
+
+
 def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = StoreServer(two_tiers(tmp_path), endpoint_in(tmp_path))
 

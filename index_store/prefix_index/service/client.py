@@ -88,13 +88,18 @@ class StoreClient(FileStore):
         error = unavailable("no service; what is in the folder is served", path=str(socket_path(self.endpoint)))
         return (*found, Problem(self.endpoint, error))
 
+    def served(self, digest: str, *, copy: bool) -> None:
+        super().served(digest, copy=copy)
+        if self.copies is None:  # which tell of it themselves
+            self._tell(digest, copy)
+
     def status(self) -> Status:
         """The service as it is now. Raises StoreUnavailable."""
         self._check_open()
         assert self._link is not None
         return self._link.ask(GetStatus(), Status, self._timeout_s)
 
-    def _tell(self, digest: str, copy: bool) -> None:
+    def _tell(self, digest: str, copy: bool | None) -> None:
         link = self._link
         if link is not None:
             link.tell(Used(digest=digest, copy=copy))

@@ -39,10 +39,10 @@ class Hello(_Message):
 
 
 class Used(_Message):
-    """An index was read, from its copy in DRAM or not, or is about to be. No answer."""
+    """An index was read, from its copy in DRAM or not; or (None) was put, and is about to be read. No answer."""
 
     digest: Digest
-    copy: bool = False
+    copy: bool | None = False
 
 
 class GetStatus(_Message):

@@ -189,8 +189,9 @@ class StoreServer:
             return self._welcome(client, request)
         self._remember(client, None)
         if isinstance(request, Used):
-            self._hits["dram" if request.copy else "ssd"] += 1
-            self.store.served(request.digest, copy=request.copy)
+            if request.copy is not None:
+                self._hits["dram" if request.copy else "ssd"] += 1
+            self.store.served(request.digest, copy=bool(request.copy))
             return None
         return self.status()
 
