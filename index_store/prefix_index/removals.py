@@ -45,8 +45,8 @@ def note_removal(folder: Path, entry: IndexEntry, why: Why, *, mode: int) -> Non
     removal = Removal(identity=entry.identity, name=entry.retention.name, removed=time.time(), why=why)
     with contextlib.suppress(Exception):  # nothing here is worth a put or a collection
         path = folder / NAME
-        lines = _lines(path)
-        if sum(map(len, lines)) > MAX_NBYTES:
+        if path.is_file() and path.stat().st_size > MAX_NBYTES:
+            lines = _lines(path)
             partial = folder / f"{PARTIAL}{os.getpid()}"
             _write(partial, b"".join(lines[len(lines) // 2 :]), mode, os.O_TRUNC)  # of a process that died: its number
             os.replace(partial, path)

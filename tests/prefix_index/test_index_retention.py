@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -405,6 +406,19 @@ def test_of_a_record_of_any_size_only_the_end_is_read(store: FileStore, folder: 
     store.delete(IDS[1])
     assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
     assert record.stat().st_size < 3 * removals.MAX_NBYTES
+
+
+def test_a_record_is_read_only_to_shorten_it(store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Mock(side_effect=removals._lines)
+    with monkeypatch.context() as patch:
+        patch.setattr(removals, "_lines", reads)
+        store.delete(IDS[0])
+        store.delete(IDS[1])
+        assert reads.call_count == 0, "who makes much room would read it for each index that leaves, the folder locked"
+        patch.setattr(removals, "MAX_NBYTES", 0)
+        store.delete(IDS[2])
+        assert reads.call_count == 1
+    assert [identity for identity, *_ in told(folder)] == [IDS[2]]
 
 
 def test_what_a_dead_process_left_while_it_shortened_the_record_goes(
