@@ -69,6 +69,20 @@ def _lines(path: Path) -> list[bytes]:
         return []
 
 
+def removals_behind(folder: Path, last: bytes) -> tuple[list[Removal], bytes]:
+    """What left behind the line ``last``, of all that is still in the record; and its last line now, ``last`` where
+    there is none.
+    """
+    news: list[Removal] = []
+    with contextlib.suppress(OSError):
+        lines = [line for line in _lines(folder / NAME) if line.endswith(b"\n")]  # others are being written
+        for line in lines[lines.index(last) + 1 if last in lines else 0 :]:
+            last = line
+            with contextlib.suppress(msgspec.MsgspecError, ValueError):
+                news.append(_DECODER.decode(line))
+    return news, last
+
+
 def clean_removals(folder: Path, grace_s: float) -> None:
     """Removes what processes left that died while they shortened a record; raises nothing."""
     with contextlib.suppress(OSError), folder_fd(folder) as fd:

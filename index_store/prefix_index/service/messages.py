@@ -66,7 +66,9 @@ class Welcome(_Message):
 
 
 class TierStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One tier. ``hits`` and ``evicted`` since the service started, by it; None: not counted (copies cost nothing)."""
+    """One tier. ``hits`` of clients, and ``evicted`` by whomever, since the service started; None: not counted (copies
+    cost nothing). What expired counts among the evicted.
+    """
 
     name: str
     folder: str

@@ -20,6 +20,7 @@ from ..errors import IndexStoreError, StoreFolderError, printable
 from ..file import FileStore
 from ..folder import check_apart, come_back, is_shard, locked_inodes
 from ..lease import LEASE
+from ..removals import removals_behind
 from .endpoint import Admission, SocketPlace, socket_path
 from .messages import (
     ID_NBYTES,
@@ -76,6 +77,7 @@ class StoreServer:
         self._began = 0.0
         self._hits: Counter[str] = Counter()
         self._evicted = 0
+        self._last_removal = b""
         self._complaints: dict[str, str] = {}
         self._seen: Status
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -118,6 +120,7 @@ class StoreServer:
                 raise StoreFolderError("index store", "a printable path", repr(str(folder)), remedy)
         check_apart([self.store.folder, *memory])
         self.store.open()
+        _, self._last_removal = removals_behind(self.store.folder, b"")
         self._look()
 
     def serve(self) -> None:
@@ -260,7 +263,9 @@ class StoreServer:
         with self._complaining("store"):
             self.store.rescan()
             if collect:
-                self._evicted += len(self.store.collect())
+                self.store.collect()
+        news, self._last_removal = removals_behind(self.store.folder, self._last_removal)
+        self._evicted += sum(removal.why != "removed" for removal in news)
         self._look()
 
     @contextlib.contextmanager
