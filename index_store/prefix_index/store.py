@@ -355,6 +355,12 @@ class IndexStore(IndexSource):
         """Indexes that this object has removed for the sake of a limit."""
         return self._evicted
 
+    def entry(self, key: IndexLookup) -> IndexEntry | None:
+        """What ``list`` shows of one index. No I/O."""
+        digest = self._digest(key)
+        shown = (c.get(digest) for c in self._catalogs() if not c.hides(digest))
+        return next((entry for entry in shown if entry is not None), None)
+
     def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
         self._check_open()

@@ -134,7 +134,7 @@ class PromptBuilder:
             change["expires"] = time.time() + self._args.ttl
         try:
             self._store.rescan()  # somebody may have pinned it meanwhile
-            entry = next((entry for entry in self._store.list() if entry.digest == line["digest"]), None)
+            entry = self._store.entry(line["digest"])
             old = Retention() if entry is None else entry.retention
             # What cannot be read counts as a pin, and must not become one for the sake of a name.
             unread = any(line["digest"] in problem.path for problem in self._store.problems())

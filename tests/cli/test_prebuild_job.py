@@ -240,6 +240,11 @@ def test_an_index_gets_its_prompts_id_as_its_name_and_keeps_the_pin_that_somebod
             assert other.list()[0].retention == Retention(pinned=True, name="tools")
 
 
+def test_no_prompt_lists_the_store(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileStore, "list", lambda _: pytest.fail("which takes 36 ms where 17,000 indexes are"))
+    assert became(job(1, 2, pin=True)[1]) == {"1": "built", "2": "built"}
+
+
 def _broken(text: str) -> list[int]:
     raise {"zero": ZeroDivisionError("by zero"), "silent": AssertionError()}[text]
 

@@ -61,6 +61,9 @@ def test_put_then_get(store: IndexStore) -> None:
         assert index.nbytes == entry.nbytes
         assert fill_of(index) == 0
         assert store.contains(key)
+        assert store.entry(key) == entry
+    store.retain(payload.identity, Retention(expires=1.0))
+    assert (store.entry(payload.identity), store.list()) == (None, ())
 
 
 def test_touch_is_a_use_and_an_index_that_is_not_there_has_none(store: IndexStore, tmp_path: Path) -> None:
@@ -203,7 +206,8 @@ def test_only_digests_are_keys(store: IndexStore) -> None:
 
 def keyed(store: IndexStore) -> list[Callable[[Any], object]]:
     """What a store does with an index."""
-    return [store.get, store.contains, store.delete, store.lease, lambda key: store.retain(key, Retention())]
+    asking = [store.get, store.contains, store.entry]
+    return [*asking, store.delete, store.lease, lambda key: store.retain(key, Retention())]
 
 
 def test_closed_store_says_so(store: IndexStore) -> None:
