@@ -272,11 +272,10 @@ class FileStore(IndexStore):
     def collect(self) -> Sequence[IndexEntry]:
         """As in the protocol; also clears away what the dead left. What cannot be removed is a problem."""
         self._check_open()
-        with os_errors(self.folder), exclusive(self.folder) as alone:
+        with os_errors(self.folder), exclusive(self.folder):
             with self._lock:
                 self._books.rescan()
-            # Alone, nobody is between writing a retention and naming its index.
-            self._clean(self._partial_grace_s, orphans_s=0.0 if alone else self._partial_grace_s)
+            self._clean(self._partial_grace_s, builders=True)
             with self._lock:
                 self._books.rescan()
                 self._books.unremovable.clear()
@@ -411,18 +410,19 @@ class FileStore(IndexStore):
             remedy = "raise the limit, free disk space, or delete what problems() lists"
             raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self.folder)
 
-    def _clean(self, grace_s: float, *, orphans_s: float | None = None) -> None:
-        """Removes partial files whose writer is dead and that are older. Always allowed. With ``orphans_s`` also what
-        dead builders left, and sidecars without an index that are older than that.
+    def _clean(self, grace_s: float, *, builders: bool = False) -> None:
+        """Removes partial files whose writer is dead and that are older. Always allowed. With ``builders`` also what
+        dead builders left, and sidecars without an index that are older: a young one's may be about to get its name,
+        by a writer who waited in vain for the folder.
         """
         for shard in tuple(self._books.shards):
             with contextlib.suppress(OSError), shard_fd(self.folder, shard) as fd:
                 remove_unlocked(fd, PARTIAL, grace_s=grace_s)
-                if orphans_s is not None:
+                if builders:
                     remove_unlocked(fd, LEASE, grace_s=grace_s)
                     with self._lock:
                         orphans = self._books.orphans(shard)
-                    remove_orphans(fd, orphans, grace_s=orphans_s)
+                    remove_orphans(fd, orphans, grace_s=grace_s)
         clean_removals(self.folder, grace_s)
 
     def _shortage(self, nbytes: int, replaced: str | None) -> int:

@@ -403,8 +403,8 @@ def open_direct(fd: int) -> int | None:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[bool]:
-    """Keeps others from changing names in the folder meanwhile (flock of the folder). Gives whether it is locked.
+def exclusive(folder: Path) -> Iterator[None]:
+    """Keeps others from changing names in the folder meanwhile (flock of the folder).
 
     After ``_EXCLUSIVE_WAIT_S``, or without locks, the block runs all the same. It then costs at most a cached index or
     a byte cap exceeded, never a wrong byte. Do not nest.
@@ -412,11 +412,11 @@ def exclusive(folder: Path) -> Iterator[bool]:
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        yield False  # what the block does in that folder says what is wrong with it
+        yield  # what the block does in that folder says what is wrong with it
         return
     locked = _lock_soon(fd)
     try:
-        yield locked
+        yield
     finally:
         with contextlib.suppress(OSError):
             if locked:

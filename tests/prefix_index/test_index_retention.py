@@ -166,6 +166,28 @@ def test_an_index_that_is_gone_keeps_the_sidecar_of_who_is_about_to_name_it(fold
         assert keep_file(folder, IDS[0]).exists()
 
 
+def test_a_writer_who_waited_in_vain_for_the_folder_keeps_its_pin(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another process collects, the retention is there and the index has no name yet."""
+    monkeypatch.setattr("prefix_index.folder._EXCLUSIVE_WAIT_S", 0.05)
+    folder.mkdir()
+    rename = os.rename
+
+    def collected_before(source: str, target: str, **where: Any) -> None:
+        if target.endswith(".pfxindex"):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            other.collect()
+        rename(source, target, **where)
+
+    with FileStore(folder) as store, FileStore(folder) as other, folder_fd(folder) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(os, "rename", collected_before)
+        assert store.put(sample_payload(IDS[0]), retention=PINNED).retention == PINNED
+        other.rescan()
+        assert [entry.retention for entry in other.list()] == [PINNED]
+
+
 def test_orphans_and_the_dead_s_files_of_the_future_go_too(folder: Path) -> None:
     """The clock was set back."""
 
