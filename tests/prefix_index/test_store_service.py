@@ -37,14 +37,13 @@ from prefix_index import (
 )
 from prefix_index.connect import open_store
 from prefix_index.folder import come_back
-from prefix_index.removals import NAME
 from prefix_index.service import Limits, StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import SocketPlace, most_connections, raise_descriptor_limit, socket_path
 from prefix_index.service.server import _leases
 from sglang_ext.cli.store import memory_name
 from tests.prefix_index.samples import fill_of, read_fill, sample_identity, sample_payload
-from tests.prefix_index.small_stores import ONE, SOON, balanced, fork, reap, remove
+from tests.prefix_index.small_stores import SOON, balanced, fork, reap, remove
 from tests.prefix_index.tiers import PATIENCE_S, Service, endpoint_in, eventually, patient, served, two_tiers
 
 OTHER = sample_identity(range(64))
@@ -546,35 +545,6 @@ def test_a_used_index_is_served_from_dram_and_a_replaced_one_never_is(
             other.put(sample_payload(fill=fill))
         assert tier() == "disk"
         eventually(lambda: tier() == "dram")
-
-
-def test_what_clients_evict_for_what_they_put_is_counted(tmp_path: Path) -> None:
-    limits = Limits(rescan_s=0.01, collect_s=3600.0)
-
-    def evicted() -> int | None:
-        return client.status().tiers[-1].evicted
-
-    own = FileStore(tmp_path / "store", create=True, max_bytes=ONE)
-    with served(tmp_path, own, limits) as endpoint, patient(endpoint) as client:
-        client.put(sample_payload())
-        client.put(sample_payload(OTHER))
-        eventually(lambda: evicted() == 1)
-        client.delete(OTHER)
-        for fill in range(3):  # none that is replaced or removed counts
-            client.put(sample_payload(fill=fill))
-        (tmp_path / "store" / NAME).unlink()
-        client.put(sample_payload(OTHER))
-        eventually(lambda: evicted() == 2)
-
-
-@pytest.mark.parametrize("tiers", [1, 2])
-def test_reads_are_hits_with_and_without_a_dram_tier_and_a_put_is_none(tmp_path: Path, tiers: int) -> None:
-    own = two_tiers(tmp_path) if tiers == 2 else None
-    with served(tmp_path, own) as endpoint, patient(endpoint) as client:
-        client.put(sample_payload())
-        for count in (0, 1, 2):
-            assert sum(tier.hits for tier in client.status().tiers) == count
-            client.get(sample_identity()).close()
 
 
 def test_a_dram_tier_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
