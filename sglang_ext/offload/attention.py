@@ -1,9 +1,10 @@
 """Attention of rows whose prefix lies in host memory, a layer at a time, through pieces on the device.
 
 A row at position p with a prefix of P tokens on the host attends [P, p] from its own slots, then [0, P) in pieces
-(`prefill_attention` has the formulas). Rows without such a prefix attend [0, p] from their slots. On CUDA a piece is
-attended while the next ones are copied, those of the next layer among them: the link does not rest while the model does
-something else than attend. All of it is exact, but for rows that select (`offload.selecting`).
+(`prefill_attention` has the formulas). Rows without such a prefix attend [0, p] from their slots, and so do all rows in
+layers that have the prefix on the device, too. On CUDA a piece is attended while the next ones are copied, those of the
+next layer among them: the link does not rest while the model does something else than attend. All of it is exact, but
+for rows that select (`offload.selecting`).
 """
 
 from __future__ import annotations
@@ -53,23 +54,25 @@ class StagedStep:
 
     Attributes:
         spans: of all its requests, in batch order.
+        whole: the same with the prefix's rows in front, for layers that have it on the device.
         groups: query rows behind each prefix, [num_queries] int64 on the host.
-        pieces: by layer, of the prefixes that it attends all of.
+        pieces: by layer, of the prefixes that come to it from the host.
         selected: of the last groups; None: there are none that select.
         layers: that attended.
         expected: layer whose pieces are on their way.
-        form: what attends; made by the first layer.
+        forms: what attends, by whether the layer has prefixes on the device; made by the first one.
         copies: all pieces, as they come, each with its layer.
         firsts: by layer, number of its first piece among them.
     """
 
     spans: Sequence[Span]
+    whole: Sequence[Span]
     groups: Sequence[Tensor]
     pieces: Sequence[Sequence[Piece]]
     selected: PlannedSelection | None = None
     layers: set[int] = field(default_factory=set)
     expected: int | None = None
-    form: PrefillAttention | Reference | None = None
+    forms: dict[bool, PrefillAttention | Reference] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.copies = [(layer, piece) for layer, of in enumerate(self.pieces) for piece in of]
@@ -134,18 +137,23 @@ class StagedAttention:
             )  # fmt: skip
         for queries in (1, 128):
             slots = torch.zeros(queries, dtype=torch.int64, device=self._device)
-            step = StagedStep([Span(slice(0, queries), slots)], [torch.arange(queries)], ())
+            step = StagedStep([Span(slice(0, queries), slots)], (), [torch.arange(queries)], ())
             q = torch.zeros(queries, num_qo_heads, head_dim, dtype=dtype, device=self._device)
-            form = self._form(step, q, kv)
+            form = self._form(step, q, kv, on_device=False)
             form.fold(form.own(q, kv, 1.0), 0, q, kv, self.places[0, :1], 1.0)
 
     def plan(
-        self, spans: Sequence[Span], groups: Sequence[tuple[Offload, Tensor]], selecting: Sequence[Behind] = ()
+        self,
+        spans: Sequence[Span],
+        whole: Sequence[Span],
+        groups: Sequence[tuple[Offload, Tensor]],
+        selecting: Sequence[Behind] = (),
     ) -> StagedStep:
         """How a forward is attended.
 
         Args:
             spans: of all its requests, in batch order.
+            whole: the same with the prefix's rows in front, for layers that have it on the device.
             groups: by prefix, [num_queries] int64 on the host: query rows behind it.
             selecting: what selects, that fits together; in none of `groups`.
         """
@@ -155,13 +163,11 @@ class StagedAttention:
             for number, (offload, _) in enumerate(every)
             for part in torch.split(offload.pages, self.places.shape[1])
         ]
-        rows, layers = [of for _, of in every], range(self._num_layers)
-        if not selecting:
-            return StagedStep(spans, rows, [pieces for _ in layers])
-        assert self.selection is not None
-        whole = [piece for piece in pieces if piece.group < len(groups)]
-        by_layer = [whole if self.selection.selects(layer) else pieces for layer in layers]
-        return StagedStep(spans, rows, by_layer, self.selection.plan(selecting))
+        exact = [piece for piece in pieces if piece.group < len(groups)]
+        layers, selects = range(self._num_layers), self.selection.selects if self.selection else lambda layer: False
+        by_layer = [[] if layer in self._pool.dense_layers else exact if selects(layer) else pieces for layer in layers]
+        selected = self.selection.plan(selecting) if self.selection and selecting else None
+        return StagedStep(spans, whole, [of for _, of in every], by_layer, selected)
 
     def run(self, step: StagedStep, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
         """One layer. Nothing waits for the device. Layers come in order, or their pieces are copied too late.
@@ -179,7 +185,10 @@ class StagedAttention:
         first = step.firsts[layer]
         if layer != step.expected:
             self._ring.begin(range(first, len(step.copies)), self._copying(step))
-        form = step.form = step.form or self._form(step, q, kv)
+        on_device = layer in self._pool.dense_layers
+        if on_device not in step.forms:
+            step.forms[on_device] = self._form(step, q, kv, on_device=on_device)
+        form = step.forms[on_device]
         state = form.own(q, kv, sm_scale)
 
         def attend(piece: Piece, place: int) -> None:
@@ -204,14 +213,15 @@ class StagedAttention:
 
         return copy
 
-    def _form(self, step: StagedStep, q: Tensor, kv: PagedKV) -> PrefillAttention | Reference:
+    def _form(self, step: StagedStep, q: Tensor, kv: PagedKV, *, on_device: bool) -> PrefillAttention | Reference:
+        spans, groups = (step.whole, ()) if on_device else (step.spans, step.groups)
         if self._implementation == "torch" or (
             self._implementation is None and not self._takes(q.dtype, kv.k_cache.dtype)
         ):
-            return Reference(step.spans, step.groups, self._device)
+            return Reference(spans, groups, self._device)
         from prefix_kernels.prefill_attention.runner import PrefillAttention
 
-        return PrefillAttention(step.spans, step.groups, AttentionShape.of(q, kv), self._device)
+        return PrefillAttention(spans, groups, AttentionShape.of(q, kv), self._device)
 
     def _takes(self, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
         """Whether tensor cores multiply these dtypes here. Of fp8 the kernel's output was wrong on an H100."""

@@ -26,16 +26,16 @@ class HostPool:
 
     Attributes:
         num_pages: of the pool.
-        dense_begin: row of the device pool at which layers that attend all have page 0, too, and all others behind it;
-            None: there is no such layer.
+        dense_layers: that attend all.
+        dense_begin: row of the device pool at which these have page 0, too, and all others behind it; None: there is no
+            such layer.
 
     Args:
         memory: [num_layers, num_pages, num_kv_heads, PAGE_TOKENS, k_dim + v_dim], of each token its key and behind it
             its value; pinned on CUDA.
         device: SGLang's KV pool: `k_buffer` and `v_buffer` by layer, each [num_slots, num_kv_heads, dim].
         dtype: of what is stored: memory and buffers may have it as bytes.
-        dense_layers: that attend all.
-        dense_begin: see the attribute.
+        dense_layers, dense_begin: see the attributes.
         owner: of the memory; is kept.
     """
 
@@ -51,7 +51,7 @@ class HostPool:
         self.memory, self._device, self._dtype, self._owner = memory, device, dtype, owner
         self.num_pages, self.nbytes = memory.shape[1], memory.nbytes
         self._free = torch.arange(self.num_pages)
-        self._dense, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
+        self.dense_layers, self.dense_begin = frozenset(dense_layers), dense_begin if dense_layers else None
 
     @property
     def free_pages(self) -> int:
@@ -87,13 +87,13 @@ class HostPool:
             taken = to_pages(keys, values)
             for place, page, count in runs(pages):
                 host[page : page + count].copy_(taken[place : place + count], non_blocking=True)
-                if layer in self._dense and self.dense_begin is not None:
+                if layer in self.dense_layers and self.dense_begin is not None:
                     for buffer, rows in zip(buffers, (keys, values), strict=True):
                         buffer[self.dense_begin :][rows_of(page, count)] = rows[rows_of(place, count)]
 
     def restore(self, pages: Tensor) -> None:
         """Copy to the rows of layers that attend all what pages hold that were not filled by `backup`."""
-        for layer in self._dense:
+        for layer in self.dense_layers:
             buffers = self._device.k_buffer[layer], self._device.v_buffer[layer]
             for part in torch.split(pages, _RESTORED):
                 for _, page, count in runs(part):

@@ -399,10 +399,17 @@ class Offloading:
         fronts: Sequence[Offload | None],
         indexes: Sequence[ResidentIndex | None],
     ) -> StagedStep:
-        spans, queries, begin = [], dict[tuple[Offload, ResidentIndex | None], list[Tensor]](), 0
+        spans, from_device, begin = list[Span](), list[Span](), 0
+        queries = dict[tuple[Offload, ResidentIndex | None], list[Tensor]]()
         for row, length, count, front, index in zip(rows, lens, counts, fronts, indexes, strict=True):
             first = 0 if front is None else front.prefix_len
-            spans.append(Span(slice(begin, begin + count), self._view.req_to_token[row, first:length].to(torch.int64)))
+            slots = self._view.req_to_token[row, first:length].to(torch.int64)
+            spans.append(Span(slice(begin, begin + count), slots))
+            if front is not None and self._pool.dense_layers:
+                assert front.host is not None
+                assert front.host.dense_slots is not None
+                slots = torch.cat([front.host.dense_slots, slots])
+            from_device.append(Span(slice(begin, begin + count), slots))
             if front is not None:
                 queries.setdefault((front, index), []).append(torch.arange(begin, begin + count))
             begin += count
@@ -414,7 +421,8 @@ class Offloading:
         whole = dict[Offload, list[Tensor]]()
         for (front, _), of in queries.items():
             whole.setdefault(front, []).extend(of)
-        return self._attention.plan(spans, [(front, torch.cat(of)) for front, of in whole.items()], selecting)
+        groups = [(front, torch.cat(of)) for front, of in whole.items()]
+        return self._attention.plan(spans, from_device, groups, selecting)
 
     def attend(self, step: StagedStep, q: Tensor, layer: int, sm_scale: float) -> Tensor:
         """One layer of it; see `StagedAttention.run`."""

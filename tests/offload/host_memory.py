@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,17 +21,28 @@ class PlainPools(HostPool):
     Args:
         slots: of the device pool.
         num_pages: of host memory; pinned where the device is CUDA's.
+        dense: layers that have what the host has behind their slots.
         of: device and dtype.
     """
 
-    def __init__(self, slots: int, num_pages: int, layers: int = 2, heads: int = 2, dim: int = 8, **of: Any) -> None:
-        self.device = [torch.randn(2, slots, heads, dim, **of) for _ in range(layers)]
+    def __init__(
+        self,
+        slots: int,
+        num_pages: int,
+        layers: int = 2,
+        heads: int = 2,
+        dim: int = 8,
+        dense: Collection[int] = (),
+        **of: Any,
+    ) -> None:
+        behind = num_pages * PAGE_TOKENS
+        self.device = [torch.randn(2, slots + behind * (n in dense), heads, dim, **of) for n in range(layers)]
         for layer in self.device:
             layer[:, :PAGE_TOKENS] = float("nan")
         keys, values = zip(*self.device, strict=True)
         dtype, pinned = keys[0].dtype, keys[0].is_cuda
         memory = _aligned((layers, num_pages, heads, PAGE_TOKENS, 2 * dim), dtype, pinned).fill_(float("nan"))
-        super().__init__(memory, SimpleNamespace(k_buffer=keys, v_buffer=values), dtype)
+        super().__init__(memory, SimpleNamespace(k_buffer=keys, v_buffer=values), dtype, dense, slots)
         self._free = torch.randperm(num_pages)
 
     def kv(self, layer: int, *scales: float) -> PagedKV:

@@ -41,9 +41,13 @@ SCALES = (0.5, 4.0)
 
 @pytest.fixture
 def offloaded(start: Any, request: pytest.FixtureRequest) -> Runtime:
-    """Two requests: r0 has PROMPT on the device, row 1 has it in host memory in front. Scales as of an fp8 pool."""
-    runtime: Runtime = start([PROMPT], **getattr(request, "param", {}))
-    pools = PlainPools(1024, 8, LAYERS, KV_HEADS, DIM)
+    """Two requests: r0 has PROMPT on the device, row 1 has it in host memory in front. Scales as of an fp8 pool. What
+    the host has of layers that attend all is NaN: they have it on the device.
+    """
+    param = getattr(request, "param", {})
+    runtime: Runtime = start([PROMPT], **param)
+    dense = [layer for layer, role in enumerate(param.get("layer_plan", ())) if role == "dense"]
+    pools = PlainPools(1024, 8, LAYERS, KV_HEADS, DIM, dense)
     runtime.view.caches = [pools.kv(layer, *SCALES) for layer in range(LAYERS)]
     runtime.view.req_to_token = torch.arange(16, 16 + 8 * 120, dtype=torch.int32).reshape(8, 120)
     options = Offload(host_bytes=16, min_tokens=16, staging_tokens=32)
@@ -51,6 +55,7 @@ def offloaded(start: Any, request: pytest.FixtureRequest) -> Runtime:
     runtime.came("r0", [*PROMPT, 1])
     assert ours(runtime, ["r0"], [65]), "an index serves it"
     ours(runtime, ["r0"], [66])  # its prefix is copied out
+    pools.memory[dense] = torch.nan
     came(runtime, "r1", 1)
     return runtime
 

@@ -32,16 +32,19 @@ class Row(NamedTuple):
 
 
 class Forward:
-    """Rows behind prefixes of so many pages each. Of the first one no two pages lie side by side on the host."""
+    """Rows behind prefixes of so many pages each. Of the first one no two pages lie side by side on the host. Layer 0
+    has them on the device, and on the host NaN.
+    """
 
     def __init__(self, prefixes: list[int], rows: list[Row], dtype: torch.dtype, device: torch.device) -> None:
         torch.manual_seed(len(rows))
         own = sum(row.own for row in rows)
         pages, tokens = sum(prefixes), sum(prefixes) * PAGE_TOKENS
         slots = PAGE_TOKENS + tokens + own
-        self.pools = PlainPools(slots, 2 * pages, LAYERS, KV_HEADS, DIM, device=device, dtype=dtype)
+        self.pools = PlainPools(slots, 2 * pages, LAYERS, KV_HEADS, DIM, [0], device=device, dtype=dtype)
         order = (torch.randperm(slots - PAGE_TOKENS) + PAGE_TOKENS).to(device)
         self.groups, self.whole, begin = list[tuple[Offload, torch.Tensor]](), [], 0
+        copied = list[torch.Tensor]()
         for number, count in enumerate(prefixes):
             places = torch.arange(2 * begin, 2 * begin + count) if number else 2 * torch.arange(count).flip(0)
             offload = Offload(str(number), count * PAGE_TOKENS, places)
@@ -50,12 +53,14 @@ class Forward:
             of_queries = torch.tensor([row.prefix == number for row in rows for _ in range(row.new)])
             self.groups.append((offload, of_queries.nonzero().flatten()))
             self.whole.append(of_prefix)
+            copied.append((slots + places[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten().to(device))
             begin += count
-        self.spans, seen, at, query = list[Span](), list[Span](), tokens, 0
+        self.spans, self.from_device, seen, at, query = list[Span](), list[Span](), list[Span](), tokens, 0
         for row in rows:
             mine, part = order[at : at + row.own], slice(query, query + row.new)
             self.spans.append(Span(part, mine))
-            seen.append(Span(part, mine if row.prefix is None else torch.cat([self.whole[row.prefix], mine])))
+            for of, front in ((seen, self.whole), (self.from_device, copied)):
+                of.append(Span(part, mine if row.prefix is None else torch.cat([front[row.prefix], mine])))
             at, query = at + row.own, query + row.new
         self.q = torch.randn(LAYERS, query + SPARE, HEADS, DIM, dtype=dtype, device=device) * 2
         oracle = Reference(seen, [], device)
@@ -63,12 +68,13 @@ class Forward:
         # What lay on the device only to be copied is not read again.
         for layer in self.pools.device:
             layer[:, order[:tokens]] = torch.nan
+        self.pools.memory[0] = torch.nan
 
     def attention(self, device: torch.device, **how: object) -> StagedAttention:
         return StagedAttention(self.pools, STAGING, LAYERS, device, **how)
 
     def step(self, attention: StagedAttention) -> StagedStep:
-        return attention.plan(self.spans, [group for group in self.groups if len(group[1])])
+        return attention.plan(self.spans, self.from_device, [group for group in self.groups if len(group[1])])
 
     def check(self, attention: StagedAttention, dtype: torch.dtype) -> None:
         """All layers."""
