@@ -45,7 +45,9 @@ OFFLOAD = (
 )
 """Of prefixes and host memory; then of requests: served from there, and why their prefix was not copied."""
 CACHE_RANK = ("served", "missed", "started")
-_DAMAGES = ("bytes", "content")
+_FAILURES = ("index_corrupt", "index_memory", "index_mismatch", "no_index", "store_unavailable")
+_DAMAGES = ("bytes", "content", "foreign", "too_new", "mismatch", "error")
+"""All there are, as are failures: an alert misses the first one of a series that begins with it."""
 _PLACES = ("device", "store")
 EVICTED = ("evicted", "evicted_bytes", "evicted_seconds")
 """Metrics of evictions, in the order of `prefix_index.Evictions`."""
@@ -93,7 +95,7 @@ METRICS = (
     Metric("load", "Indexes loaded to the device.", "tier", TIERS),
     Metric("load_bytes", "Bytes of loaded indexes.", "tier", TIERS),
     Metric("load_seconds", "Seconds of loads.", "tier", TIERS),
-    Metric("load_failures", "Loads that failed, by reason.", "reason", ("index_corrupt", "index_memory")),
+    Metric("load_failures", "Loads that failed, by reason.", "reason", _FAILURES),
     Metric("corrupt", "Indexes found damaged at a load, by kind.", "kind", _DAMAGES),
     Metric("corrupt_bytes", "Bytes of damaged indexes.", "kind", _DAMAGES),
     Metric("corrupt_seconds", "Seconds of loads that found damage.", "kind", _DAMAGES),

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+import prefix_index
+from prefix_index import IndexStoreError
 from sglang_ext.decode.costs import Line, Lines
 from sglang_ext.metrics import PATHS, PREFIX, Counters, Exporter, Figures
+from sglang_ext.prefix.residency import _KINDS
 from tests.serving.admitting import eventually
 from tests.serving.test_step_paths import COSTS, Batches, settled
 
@@ -47,6 +50,16 @@ def test_counters_grow_to_their_totals_and_never_fall_and_gauges_do(exported: Ex
     exported.figures = {}
     exported.exporter.export()
     assert exported("decode_tokens_total", path="sparse") == 9, "what is not told stays"
+
+
+def test_what_alerts_count_by_word_is_0_before_its_first_time(exported: Exported) -> None:
+    """Prometheus sees no increase in a series that begins at 1: the alert on one damaged index would never fire."""
+    kinds = {"bytes", "content", "error", *_KINDS.values()}
+    assert {kind: exported("corrupt_total", kind=kind) for kind in kinds} == dict.fromkeys(kinds, 0)
+    errors = [one for one in vars(prefix_index).values() if isinstance(one, type) and issubclass(one, IndexStoreError)]
+    reasons = {"index_mismatch", "index_memory", *(error.reason for error in errors)}
+    assert len(reasons) > 3
+    assert {why: exported("load_failures_total", reason=why) for why in reasons} == dict.fromkeys(reasons, 0)
 
 
 def test_an_error_while_exporting_is_logged_once_and_ends_nothing(
