@@ -351,6 +351,8 @@ class Readiness:
         if self.off:  # before all that ranks may not have in common
             if attachment.reason is not None or attachment.entry is not None:
                 attachment.count(attachment.reason or "by_operator", self._counters)
+            if self._agreement is not None and self._agreement.ready(attachment.rid):
+                self._look(attachment, waits=False)  # what the guard blocks is given up while no clock has ended that
             return None
         index: ResidentIndex | None = None
         reason: str | None = "index_loading"

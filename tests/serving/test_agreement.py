@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sglang_ext.decode.grouping import SlotTracker
+from sglang_ext.decode.quality import QualityRecords, Standing
 from sglang_ext.decode.types import DecodeBatch
 from sglang_ext.metrics import REASONS, Counters
 from sglang_ext.options import SparseAttnConfig
@@ -83,9 +84,9 @@ class _Unreadable:
 class _Requests:
     """Requests of one rank, and what it may use."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, guarded: QualityRecords | None = None) -> None:
         self.table, self.counters, self.held = RequestTable(), Counters(1), list[Request]()
-        self.ready = Readiness(SparseAttnConfig(), self.table, self.counters, ranks, self._release)
+        self.ready = Readiness(SparseAttnConfig(), self.table, self.counters, ranks, self._release, guarded)
 
     @staticmethod
     def _release(attachment: Attachment) -> None:
@@ -192,6 +193,35 @@ def test_in_lockstep_a_comparison_is_known_in_the_same_step_whenever_the_device_
     slots.learn(batch)
     [found] = slots.prefixes.groups([1, 2])
     assert (found.length, done.synchronize.call_count) == (9, 2)
+
+
+def test_an_index_that_the_guard_blocks_while_indexes_are_off_is_given_up_on_all_ranks() -> None:
+    """Its time is over on one rank a moment before it is on the other, and a new request asks in between."""
+
+    def work(ranks: Ranks) -> list[bool]:
+        now = 0.0
+        budget, clock = (lambda length, factor: length), lambda: now
+        records = QualityRecords(0.3, 60.0, trial=False, selecting=[0], budget=budget, clock=clock)
+        requests = _Requests(ranks, records)
+        ready, old, new = requests.ready, Attachment("old", index=_index(State.READY)), Attachment("new")
+        new.index = _index(State.READY)
+        requests.came(old)
+        used = []
+        for step in range(4):
+            ready.off = step in (1, 2)
+            if step == 2:  # figures of a step before
+                records.of(A, 64).become(Standing.DENSE)
+                records.of(A, 64).until = 60.0
+            if step == 3:
+                now = 60.0 + ranks.rank - 0.5
+                requests.came(new)
+            ready.settle(["old", "new"][: 1 + (step == 3)], refused=False)
+            used += [ready.usable(one) is not None for one in (old, new)]
+        return used
+
+    one, two = Meeting(2).run(work)
+    assert one == two
+    assert one == [True] + [False] * 7
 
 
 def _process(rank: int, folder: str) -> None:
