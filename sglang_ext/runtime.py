@@ -345,7 +345,8 @@ class SparseRuntime:
                 self.planner.offloaded(forward_batch.rids or ())
                 staged = self.offload.begin(forward_batch)
             self.ready.took("stock" if planned is None else planned.name, forward_batch.batch_size)
-            path = "dense" if planned is None else planned.path.counted
+            counted = (self.planner.cascade, self.planner.sparse)  # others' rows count as dense
+            path = planned.path.counted if planned is not None and planned.backend in counted else "dense"
             if planned is not None or not self.planner.ahead:
                 self.counters.begin_step(path, timed=planned is None or planned.guarded is None)
             builds = self.builds if self.planner.drafts is None else None

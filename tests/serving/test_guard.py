@@ -155,6 +155,8 @@ def test_on_trial_exact_answers_are_served_until_it_has_passed(start: Any, monke
     state = runtime.snapshot()
     assert state["guard"]["events"] == {"accepted": 1}
     assert (state["sparse_rows"], state["fallbacks"]) == (10, {"quality_guard": 2})
+    steps = state["metrics"]["steps"]
+    assert steps == state["metrics"]["decode_tokens"] == {"sparse": 10, "cascade": 0, "dense": 14}, "of one row each"
 
 
 def test_next_tokens_are_compared_by_one_forward_more(start: Any) -> None:
