@@ -152,6 +152,31 @@ def test_a_server_that_does_not_answer_is_said_and_forgotten(page: Any) -> None:
     page.wait_for_selector("#said:empty", state="attached")
 
 
+def test_what_became_of_a_command_is_said_when_the_server_answers_again(page: Any) -> None:
+    page.route("**/sparse_attn/status", lambda route: route.abort())
+    page.evaluate("show()")
+    page.wait_for_selector("text=The server does not answer.")
+    page.unroute_all(behavior="wait")
+    page.evaluate("tell('unpin', { index: 'no such index' })")
+    assert "no such index" in page.inner_text("#said")
+
+
+def test_time_lost_is_told_as_time_saved_is(page: Any) -> None:
+    assert page.evaluate("[-9000, -300, -1.25, 9000].map(seconds)") == ["-2.5 h", "-5.0 min", "-1.3 s", "2.5 h"]
+
+
+def test_of_indexes_that_are_shown_no_more_nothing_is_kept(page: Any) -> None:
+    """A page that stays open for weeks."""
+    script = """async () => {
+        const { indexes } = await ask("indexes");
+        prefixes(indexes.map(one => ({ ...one, recall: 0.5 })));
+        const before = recalls.size === indexes.length && recalls.size > 0;
+        prefixes([]);
+        return [before, recalls.size];
+    }"""
+    assert page.evaluate(script) == [True, 0]
+
+
 def test_on_a_phone_nothing_is_cut_and_everything_has_a_name(page: Any, texts: Any, production: Server) -> None:
     for document in (texts.first, texts.second, texts.large):
         production.generate(texts.ask(document, 0), 8)
