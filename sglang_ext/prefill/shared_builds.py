@@ -74,8 +74,9 @@ class SharedBuilds(Recording):
         parts: Parts | None = None,
     ) -> None:
         super().__init__(config, view, max_captures=MAX_CAPTURES)
-        self._model, self._parts = model, parts
+        self._model = model
         rank, size = (parts.rank, parts.size) if parts is not None else (0, 1)
+        self._stores = rank == 0
         self._heads = heads_of_rank(model.num_kv_heads, rank, size)
         self._factory = IndexFactory(store, config, profile)
         self._records = self._factory.needs_queries(model)
@@ -146,7 +147,7 @@ class SharedBuilds(Recording):
     def _count(self, request: _Request, cached: int) -> None:
         evicted = self._hits.evicted
         prefix = self._hits.hit(request.namespace, request.hashes, cached, request.indexed, request.admitted)
-        if not evicted and self._hits.evicted:
+        if self._stores and not evicted and self._hits.evicted:
             logger.warning(
                 "sparse attention: an index of shared tokens has left the store again. The store may be too small for "
                 "what requests share: raise store_max_bytes. What leaves before it has paid is built ever more seldom"
@@ -237,7 +238,7 @@ class SharedBuilds(Recording):
 
     def _finished(self, build: Build, fields: dict[str, Any]) -> None:
         """On the builder's thread."""
-        if self._parts is None or self._parts.rank == 0:
+        if self._stores:
             self._report(f"prefix-{build.identity.digest[:12]}", **fields)
         if fields["status"] == "failed":
             tokens = build.prefix.num_tokens
@@ -263,7 +264,7 @@ class SharedBuilds(Recording):
         return {
             "off": self._off,
             "prefixes": len(self._hits),
-            "evicted": self._hits.evicted,
+            "evicted": self._hits.evicted if self._stores else 0,  # what others left may never have been stored
             "sample_bytes": self._samples.nbytes,
             "open": [
                 {"tokens": one.identity.num_tokens, "pieces": one.built, "of": len(one.pieces)}

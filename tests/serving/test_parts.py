@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from prefix_index import ArrayKey
-from sglang_ext.prefill import background_build, parts
+from sglang_ext.prefill import background_build, parts, shared_builds
 from sglang_ext.prefill.builds import PrefillBuilds
 from sglang_ext.prefill.parts import KEPT_S, MAX_KEPT, Parts
 from sglang_ext.prefill.recorder import Admission
@@ -189,6 +189,19 @@ def test_two_ranks_build_the_very_index_that_one_builds(start: Any, tmp_path: Pa
     _check_equal(_arrays(first), _arrays(alone))
     assert len((tmp_path / "report-2.jsonl").read_text().splitlines()) == 1, "rank 0 reports"
     assert list((tmp_path / "parts-2").iterdir()) == []
+
+
+def test_a_part_that_rank_0_never_stored_has_not_left_the_store(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its build failed, for instance: nobody need enlarge the store. The part is built again all the same."""
+    monkeypatch.setattr(shared_builds, "IDLE_S", 0.0)
+    _, second = start(2, left=True)
+    second.prefill("d", [*PROMPT, *range(400, 418)], 64)
+    second.prefill("e", [*PROMPT, *range(500, 518)], 64)
+    assert "left the store" not in caplog.text
+    assert second.builds.snapshot()["evicted"] == 0
+    assert second.builds._hits.evicted == 1
 
 
 def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
