@@ -54,9 +54,10 @@ def note_removal(folder: Path, entry: IndexEntry, why: Why, *, mode: int) -> Non
 
 
 def _write(path: Path, data: bytes, mode: int, how: int) -> None:
-    with closing_fd(open_regular(path, os.O_WRONLY | os.O_CREAT | how, mode)) as fd:
+    with closing_fd(open_regular(path, os.O_RDWR | os.O_CREAT | how, mode)) as fd:
         give_mode(fd, mode)
-        os.write(fd, data)
+        last = os.pread(fd, 1, max(os.fstat(fd).st_size - 1, 0))
+        os.write(fd, data if last in (b"", b"\n") else b"\n" + data)  # a full disk cut the last line short
 
 
 def _lines(path: Path) -> list[bytes]:

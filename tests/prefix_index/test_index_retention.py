@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -402,6 +403,19 @@ def test_a_damaged_record_hides_nothing_else(store: FileStore, folder: Path, dam
         file.write(damage)
     store.delete(IDS[1])
     assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
+
+
+def test_a_line_that_a_full_disk_cuts_short_hides_no_other(store: FileStore, folder: Path) -> None:
+    store.delete(IDS[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / removals.NAME).stat().st_size + 20, limits[1]))
+    try:
+        store.delete(IDS[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (folder / removals.NAME).read_bytes().endswith(b"\n")
+    store.delete(IDS[2])
+    assert [identity for identity, *_ in told(folder)] == [IDS[2], IDS[0]]
 
 
 @pytest.mark.parametrize("plant", [Path.mkdir, os.mkfifo, lambda at: at.symlink_to(at.parent.parent / "elsewhere")])
