@@ -175,6 +175,9 @@ class SharedStore(IndexStore):
         self.count(where)
         return index
 
+    def is_fetched(self, digest: str) -> bool:
+        return digest not in self.local.catalog
+
     def touch(self, key: IndexLookup) -> None:
         """As in the protocol, in the folder; remote folders that have the index are told in the background."""
         digest = self._digest(key)

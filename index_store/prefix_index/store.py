@@ -361,6 +361,10 @@ class IndexStore(IndexSource):
         shown = (c.get(digest) for c in self._catalogs() if not c.hides(digest))
         return next((entry for entry in shown if entry is not None), None)
 
+    def is_fetched(self, digest: str) -> bool:
+        """Whether ``get`` waits for another store. No I/O."""
+        return False
+
     def longest(self, ask: Ask) -> IndexEntry | None:
         """The index of a prompt's longest prefix: of hash ``page_hashes[n-1]`` and n * page_tokens tokens. No I/O."""
         self._check_open()

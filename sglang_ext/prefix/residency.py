@@ -152,6 +152,8 @@ class Residency:
         self._lock = threading.Lock()
         self._by_digest: OrderedDict[str, ResidentIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-load")
+        self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-fetch")
+        self._reading = threading.Lock()  # one index at a time: of staging, and of the room that is made
         self.evicted = Evictions()
         names = ["index_hits", "load", "load_bytes", "load_seconds", "load_failures"]
         names += ["corrupt", "corrupt_bytes", "corrupt_seconds"]
@@ -175,7 +177,8 @@ class Residency:
             if index is None or ((retry or index.reason == "index_memory") and index.can_be_tried_again(entry)):
                 index = ResidentIndex(entry, hit=hit)
                 self._by_digest[entry.digest] = index
-                index.loaded = self._worker.submit(self._load, index)
+                worker = self._fetcher if self._store.is_fetched(entry.digest) else self._worker
+                index.loaded = worker.submit(self._load, index)
             elif hit:
                 self._counts["index_hits"]["failed" if index.state is State.FAILED else "device"] += 1
             self._by_digest.move_to_end(entry.digest)
@@ -225,8 +228,9 @@ class Residency:
             return dict(self._by_digest)
 
     def close(self) -> None:
-        """Stop the worker; a load in progress ends first."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Stop the workers; loads in progress end first."""
+        for worker in (self._worker, self._fetcher):
+            worker.shutdown(wait=True, cancel_futures=True)
 
     def resident_bytes(self) -> int:
         """Device bytes held now."""
@@ -254,18 +258,18 @@ class Residency:
     def _load(self, index: ResidentIndex) -> None:
         begun, tier = time.perf_counter(), "failed"
         try:
-            with self._store.get(index.entry.identity) as file:
+            with self._store.get(index.entry.identity) as file, self._reading:
                 tier = file.tier
                 try:
                     layers = self._load_layers(index, file)
                 except _DAMAGE as error:
                     self._report(file, error)  # before requests are told: who asks then is not offered it again
                     raise
-            self._wait_for_device()
-            nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
-            with self._lock:  # at once, for whoever looks at the books
-                self._count("load", tier, nbytes, begun)
-                index.layers, index.nbytes, index.state = layers, nbytes, State.READY
+                self._wait_for_device()
+                nbytes = sum(t.nbytes for arrays in layers for t in arrays.values())
+                with self._lock:  # at once, for whoever looks at the books
+                    self._count("load", tier, nbytes, begun)
+                    index.layers, index.nbytes, index.state = layers, nbytes, State.READY
         except NotNeededYetError as error:
             index.reason, index.detail, index.state = error.reason, str(error), State.FAILED
         except (IndexStoreError, UnusableIndexError) as error:

@@ -7,17 +7,21 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from prefix_index import ArrayKey, IndexCorrupt, IndexFile, IndexStoreError, IndexUnreadable
+from prefix_index import ArrayKey, FileStore, IndexCorrupt, IndexFile, IndexStoreError, IndexUnreadable
+from prefix_index.remote import RemoteStore
+from prefix_index.shared import SharedStore
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefix import residency as module
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 from tests.index_faults import replaced
+from tests.prefix_index.remote_stores import Shaky
 
 PROMPT = list(range(64))
 #: Bytes of an index of 64 tokens: layers, tokens, KV heads, head_dim, fp32.
@@ -197,6 +201,29 @@ def test_acquire_does_not_wait_for_the_disk(bench: Any, reside: Any, monkeypatch
     gate.set()
     index.loaded.result(30)
     assert (index.state, index.users) == (State.READY, 0)
+
+
+def test_an_index_that_is_being_fetched_holds_up_none_of_this_machine(bench: Any, reside: Any, tmp_path: Path) -> None:
+    here, there = (bench.put(prompt(n)) for n in range(2))
+    blobs = Shaky()
+    remote = RemoteStore(blobs, timeout_s=30)
+    with SharedStore(FileStore(tmp_path / "mine", create=True), [remote], timeout_s=30) as store:
+        for entry, source in ((here, store), (there, remote)):
+            with bench.store.get(entry.digest) as file:
+                source.put(file.payload())
+        assert store.flush(30)
+        blobs.gate.clear()
+        residency = reside(SimpleNamespace(store=store))
+        fetched = residency.acquire(there)
+        try:
+            assert blobs.reading.wait(30)
+            loaded = residency.acquire(here)
+            loaded.loaded.result(5)
+            assert (loaded.state, fetched.state) == (State.READY, State.LOADING)
+        finally:
+            blobs.gate.set()
+        fetched.loaded.result(30)
+        assert fetched.state is State.READY
 
 
 def test_the_store_is_told_now_and_then_of_an_index_in_use(bench: Any, reside: Any, monkeypatch: Any) -> None:
