@@ -206,8 +206,9 @@ def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     `saved_s` are seconds saved by measured costs, None without any. `recall` is the quality guard's share of attention
     mass, None before it has compared a step.
     """
-    directory, resident = runtime.directory, runtime.residency.resident()
-    entries, late = directory.known()
+    directory, (entries, late) = runtime.directory, runtime.directory.known()
+    runtime.residency.forget_gone()
+    resident = runtime.residency.resident()
     by_digest = {one.entry.digest: one.entry for one in resident.values()}
     by_digest |= {entry.digest: entry for entry in entries}
     stored = {entry.digest for entry in entries}
@@ -361,6 +362,7 @@ def _named(runtime: SparseRuntime, word: str) -> IndexEntry:
 
 def _search(runtime: SparseRuntime, word: str) -> IndexEntry:
     entries = {entry.digest: entry for entry in runtime.directory.known()[0]}
+    runtime.residency.forget_gone()
     entries |= {digest: one.entry for digest, one in runtime.residency.resident().items() if digest not in entries}
     found = [entry for entry in entries.values() if is_meant(word, entry.digest, entry.retention.name)]
     if len(found) == 1:

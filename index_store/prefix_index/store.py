@@ -361,6 +361,11 @@ class IndexStore(IndexSource):
         shown = (c.get(digest) for c in self._catalogs() if not c.hides(digest))
         return next((entry for entry in shown if entry is not None), None)
 
+    def knows(self, digest: str) -> bool:
+        """Whether there is an index, be it expired or no usable one. No I/O."""
+        catalogs = self._catalogs()
+        return any(c.held(digest) is not None or any(digest in path for path in tuple(c.problems)) for c in catalogs)
+
     def is_fetched(self, digest: str) -> bool:
         """Whether ``get`` waits for another store. No I/O."""
         return False

@@ -216,6 +216,13 @@ class Residency:
         self._wait_for_device()  # as in `_make_room`
         return True
 
+    def forget_gone(self) -> None:
+        """Drop what has failed and is in the store no more."""
+        with self._lock:
+            for digest, index in tuple(self._by_digest.items()):
+                if index.state is State.FAILED and index.users == 0 and not self._store.knows(digest):
+                    del self._by_digest[digest]
+
     def state(self, digest: str) -> State | None:
         """Of an index; None where nothing is known of it."""
         with self._lock:
@@ -258,6 +265,7 @@ class Residency:
     def _load(self, index: ResidentIndex) -> None:
         begun, tier = time.perf_counter(), "failed"
         try:
+            self.forget_gone()
             with self._store.get(index.entry.identity) as file, self._reading:
                 tier = file.tier
                 try:

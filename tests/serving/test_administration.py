@@ -325,6 +325,29 @@ def test_ranks_act_on_the_index_that_rank_0_knows_and_stay_in_step_whatever_fail
     assert all("ZeroDivisionError" in error for _, error in one[5:])
 
 
+def test_what_failed_and_left_the_store_is_known_no_more(start: Callable[..., Runtime]) -> None:
+    """What is damaged is in the store still, and says why it cannot be used."""
+    prompts = [list(range(n, n + 64)) for n in range(4)]
+    runtime = start(prompts[:3])
+    for entry in runtime.store.list():
+        runtime.store.retain(entry.digest, Retention(name="same"))
+    damaged, gone, intact = runtime.store.list()
+    path = Path(damaged.path)
+    path.write_bytes(path.read_bytes()[:-1])
+    Path(gone.path).unlink()
+    for entry in (damaged, gone):
+        index = runtime.residency.load(entry)
+        index.loaded.result(30)
+        assert index.state is State.FAILED
+    assert eventually(
+        lambda: {one["digest"] for one in told(runtime, "indexes")["indexes"]} == {damaged.digest, intact.digest}
+    )
+    assert row(runtime, damaged.digest)["state"] == "failed"
+    path.unlink()
+    assert eventually(lambda: [one["digest"] for one in told(runtime, "indexes")["indexes"]] == [intact.digest])
+    assert told(runtime, "pin", index="same")["digest"] == intact.digest
+
+
 def test_every_command_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "administration.md").read_text()
     for name in COMMANDS:

@@ -191,6 +191,19 @@ def test_an_index_that_has_gone_or_is_of_another_method_fails_by_name(bench: Any
     assert (index.state, index.reason) == (State.FAILED, "no_index")
 
 
+def test_indexes_that_failed_and_left_the_store_are_forgotten_when_another_is_loaded(bench: Any, reside: Any) -> None:
+    large, *gone, other = (bench.put(prompt(n, 128 if n == 0 else 64)) for n in range(5))
+    residency = reside(bench, ONE)
+    for entry in gone:
+        bench.store.delete(entry.digest)
+    failed = [load(residency, entry) for entry in (large, *gone)]
+    assert {index.state for index in failed} == {State.FAILED}
+    for index in failed[:-1]:
+        residency.release(index)
+    load(residency, other)
+    assert [*residency.resident()] == [large.digest, gone[-1].digest, other.digest], "in the store, in use, loaded"
+
+
 def test_acquire_does_not_wait_for_the_disk(bench: Any, reside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     entry, residency = bench.put(PROMPT), reside(bench)
     gate, real = threading.Event(), bench.store.get
