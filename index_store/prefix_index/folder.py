@@ -466,13 +466,21 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def locked_inodes() -> set[int]:
-    """Of files that some process has locked, by the kernel's list: to try the locks would disturb their holders."""
+def locked_inodes(folder: Path) -> set[int]:
+    """Of files on the folder's file system that some process has locked, by the kernel's list: to try the locks would
+    disturb their holders. Of all file systems where the folder's is not told.
+    """
     try:
+        with folder_fd(folder) as fd:
+            about = Path(f"/proc/self/fdinfo/{fd}").read_text().split()
+        mounts = {line.split()[0]: line.split()[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
         fields = Path("/proc/locks").read_text().split()  # of device and inode; lines of those who wait have one more
     except OSError:
         return set()
-    return {int(field.rpartition(":")[2]) for field in fields if field.count(":") == 2}
+    # Of the mount: what `stat` says of a file's device is another number on Btrfs.
+    device = mounts.get(about[about.index("mnt_id:") + 1]) if "mnt_id:" in about else None
+    start = "" if device is None else "{:02x}:{:02x}:".format(*map(int, device.split(":")))
+    return {int(field.rpartition(":")[2]) for field in fields if field.count(":") == 2 and field.startswith(start)}
 
 
 def free_bytes(folder: Path) -> int:

@@ -1,7 +1,8 @@
-"""What a store service counts: what clients read, and what leaves for what they put."""
+"""What a store service counts: what clients read, and what leaves for what they put, and leases."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from prefix_index import FileStore
 from prefix_index.removals import NAME
 from prefix_index.service import Limits
+from prefix_index.service.server import _leases
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import ONE
 from tests.prefix_index.tiers import eventually, patient, served, two_tiers
@@ -43,3 +45,19 @@ def test_reads_are_hits_with_and_without_a_dram_tier_and_a_put_is_none(tmp_path:
         for count in (0, 1, 2):
             assert sum(tier.hits for tier in client.status().tiers) == count
             client.get(sample_identity()).close()
+
+
+def test_a_lock_on_another_disk_is_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file may have the same number there."""
+    real = Path.read_text
+    with FileStore(tmp_path / "store", create=True) as store, store.lease(sample_identity()) or pytest.fail("held"):
+        (lease,) = store.folder.glob("*/.lease-*")
+        number = f":{lease.stat().st_ino} "
+
+        def elsewhere(path: Path) -> str:
+            text = real(path)
+            return re.sub(rf"[0-9a-f]+:[0-9a-f]+{number}", f"fff:ff{number}", text) if path.name == "locks" else text
+
+        monkeypatch.setattr(Path, "read_text", elsewhere)
+        assert number in Path("/proc/locks").read_text()
+        assert _leases(store.folder) == []

@@ -341,7 +341,7 @@ class StoreServer:
 
 def _leases(folder: Path) -> list[str]:
     """Digests whose lease somebody holds."""
-    found, locked = [], locked_inodes()
+    found, locked = [], locked_inodes(folder)
     try:
         shards = [path for path in folder.iterdir() if is_shard(path.name)]
     except OSError:

@@ -295,7 +295,7 @@ def _leftovers(folder: Path) -> dict[str, int]:
     and builders, and retentions of indexes that are gone.
     """
     found = {}
-    held = locked_inodes()
+    held = locked_inodes(folder)
     now = time.time()
     for path in folder.glob("[0-9a-f][0-9a-f]/*"):
         try:
