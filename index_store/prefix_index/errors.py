@@ -26,10 +26,14 @@ class IndexStoreError(Exception):
         where = "" if self.path is None else f"{self.path}: "
         super().__init__(f"{where}{what}: expected {expected}, found {found}; {remedy}")
 
-    def at(self, path: str | os.PathLike[str]) -> IndexStoreError:
+    def at(self, path: str | os.PathLike[str] | None) -> IndexStoreError:
         """The same error, saying which file it is about."""
         error = type(self)(self.what, self.expected, self.found, self.remedy, path)
         return error.with_traceback(self.__traceback__)
+
+    def bare(self) -> IndexStoreError:
+        """The same error for who keeps it: a traceback keeps alive what its frames hold, whole indexes among it."""
+        return self.at(self.path).with_traceback(None)
 
 
 class InvalidPayload(IndexStoreError, ValueError):

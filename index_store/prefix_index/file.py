@@ -194,7 +194,7 @@ class FileStore(IndexStore):
         except IndexStoreError as err:
             with self._lock:
                 if self._is_open:
-                    self._books.report(digest, signature, err)
+                    self._books.report(digest, signature, err.bare())
             raise
         self.served(digest, copy=copy is not None)
         return index
@@ -266,7 +266,7 @@ class FileStore(IndexStore):
                 self.copies.make(index, self.catalog.get(digest), check)
             except IndexCorrupt as err:
                 if err.path == index.path:
-                    self.report(index, err)
+                    self.report(index, err.bare())
                 raise
 
     def collect(self) -> Sequence[IndexEntry]:

@@ -45,7 +45,7 @@ class Link:
         """Why it could not be told something, since all was told last."""
         self._catch_ups = self._failures = 0
         self._due = self._resume = 0.0
-        self._error: StoreUnavailable | None = None
+        self._error: IndexStoreError | None = None
 
     def open(self) -> None:
         """Opens the store, or leaves why not in ``problem``. It may lack what the folder has."""
@@ -87,12 +87,14 @@ class Link:
             self.ask(call, opening=opening)
             self.problem = None
         except IndexStoreError as err:
-            self.problem = err
+            self.problem = err.bare()
 
     def ask(self, call: Callable[[], _T], *, opening: bool = False) -> _T:
         """The call's result or IndexStoreError; OutOfMemory of this process; StoreUnavailable for all else."""
         if not (self.is_open or opening) or self.is_away():
-            raise self._error or unavailable(str(self.problem or "one that could not be opened"))
+            raise (
+                self._error.bare() if self._error else unavailable(str(self.problem or "one that could not be opened"))
+            )
         try:
             value = call()
         except StoreUnavailable as err:
@@ -132,7 +134,7 @@ class Link:
         return ()
 
     def _went_away(self, error: StoreUnavailable) -> None:
-        self._error = error
+        self._error = error.bare()
         self._resume = time.monotonic() + min(_LONGEST_AWAY_S, FIRST_AWAY_S * 2 ** min(self._failures, 10))
         self._failures += 1
 

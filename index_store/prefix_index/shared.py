@@ -286,7 +286,7 @@ class SharedStore(IndexStore):
         if (known := self._unfetched(digest)) is not None:
             if isinstance(known, Link):
                 return known.ask(partial(known.store.get, key))
-            raise missing if not isinstance(missing, IndexNotFound) else known
+            raise missing if not isinstance(missing, IndexNotFound) else known.bare()
         job = self._fetcher.request(digest, urgent=True)
         done = job.wait(self._timeout_s)
         self._check_open()
@@ -333,7 +333,7 @@ class SharedStore(IndexStore):
                     error = err if isinstance(error, IndexNotFound) else error
         self.count("fetch_failures")
         if isinstance(error, DAMAGE):
-            self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, error
+            self._no_fetch[digest] = time.monotonic() + _FETCH_AGAIN_S, error.bare()
         raise error
 
     def _fetch_from(self, link: Link, digest: str, check: Check) -> None:
@@ -353,7 +353,7 @@ class SharedStore(IndexStore):
                 self.local.put(source.payload(still_wanted))
             except DAMAGE as err:
                 if isinstance(link.store, FileStore):
-                    link.store.report(source, err)
+                    link.store.report(source, err.bare())
                 raise
             except (StoreFull, StoreFolderError):
                 self.count("fetch_failures")
@@ -447,7 +447,7 @@ class SharedStore(IndexStore):
                 with lease:
                     self._tell_one(link, digest, check)
             except IndexStoreError as err:
-                link.is_behind, link.refusal = True, err
+                link.is_behind, link.refusal = True, err.bare()
         if isinstance(link.store, RemoteStore):
             with contextlib.suppress(IndexStoreError):
                 link.ask(link.store.sweep)
@@ -471,7 +471,7 @@ class SharedStore(IndexStore):
             # Whatever it is, it is told again, later and later.
             self.count("publish_failures")
             link.is_behind = True
-            link.refusal = err if isinstance(err, IndexStoreError) else link.refusal
+            link.refusal = err.bare() if isinstance(err, IndexStoreError) else link.refusal
         return existed
 
     def _send(self, link: Link, digest: str, check: Check) -> None:
@@ -488,7 +488,7 @@ class SharedStore(IndexStore):
             if index is None:
                 self.local.get(digest).close()  # takes note of it
             else:
-                self.local.report(index, err)
+                self.local.report(index, err.bare())
         else:
             if put:
                 self.count("published")

@@ -299,7 +299,7 @@ class Residency:
 
     def _report(self, file: IndexFile, error: IndexStoreError) -> None:
         try:
-            self._store.report(file, error)
+            self._store.report(file, error.bare())
         except Exception as problem:  # a store that cannot take note of it offers it again: tried again then
             logger.warning("sparse attention: a damaged index could not be reported to its store: %s", problem)
 

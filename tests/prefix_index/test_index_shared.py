@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from pathlib import Path
@@ -26,7 +27,18 @@ from prefix_index import (
 from prefix_index.reader import IndexLookup
 from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
 from prefix_index.store import BuildLease
-from tests.prefix_index.remote_stores import DIGEST, LONG, Make, Shaky, damage, flip_bit, flushed, longest, reached
+from tests.prefix_index.remote_stores import (
+    DIGEST,
+    LONG,
+    Make,
+    Shaky,
+    chunks_of,
+    damage,
+    flip_bit,
+    flushed,
+    longest,
+    reached,
+)
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, python
 from tests.prefix_index.tiers import eventually
@@ -409,6 +421,23 @@ def test_a_store_without_room_is_asked_later_and_later_and_is_a_problem(
     store.flush(1)
     assert len(writes) <= tried + 3, "at most one more round, which ends with the first index that is refused"
     assert any("full" in str(problem.error) for problem in store.problems())
+    for _, error in store.problems():
+        assert (error.__traceback__, error.__cause__) == (None, None), "they would keep the index that was to be sent"
+
+
+def test_of_a_damaged_index_nothing_stays_in_memory(make: Make, blobs: Shaky) -> None:
+    """As long as it is a problem, and for all errors behind it."""
+    one, other = make("a"), make("b")
+    one.put(sample_payload())
+    assert flushed(one)
+    damage(blobs, chunks_of(blobs)[-1], flip_bit(8 * 200))
+    assert reached(other)
+    for _ in range(3):
+        with pytest.raises(IndexCorrupt):
+            other.get(sample_identity())
+    gc.collect()
+    names = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [name for name in names if "memfd:prefix_index" in name]
 
 
 def test_what_another_process_held_is_published_once_it_lets_go(make: Make, blobs: Shaky, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -320,6 +322,25 @@ def test_wrong_content_is_index_corrupt_and_reported(
     assert len(reports) == 1
     with pytest.raises(IndexStoreError, match=message):
         raise reports[0]
+
+
+def test_the_report_of_a_damaged_index_keeps_none_of_its_layers(
+    bench: Any, reside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would lie on the device, beyond the budget, for as long as the index is a problem."""
+    entry, loaded, real = bench.put(PROMPT), list[Any](), module.check_layer
+
+    def check(spec: Any, arrays: Any, size: Any, where: str) -> None:
+        loaded.append(weakref.ref(arrays["keys"]))
+        if where == "layer 2":
+            raise IndexCorrupt("checksum", expected="a", found="b", remedy="c")
+        real(spec, arrays, size, where)
+
+    monkeypatch.setattr(module, "check_layer", check)
+    assert load(reside(bench), entry).state is State.FAILED
+    assert len(bench.store.problems()) == 1
+    gc.collect()
+    assert [one() for one in loaded] == [None] * 3
 
 
 def test_it_is_loaded_once_and_another_build_of_it_again(tokens: Any, reading: Any, reports: Any) -> None:

@@ -235,7 +235,7 @@ class RemoteStore(IndexSource):
         """The index is offered no more; if its ``generation`` is known, until another one comes."""
         with self._lock:
             self._forget(digest)
-            self.catalog.problems[digest] = error
+            self.catalog.problems[digest] = error.bare()
             if generation is not None:
                 self._bad[digest] = generation
 
