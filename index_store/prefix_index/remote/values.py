@@ -373,7 +373,11 @@ class Values:
             except OSError as err:
                 raise out_of_memory(err, f"{manifest.nbytes} bytes") from err
 
-        self.ask(partial(fetch, i) for i in range(len(manifest.chunks)))
+        try:
+            self.ask(partial(fetch, i) for i in range(len(manifest.chunks)))
+        except BaseException:
+            os.ftruncate(file.fileno(), 0)  # who holds the error holds the file
+            raise
         return file
 
     def is_whole(self, manifest: Manifest) -> bool:
