@@ -59,9 +59,15 @@ def check_place(path: Path) -> None:
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o022:
             expected, found = f"one that only user {os.geteuid()} can write to", f"mode {mode:04o}"
-            remedy = f"chmod 700 {folder}, or give the socket of a service elsewhere"
+            remedy = f"{_closing(folder, status)}give the socket of a service elsewhere"
             raise StoreFolderError("socket's folder", expected, found, remedy, folder)
         _check_owner("service socket", path, path.lstat().st_uid)
+
+
+def _closing(folder: Path, status: os.stat_result) -> str:
+    """The command that closes a folder to others; none for one of the machine, such as /tmp, or of another user."""
+    machines = status.st_uid == 0 and len(folder.parts) <= 3
+    return "" if machines or status.st_uid != os.geteuid() else f"chmod 700 {folder}, or "
 
 
 def _check_owner(what: str, path: Path, owner: int) -> None:
@@ -89,7 +95,7 @@ class SocketPlace:
             mode, mine = stat.S_IMODE(status.st_mode), os.geteuid()
             if status.st_uid != mine or mode & 0o077:
                 found = f"mode {mode:04o} of user {status.st_uid}"
-                remedy = f"chmod 700 {folder}, or give another folder"
+                remedy = f"{_closing(folder, status)}give another folder, such as {folder / 'sglang-ext'}"
                 raise StoreFolderError("socket's folder", f"mode 0700 of user {mine}", found, remedy, folder)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(self.path.with_name(self.path.name + ".lock"), flags, 0o600)
