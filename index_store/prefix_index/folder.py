@@ -246,7 +246,7 @@ def open_fd(path: str | os.PathLike[str], *, dir_fd: int | None = None, follow: 
     try:
         return os.open(path, flags, dir_fd=dir_fd)
     except (FileNotFoundError, NotADirectoryError):
-        remedy = "build the index, or rescan the store"
+        remedy = "correct the path, build the index, or rescan the store"
         raise IndexNotFound("index", "a file", "none", remedy, path) from None
     except OSError as err:
         if err.errno != errno.ELOOP:

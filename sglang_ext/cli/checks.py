@@ -54,7 +54,11 @@ def _device_refusal(device: str | None) -> str | None:
 
     if device is None and not torch.accelerator.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return "expected a GPU, or --device among SGLang's flags (behind --); got neither. Add -- --device cpu"
-    if device is not None and device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+    try:
+        kind = device and torch.device(device).type
+    except RuntimeError:
+        return f"expected --device to be cpu, cuda or another device of PyTorch, got {device!r}. Choose one of them"
+    if kind == "cuda" and not torch.cuda.is_available():
         return f"expected a GPU for --device {device}, got none. Say --device cpu, or run where there is one"
     return None
 

@@ -18,6 +18,7 @@ from sglang_ext.cli import main
 from sglang_ext.cli.arguments import checkpoint_options, names_cpu
 from sglang_ext.cli.engines import reported
 from sglang_ext.cli.explain.answers import read_prompt
+from sglang_ext.prefill.prompts import PromptError
 from tests.server.harness import MODEL
 
 ON_CPU = ("--device", "cpu")
@@ -82,6 +83,11 @@ def test_no_gpu(prebuild: Any, flags: tuple[str, ...]) -> None:
     refused(prebuild(*flags), "expected a GPU", "--device cpu")
 
 
+def test_a_device_that_there_is_nowhere(prebuild: Any) -> None:
+    """SGLang's process would die of it once it had started, in 30 lines."""
+    refused(prebuild("--device", "gpu"), "expected --device to be cpu, cuda", "got 'gpu'")
+
+
 def test_what_is_read_off_sglangs_flags() -> None:
     on_cpu = ("--device cpu", "--device=cpu --dtype float32", "--device cuda --device=cpu")
     others = ("", "--device cuda", "--dtype cpu", "--device")
@@ -103,10 +109,12 @@ def test_a_report_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
 def test_a_prompt_of_a_file_is_what_the_file_says(tmp_path: Path) -> None:
     """Ends of lines are tokens; a byte order mark is none."""
     text, chat = tmp_path / "prompt.txt", tmp_path / "chat.json"
-    text.write_bytes("one\r\ntwo é\r\n".encode())
+    text.write_bytes("\ufeffone\r\ntwo é\r\n".encode())
     chat.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "a"}]')
     none = {"extra_key": None, "cache_salt": None, "tools": None, "messages": None, "prompt": None}
     assert read_prompt(Namespace(**{**none, "prompt": f"@{text}"})).text == "one\r\ntwo é\r\n"
     assert read_prompt(Namespace(**{**none, "messages": str(chat)})).messages == [{"role": "user", "content": "a"}]
+    with pytest.raises(PromptError, match=f"got a file's name; say @{text}"):
+        read_prompt(Namespace(**{**none, "prompt": str(text)}))
     with pytest.raises(ValueError, match=r"^--prompt: expected text in Unicode, got .*half a character"):
         read_prompt(Namespace(**{**none, "prompt": "caf\udce9"}))

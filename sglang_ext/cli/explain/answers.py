@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +31,10 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
     """What --prompt, or --messages and --tools say, with the namespace. Raises ValueError."""
     try:
         if args.prompt is not None:
+            if os.path.isfile(args.prompt):
+                raise PromptError(f"--prompt: expected a text, or @ and a file, got a file's name; say @{args.prompt}")
             named = args.prompt.startswith("@")
-            given: Any = {"text": Path(args.prompt[1:]).read_bytes().decode() if named else args.prompt}
+            given: Any = {"text": Path(args.prompt[1:]).read_bytes().decode("utf-8-sig") if named else args.prompt}
         else:
             given = json.loads(Path(args.messages).read_bytes())
             given = {"messages": given} if isinstance(given, list) else given
