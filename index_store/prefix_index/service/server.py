@@ -30,6 +30,7 @@ from .messages import (
     Answer,
     BadMessageError,
     Failed,
+    GetStatus,
     Hello,
     Request,
     Status,
@@ -190,7 +191,8 @@ class StoreServer:
         """Failed for a client that is one too many, or of another version; None for what nobody answers."""
         if isinstance(request, Hello):
             return self._welcome(client, request)
-        self._remember(client, None)
+        if client in self._clients or not isinstance(request, GetStatus):  # not who only asks how the service does
+            self._remember(client, None)
         if isinstance(request, Used):
             if request.copy is not None:
                 self._hits["dram" if request.copy else "ssd"] += 1
