@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--sparse-attn-config", metavar="JSON|@FILE", help="as for the server; must build the same methods"
     )
-    parser.add_argument("--report", metavar="JSONL", help="where one JSON line per prompt goes (default: stdout)")
+    parser.add_argument("--report", metavar="JSONL", help="receives one more JSON line per prompt (default: stdout)")
     parser.add_argument("--pin", action="store_true", help="pin the prompts' indexes: they leave a full store last")
     parser.add_argument(
         "--ttl", type=parse_seconds, metavar="TIME", help="when they expire, from now: seconds, or 90m, 12h, 30d"
