@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from sglang_ext.cli import COMMANDS
+from sglang_ext.cli.arguments import Parser
 from sglang_ext.options import SparseAttnConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,6 +172,20 @@ def test_the_reference_page_is_what_the_sources_say() -> None:
 
     assert reference_page.page() == text_of("docs/reference.md"), "run python scripts/reference_page.py"
     assert sorted(reference_page.attributes(SparseAttnConfig)) == sorted(SparseAttnConfig.__struct_fields__)
+
+
+def test_options_tell_their_defaults() -> None:
+    from scripts import reference_page
+
+    top = Parser(prog="sglang-ext")
+    subcommands = top.add_subparsers()
+    for name in COMMANDS:
+        importlib.import_module(f"sglang_ext.cli.{name}").add_parser(subcommands)
+    actions = [(parser.prog, action) for parser, _ in reference_page.parsers(top) for action in parser._actions]
+    none = (None, False, "", argparse.SUPPRESS)
+    told = [(prog, action) for prog, action in actions if action.option_strings and action.default not in none]
+    assert len(told) > 20
+    assert [(prog, action.dest) for prog, action in told if "default" not in (action.help or "")] == []
 
 
 def test_every_method_and_fallback_reason_is_documented() -> None:

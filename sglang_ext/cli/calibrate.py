@@ -60,7 +60,7 @@ def _add_measuring(group: Any) -> None:
     group.add_argument("--keep-ratio", type=_ratio, default=0.05, metavar="R", help="budget (default: %(default)s)")
     add_count("--decode-steps", default=16, help="tokens generated and measured (default: 16)")
     add_count("--max-tokens", default=32, help="tokens measured per prompt, at most (default: 32)")
-    add_count("--query-samples", default=2048, help="sampled query rows per KV head, for channels")
+    add_count("--query-samples", default=2048, help="sampled query rows per KV head (default: 2048)")
     group.add_argument(
         "--device", default="auto", help="where to measure: cpu, cuda, or auto: cuda where there is one (default)"
     )

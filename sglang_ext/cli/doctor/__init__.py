@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--size", metavar="MODEL", help="compute sizes for this model instead")
     parser.add_argument("--prompts", type=parse_count, metavar="N", help="with --size: number of shared prompts")
     parser.add_argument("--tokens", type=parse_count, metavar="T", help="with --size: tokens of each")
-    parser.add_argument("--tp", type=parse_count, default=1, metavar="N", help="with --size: tensor-parallel ranks")
+    parser.add_argument("--tp", type=parse_count, default=1, metavar="N", help="with --size: TP ranks (default: 1)")
     parser.add_argument("--kv-cache-dtype", metavar="DTYPE", help="with --size: as SGLang's flag (default: auto)")
     add_sglang_flags(parser)
     parser.set_defaults(run=run)

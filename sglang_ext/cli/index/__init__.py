@@ -20,7 +20,7 @@ from sglang_ext.cli.arguments import (
 from sglang_ext.cli.index import containers, keeping, listing
 from sglang_ext.cli.index.targets import UnknownIndex
 from sglang_ext.cli.index.text import complain
-from sglang_ext.storage import LEAST_TO_REMOVE
+from sglang_ext.storage import ENV_STORE, LEAST_TO_REMOVE
 
 _DESCRIPTION = """\
 Indexes are named by the id that their prompt had in prebuild, by their digest,
@@ -39,7 +39,8 @@ failed or is damaged, 2 wrong usage, 130 interrupted.
 def add_parser(commands: Any) -> None:
     """Add the subcommand and its own subcommands."""
     parser = commands.add_parser("index", help="list, check, remove and carry indexes", description=_DESCRIPTION)
-    common = argument("--store", metavar="URL", help="folder or URL of the store"), flag("--json", "print JSON")
+    text = f"folder or URL of the store (default: ${ENV_STORE}, else the server's default)"
+    common = argument("--store", metavar="URL", help=text), flag("--json", "print JSON")
     add_subcommands(parser, _SUBCOMMANDS, common, (IndexStoreError, UnknownIndex), complain)
 
 
