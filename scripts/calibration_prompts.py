@@ -20,14 +20,24 @@ FIRST_SEED = 500
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the file that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path, metavar="JSONL")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), metavar="TASK")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192], metavar="TOKENS")
-    parser.add_argument("--documents", type=int, default=2, help="per task and length")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[4096, 8192], metavar="TOKENS", help="(default: 4096 8192)"
+    )
+    parser.add_argument("--documents", type=int, default=2, help="per task and length (default: 2)")
     parser.add_argument("--seed", type=int, default=FIRST_SEED, help="of the first document")
     args = parser.parse_args()
+    try:
+        write(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def write(args: argparse.Namespace) -> None:
+    """Raises OSError, and ValueError of a length or number that makes no document."""
     with args.out.open("w") as file:
         for task in args.tasks:
             for length in args.lengths:

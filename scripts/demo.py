@@ -245,7 +245,10 @@ def run(args: argparse.Namespace) -> int:
         raise DemoError(f"Expected a model in {args.model}, found none. Is this a complete checkout?")
     say(f"writing {len(TASKS)} shared documents of {args.tokens} tokens to .demo/prompts.jsonl")
     per_task = -(-args.questions // len(TASKS))
-    documents = [make_document(task, args.seed, args.tokens, per_task) for task in TASKS]
+    try:
+        documents = [make_document(task, args.seed, args.tokens, per_task) for task in TASKS]
+    except ValueError as error:
+        raise DemoError(f"Expected --tokens and --questions that make documents: {error}.") from error
     write_inputs(documents)
     questions = [(doc.task, question) for doc in documents for question in doc.questions]
     prompts = [f"{doc.text} {question.text}" for doc in documents for question in doc.questions]
