@@ -33,7 +33,8 @@ from prefix_index import (
 )
 from prefix_index import folder as folder_module
 from prefix_index.connect import open_store
-from prefix_index.service import StoreServer
+from prefix_index.service import StoreClient, StoreServer
+from prefix_index.service.endpoint import SocketPlace
 from tests.prefix_index.samples import IDS, PINNED, identity_of, read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import (
     ONE,
@@ -429,3 +430,11 @@ def test_processes_keep_one_cap_together(folder: Path) -> None:
         assert cap - ONE < most <= cap
         assert list(folder.rglob(".partial-*")) == []
         balanced(store)
+
+
+def test_nobody_is_told_to_close_the_machines_own_folders() -> None:
+    """As root the command would work: /tmp would be root's alone."""
+    for asked in (SocketPlace(Path("/tmp/s")).take, StoreClient("ipc:///tmp/s").open):
+        with pytest.raises(StoreFolderError, match=r"socket's folder: .* found mode 1777.*; give ") as refused:
+            asked()
+        assert "chmod" not in str(refused.value)

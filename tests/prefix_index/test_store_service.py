@@ -136,14 +136,6 @@ def test_an_open_folder_is_refused(tmp_path: Path) -> None:
         StoreClient(f"ipc://{tmp_path}/file/x/store").open()
 
 
-def test_nobody_is_told_to_close_the_machines_own_folders() -> None:
-    """As root the command would work: /tmp would be root's alone."""
-    for asked in (SocketPlace(Path("/tmp/s")).take, StoreClient("ipc:///tmp/s").open):
-        with pytest.raises(StoreFolderError, match=r"socket's folder: .* found mode 1777.*; give ") as refused:
-            asked()
-        assert "chmod" not in str(refused.value)
-
-
 def test_a_live_service_keeps_its_socket_and_a_dead_ones_is_replaced(process: Service) -> None:
     path = socket_path(process.endpoint)
     with pytest.raises(StoreFolderError, match=f"expected no running service, found process {process.pid}"):
