@@ -228,6 +228,21 @@ def test_gc_leaves_what_was_built_again_or_pinned_while_it_asked(
     assert said.err.count("stays: it has changed since it was chosen") == 3
 
 
+def test_gc_beside_a_limit_counts_damaged_indexes_that_leave(shelf: Any, index: Any) -> None:
+    for number in range(5):
+        shelf.use(number, time.time() - 1000 * (number + 1))
+    for number in (2, 3, 4):
+        shelf.flip(number, at=70)
+    damaged = sorted(str(shelf.path(number).relative_to(shelf.folder)) for number in (2, 3, 4))
+    flags = ["gc", "--json", "--unusable", "--max-bytes"]
+    (plan,) = index(*flags, shelf.entries[0].nbytes + shelf.entries[1].nbytes, "--dry-run").lines
+    assert (plan["removed"], plan["leftovers"]) == ([], damaged)
+    said = index(*flags, shelf.entries[0].nbytes, "--yes")
+    assert (said.status, said.err) == (0, "")
+    (done,) = said.lines
+    assert ([one["digest"] for one in done["removed"]], done["leftovers"]) == ([shelf.entries[1].digest], damaged)
+
+
 def test_gc_beside_a_limit_counts_what_leaves_anyway(shelf: Any, index: Any) -> None:
     limit = sum(entry.nbytes for entry in shelf.entries) - shelf.entries[2].nbytes
     for flag in ("--dry-run", "--yes"):
