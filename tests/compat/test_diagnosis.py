@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prefix_index import FileStore
 from tests.compat.sglang_process import GROUP, in_sglang
@@ -253,6 +254,13 @@ def test_what_a_start_refuses(doctor: Any, tmp_path: Path, words: list[str], fla
     status, found = doctor(*words, flags=[*CPU, *flags])
     assert (status, found["start"]["verdict"]) == (1, "fail")
     assert said in found["start"]["found"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_gpu_that_is_not_there(doctor: Any) -> None:
+    status, found = doctor(flags=["--device", "cuda"])
+    assert (status, found["start"]["verdict"]) == (1, "fail")
+    assert "expected a GPU for --device cuda, found none" in found["start"]["found"]
 
 
 def test_sizes_are_those_of_the_built_indexes(model: Path, built: Prebuilt) -> None:

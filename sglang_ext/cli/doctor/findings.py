@@ -121,6 +121,8 @@ def _gpus() -> Iterator[Finding]:
 
 def _start(preview: ServerPreview) -> Iterator[Finding]:
     refusal = preview.refusal
+    if preview.device == "cuda" and not torch.cuda.is_available():
+        refusal = refusal or "expected a GPU for --device cuda, found none; run this where the server will, or say cpu"
     prefill, decode = preview.attention_backends
     backends = decode if prefill == decode else f"{prefill} (prefill), {decode} (decode)"
     yield Finding("attention backend", OK, f"{backends}, on {preview.device}, TP {preview.tp_size}")
