@@ -26,6 +26,7 @@ from prefix_index import (
     read_removals,
 )
 from prefix_index.connect import locate
+from prefix_index.copies import digest_in
 from prefix_index.reader import open_in
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.methods import method_specs
@@ -165,12 +166,13 @@ def explain_prompt(
     with contextlib.closing(configured_store(settings.store, config, write=False, publish=False)) as store:
         entries = sorted(
             store.list(),
-            key=lambda entry: (not _is_whole(entry.identity, hashes), entry.identity.model != model, -entry.created),
+            key=lambda one: (not _is_whole(one.identity, hashes), len(asked.differs(one.identity, None)), -one.created),
         )
         candidates = [_candidate(asked, entry, hashes) for entry in entries[:MOST_READ]]
-        problems = [printable(str(error.at(path))) for path, error in store.problems()[:MOST_PROBLEMS]]
+        unusable = store.problems()
+        problems = [printable(str(error.at(path))) for path, error in unusable[:MOST_PROBLEMS]]
     candidates.sort(key=lambda one: (-max(one.common or 0, one.shifted), len(one.differs), -one.tokens, one.digest))
-    known = {entry.digest for entry in entries}
+    known = {entry.digest for entry in entries} | {digest_in(path) for path, _ in unusable}
     gone = []
     for one in _removals_of(settings.store):
         of = one.identity

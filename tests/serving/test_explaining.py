@@ -4,18 +4,26 @@ attended.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 
+from prefix_index import BuildInfo, FileStore, namespace_digest
 from prefix_kernels.launching import block_of
 from sglang_ext.administration import BAD, GOOD, answered
 from sglang_ext.cli.explain.picture import draw_attended, read_attended
+from sglang_ext.config import Settings
 from sglang_ext.decode.costs import Line, Lines, StepCosts
 from sglang_ext.decode.quality import Standing
+from sglang_ext.prefix import explanation
+from sglang_ext.prefix.explanation import explain_prompt
+from tests.prefix_index.samples import sample_payload
 from tests.serving.admitting import KV_HEADS, OTHER, PROMPT, Runtime, eventually
 from tests.serving.test_trace import SELECTING, decode, prefill
 
@@ -117,3 +125,34 @@ def test_what_was_attended_is_read_from_the_trace_and_drawn(start: Any, tmp_path
     assert drawn.shape[1] == 1200
     colors = {tuple(pixel) for pixel in (drawn * 255).astype(int)[drawn.shape[0] // 2]}
     assert len(colors) >= 2, "positions that were attended, and others"
+
+
+def explained(runtime: Runtime, extra_key: str | None = None) -> Any:
+    settings = Settings(config=runtime.config, store=str(runtime.store.folder))
+    return explain_prompt(settings, runtime.model, [*PROMPT, 7], {"extra_key": extra_key}, str)
+
+
+def test_the_index_of_a_prompt_is_found_among_more_of_other_tenants_than_are_read(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explanation, "MOST_READ", 2)
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    with FileStore(runtime.store.folder) as store:
+        for tenant in "abc":
+            identity = changed(entry.identity, namespace=namespace_digest({"extra_key": tenant}))
+            store.put(replace(sample_payload(identity), info=BuildInfo(created=time.time() + 60)))
+    found = explained(runtime)
+    assert (found.index, found.reason, found.unread) == (entry.digest, None, 2)
+    assert explained(runtime, "b").index is not None
+
+
+def test_a_damaged_index_that_once_left_and_was_built_again_has_not_left(start: Any) -> None:
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    raw = Path(entry.path).read_bytes()
+    runtime.store.delete(entry.digest)
+    assert [one.digest for one in explained(runtime).gone] == [entry.digest]
+    Path(entry.path).write_bytes(raw[:70] + b"?" + raw[71:])
+    found = explained(runtime)
+    assert (found.index, found.reason, found.gone, len(found.problems)) == (None, "no_index", [], 1)
