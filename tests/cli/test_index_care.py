@@ -139,6 +139,20 @@ def test_import_of_a_stores_folder_keeps_pins_and_expiry(shelf: Any, index: Any,
     assert kept(tmp_path / "new")[shelf.entries[4].digest].pinned, "a source that says nothing changes nothing"
 
 
+def test_export_to_a_folder_and_import_keep_names_pins_and_expiry(shelf: Any, index: Any, tmp_path: Path) -> None:
+    wanted = [Retention(pinned=True, name="tools"), Retention(expires=time.time() + 5000), *[Retention()] * 3]
+    with FileStore(shelf.folder) as store:
+        for entry, retention in zip(shelf.entries, wanted, strict=True):
+            store.retain(entry.digest, retention)
+    assert index("export", "--all", "--to", tmp_path / "out").status == 0
+    assert index("import", tmp_path / "out", "--store", tmp_path / "new").status == 0
+    assert kept(tmp_path / "new") == {entry.digest: of for entry, of in zip(shelf.entries, wanted, strict=True)}
+    index("unpin", "tools")
+    assert index("export", "tools", "--replace", "--to", tmp_path / "out").status == 0
+    index("import", "--replace", tmp_path / "out", "--store", tmp_path / "new")
+    assert kept(tmp_path / "new")[shelf.entries[0].digest] == Retention(name="tools")
+
+
 def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Any, tmp_path: Path) -> None:
     said = index("export", shelf.entries[0].digest, "--to", tmp_path / ("x" * 300))
     assert said.status == 1

@@ -31,7 +31,7 @@ from prefix_index import (
 )
 from prefix_index.copies import digest_in
 from prefix_index.folder import SUFFIX, folder_fd, os_errors
-from prefix_index.retention import KEEP_SUFFIX, read_retention
+from prefix_index.retention import KEEP_SUFFIX, read_retention, write_retention
 from prefix_index.store import has_expired
 from prefix_index.writer import replace_file
 from sglang_ext.cli.index.targets import find, length, open_unused, opened
@@ -154,6 +154,8 @@ def _export_one(entry: IndexEntry, path: Path, *, replace_it: bool) -> Verdict:
         return verdict._replace(status="exists", detail="give --replace to write it anew")
     try:
         with open_unused(entry) as index, os_errors(path.parent), folder_fd(path.parent) as fd:
+            if path.name == entry.digest + SUFFIX:  # as `_retention_beside` reads it
+                write_retention(fd, entry.digest, entry.retention, mode=0o600)
             replace_file(fd, path.name, index.payload(), mode=0o600)
     except IndexStoreError as error:
         return verdict._replace(status="failed", detail=str(error))
@@ -209,8 +211,8 @@ def _import_one(store: IndexStore, path: Path, *, replace_it: bool) -> Verdict:
 
 
 def _retention_beside(path: Path, digest: str) -> Retention | None:
-    """What a store's folder says beside its file; None, which changes nothing, where it says nothing. Raises
-    IndexUnreadable where the system does not give it: importing without it would lose it.
+    """What a store's folder, or an export, says beside its file; None, which changes nothing, where it says nothing.
+    Raises IndexUnreadable where the system does not give it: importing without it would lose it.
     """
     if path.name != digest + SUFFIX:
         return None
