@@ -195,9 +195,10 @@ class QualityGuard:
         found = {index.entry.digest: index for index in ready if index is not None}
         allowed = set()
         for digest, index in found.items():
-            record = self.records.of(digest, index.prefix_len)
+            self.records.of(digest, index.prefix_len)
             if self._ranks.size == 1:  # others may hold another build of it for a while
                 self.records.made(digest, index.entry.created)
+            record = self.records.known[digest]
             if record.standing is Standing.SERVING:
                 allowed.add(digest)
             elif record.standing is Standing.TRIAL:

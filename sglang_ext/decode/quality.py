@@ -200,8 +200,7 @@ class QualityRecords:
         if record is None or created <= record.created:
             return
         if record.created:
-            record.factor = 1
-            record.become(self._first())
+            record = self.known[digest] = Record(record.prefix_len, self._first(), record.epoch + 1)
         record.created = created
 
     def budget_changed(self) -> None:

@@ -155,6 +155,7 @@ def test_another_budget_and_another_build_begin_anew() -> None:
     assert found.of("d", 1000).standing is Standing.TRIAL, "the first build that is known"
     found.made("d", 6.0)
     assert (found.of("d", 1000).standing, found.of("d", 1000).steps) == (Standing.SERVING, 0)
+    assert found.snapshot()["indexes"] == {}, "nothing is said of it by what another build did"
     assert add(found, BAD, LEAST_SAMPLES) is Standing.TRIAL
     found.made("d", 5.0)
     assert found.of("d", 1000).standing is Standing.TRIAL, "an old build that requests still hold"
