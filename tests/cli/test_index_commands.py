@@ -38,6 +38,15 @@ def test_ls_shows_each_index_on_a_line_of_80_columns(shelf: Any, index: Any) -> 
     assert total == f"4 indexes, {size(sum(entry.nbytes for entry in good))}"
 
 
+def test_an_index_whose_retention_is_damaged_is_none_that_cannot_be_used(shelf: Any, index: Any) -> None:
+    shelf.path(4).with_suffix(".pfxkeep").write_bytes(b"scribble")
+    said = index("ls")
+    assert (len(said.text.splitlines()), said.err) == (1 + 5 + 1, "")
+    (usage,) = index("du", "--json").lines
+    assert (usage["indexes"], usage["unusable"], usage["unusable_nbytes"]) == (5, 0, 0)
+    assert index("verify").status == 1, "it is damage"
+
+
 def test_ls_in_json_is_one_object_per_index_with_the_documented_keys(shelf: Any, index: Any) -> None:
     lines = index("ls", "--json").lines
     assert [line["digest"] for line in lines] == sorted(entry.digest for entry in shelf.entries)

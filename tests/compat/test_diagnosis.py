@@ -226,6 +226,17 @@ def test_a_store_of_other_settings_and_damage(doctor: Any, built: Prebuilt, tmp_
     assert "methods.token_index.bits: expected 8, found 4" in found["unusable"]["found"]
 
 
+def test_a_retention_that_is_damaged_is_no_reason_to_remove_its_index(
+    doctor: Any, built: Prebuilt, tmp_path: Path
+) -> None:
+    store, digest = Path(shutil.copytree(built.store, tmp_path / "store")), built.line("line")["digest"]
+    (store / digest[:2] / f"{digest}.pfxkeep").write_bytes(b"scribble")
+    _, found = doctor("--store", str(store), "--sparse-attn-config", json.dumps(CONFIG))
+    assert found["indexes"]["found"].startswith("4 of 4 usable")
+    assert "remove it, or set the retention again" in found["damaged"]["found"]
+    assert "prebuild" not in found["damaged"]["todo"]
+
+
 @pytest.mark.parametrize("build", ["off", "shared"])
 def test_without_a_store_nothing_is_missed(
     doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str

@@ -213,7 +213,7 @@ def _indexes(store: IndexStore, model: ModelFingerprint, settings: Settings) -> 
         fields = "; ".join(differences(one.identity, built_by, model, digest, specs))
         yield Finding("unusable", OK if usable else WARN, f"{count} {kind}; {one.digest[:12]}: {fields}")
     for path, error in problems[:3]:
-        yield Finding("damaged", WARN, str(error.at(path)), "sglang-ext index verify, then rm and prebuild")
+        yield Finding("damaged", WARN, str(error.at(path)))
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

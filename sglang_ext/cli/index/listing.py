@@ -22,7 +22,7 @@ from sglang_ext.cli.index.text import TAG, count, emit, retention, size, span, t
 def run_ls(args: argparse.Namespace) -> int:
     """One line per usable index (of those that are named), ordered by digest."""
     with opened(args) as store:
-        entries, damaged = store.list(), len(store.problems())
+        entries, damaged = store.list(), len(_unusable(store))
         if args.index:
             named = {target.digest for target in find(store, args.index, several=True)}
             entries = [entry for entry in entries if entry.digest in named]
@@ -38,6 +38,12 @@ def run_ls(args: argparse.Namespace) -> int:
         sys.stdout.flush()
         print(f"{damaged} more cannot be used: see sglang-ext index verify", file=sys.stderr)
     return 0
+
+
+def _unusable(store: FileStore) -> list[str]:
+    """Paths of problems; one of an index that is served all the same, with a damaged retention, is none of them."""
+    known = {entry.digest for entry in store.list()}
+    return [path for path, _ in store.problems() if digest_in(path) not in known]
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -148,13 +154,13 @@ def run_du(args: argparse.Namespace) -> int:
 
 
 def _usage(store: FileStore) -> dict[str, Any]:
-    entries, problems = store.list(), store.problems()
+    entries, unusable = store.list(), _unusable(store)
     disk = shutil.disk_usage(store.folder)
     return {
         "indexes": len(entries),
         "nbytes": sum(entry.nbytes for entry in entries),
-        "unusable": len(problems),
-        "unusable_nbytes": sum(length(path) for path, _ in problems if digest_in(path) is not None),
+        "unusable": len(unusable),
+        "unusable_nbytes": sum(length(path) for path in unusable if digest_in(path) is not None),
         "free_bytes": disk.free,
         "disk_bytes": disk.total,
         **{f"by_{name}": _grouped(entries, name) for name in _GROUPS},
