@@ -89,6 +89,7 @@ class ResidentIndex:
         hit: whether its load was begun by a request that counts as a hit.
         begun: when its load was asked for (`time.monotonic`).
         told: when the store was last told of a use: its load tells it.
+        before: the build that this one replaces, until the device reads it no more.
     """
 
     def __init__(self, entry: IndexEntry, *, hit: bool = False) -> None:
@@ -102,6 +103,7 @@ class ResidentIndex:
         self.users = 0
         self.loaded: Future[None] | None = None
         self.hopeless = False
+        self.before: ResidentIndex | None = None
 
     @property
     def prefix_len(self) -> int:
@@ -113,6 +115,8 @@ class ResidentIndex:
         ended = self.loaded is not None and self.loaded.done()  # before its state is read
         if self.state is State.FAILED:
             return not self.hopeless or _build_of(entry) != _build_of(self.entry)
+        if self.state is State.READY:
+            return self.users == 0 and entry.created > self.entry.created  # built again since
         return ended and self.state is State.LOADING  # its load ended without a word
 
 
@@ -175,7 +179,8 @@ class Residency:
         with self._lock:
             index = self._by_digest.get(entry.digest)
             if index is None or ((retry or index.reason == "index_memory") and index.can_be_tried_again(entry)):
-                index = ResidentIndex(entry, hit=hit)
+                before, index = index, ResidentIndex(entry, hit=hit)
+                index.before = before
                 self._by_digest[entry.digest] = index
                 worker = self._fetcher if self._store.is_fetched(entry.digest) else self._worker
                 index.loaded = worker.submit(self._load, index)
@@ -265,6 +270,9 @@ class Residency:
     def _load(self, index: ResidentIndex) -> None:
         begun, tier = time.perf_counter(), "failed"
         try:
+            if index.before is not None:
+                self._wait_for_device()  # as in `_make_room`
+                index.before = None
             self.forget_gone()
             with self._store.get(index.entry.identity) as file, self._reading:
                 tier = file.tier

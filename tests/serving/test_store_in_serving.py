@@ -17,6 +17,7 @@ import pytest
 from prefix_index import FileStore, StoreFolderError, StoreUnavailable
 from sglang_ext.prefill.builder import IndexFactory
 from sglang_ext.runtime import SparseRuntime
+from tests.index_faults import replaced
 from tests.prefix_index.tiers import Service
 from tests.serving.admitting import OTHER, PROMPT, Runtime, eventually, ours, planned, prefill, report
 
@@ -205,3 +206,26 @@ def test_an_index_of_a_shared_folder_is_served_and_kept_on_this_machine(
     (index,) = folder.rglob("*.pfxindex")
     assert (mine / index.relative_to(folder)).read_bytes() == index.read_bytes()
     assert runtime.snapshot()["store_counters"]["fetched"] == 1
+
+
+def test_an_index_that_was_built_again_is_loaded_once_nobody_uses_the_former_build(start: Any) -> None:
+    """The quality guard would try a bad build again and again, however often it is built anew."""
+    runtime = start([PROMPT])
+    [entry] = runtime.store.list()
+    first = runtime.came("a")
+    former = runtime.residency.resident()[entry.digest]
+    assert planned(runtime, ["a"], [66])
+    newer = replaced(runtime.store, entry.digest, lambda arrays: None, created=entry.created + 5)
+    runtime.directory.rescan()
+    second = runtime.came("b", [*PROMPT, 8])
+    assert runtime.residency.resident() == {entry.digest: former}, "a request has it"
+    for request, row in ((first, 0), (second, 1)):
+        runtime.slot_freed(request, row, finished=True)
+    runtime.came("c", [*PROMPT, 9])
+    index = runtime.residency.resident()[entry.digest]
+    assert (index is former, index.entry) == (False, newer)
+    assert planned(runtime, ["c"], [66])
+    assert index.before is None
+    runtime.residency.check_integrity()
+    runtime.residency.release(runtime.residency.acquire(entry))
+    assert runtime.residency.resident() == {entry.digest: index}, "an older look-up changes nothing"
