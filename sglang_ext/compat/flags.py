@@ -46,6 +46,7 @@ UNSUPPORTED: Fields = (
     ("disaggregation_mode", "null", "disaggregation (--disaggregation-mode)"),
     ("dllm_algorithm", None, "diffusion language models (--dllm-algorithm)"),
     ("encoder_only", False, "encoder-only serving (--encoder-only)"),
+    ("weight_cache_mode", "off", "weights of another process, which may not be the folder's (--weight-cache-mode)"),
     ("enable_deterministic_inference", False, "deterministic inference (--enable-deterministic-inference)"),
 )
 

@@ -24,12 +24,13 @@ OFFLOAD = config_from_dict({"offload": {"host_bytes": 1 << 20, "staging_tokens":
 OFFLOADS = pytest.mark.skipif(installed() not in flags.TREES, reason="offload is refused on this release")
 
 _LATER_FIELDS = {"enable_nvidia_megakernel", "enable_amd_monokernel", "disaggregation_decode_retraction_backup"}
-_LATER_FIELDS |= {"attn_dp_size"}
+_LATER_FIELDS |= {"attn_dp_size", "weight_cache_mode"}
 """That the oldest release lacks. Releases between it and the newest one may have any."""
 _BAD_VALUES = {
     "disaggregation_mode": "prefill", "speculative_algorithm": "EAGLE", "dllm_algorithm": "x", "kv_canary": "log",
     "radix_cache_backend": "mine", "hicache_storage_backend": "file", "elastic_ep_backend": "mooncake",
     "disaggregation_decode_retraction_backup": "host_pool", "kv_events_config": "{}",
+    "weight_cache_mode": "client",
 }  # fmt: skip
 
 
