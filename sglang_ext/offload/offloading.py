@@ -322,10 +322,11 @@ class Offloading:
         if not self._rows:
             return []
         rids = tuple(getattr(forward_batch, "rids", None) or ())
-        if rids and self._told_apart and rids == self._last[0]:
+        named = self._told_apart and len(set(rids)) == forward_batch.batch_size  # rows of beams have no ids
+        if named and rids == self._last[0]:
             return self._last[1]
         fronts = [self._rows.get(row) for row in self._rows_of(forward_batch)]
-        if self._told_apart and len(set(rids)) == len(fronts):
+        if named:
             self._last = rids, fronts
         return fronts
 

@@ -280,6 +280,26 @@ def test_rows_are_asked_for_once_until_a_slot_changes() -> None:
     assert hosted("ab", 3, 5) == [True, False]
 
 
+def test_rows_of_beams_behind_those_of_requests_are_attended_too() -> None:
+    """From the second token on a beam search request has more rows than ids; its prefill and ours may be one batch."""
+    served = Served()
+    served.slots(0, 0, PREFIX)
+    for _ in range(2):
+        served.decode(0, attachment())
+    served.behind(1, attachment(), Request())
+    lens = [PREFIX + 5, 40, 40]
+    served.slots(1, PREFIX, lens[0])
+    for row in (2, 3):
+        served.slots(row, 0, 40)
+    steps = []
+    for count, mode in ((2, "EXTEND"), (3, "DECODE")):
+        batch = forward([1, 2, 3][:count], lens[:count], [5, 40], mode)
+        batch.rids = ["ours", "beams"]
+        steps.append(served.offloading.begin(batch))
+    assert all(steps)
+    assert [one is not None for one in served.offloading.hosts(batch)] == [True, False, False]
+
+
 def test_an_id_that_two_requests_have_says_nothing_of_rows() -> None:
     """Not of one batch either: each may be alone in its own. As several tokenizer workers let it be."""
     served = Served()
