@@ -407,7 +407,7 @@ class FileStore(IndexStore):
                 evictable = sum(entry.nbytes for digest, entry, _ in self._books.uses() if digest not in staying)
             limits = f"(max_bytes={self.max_bytes}, min_free_bytes={self.min_free_bytes})"
             found = f"{missing} bytes too few and {evictable} to evict"
-            remedy = "change the limit, free disk space, or delete what problems() lists"
+            remedy = "raise max_bytes or lower min_free_bytes, free disk space, or delete what problems() lists"
             raise StoreFull("index store", f"room for {nbytes} bytes {limits}", found, remedy, self.folder)
 
     def _clean(self, grace_s: float, *, builders: bool = False) -> None:
