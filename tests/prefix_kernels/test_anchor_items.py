@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 
@@ -55,6 +56,24 @@ def test_items_of_a_group_follow_each_other() -> None:
     for programs in (1, 4, 9, 32):
         assert make_items(groups, programs, 3, 100).tolist() == make_items(every, programs).tolist()
     assert make_items([], 4).shape == (0, ITEM_FIELDS)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_program_waits_for_a_later_item_whatever_the_lengths(seed: int) -> None:
+    """All items of a group are there, one behind the other, and on different programs; tables have room for all."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        programs, count = rng.randint(1, 40), rng.randint(1, 120)
+        lengths = [rng.choice([16384] * 5 + [0, 16, rng.randint(1, 200_000)]) for _ in range(count)]
+        items = make_items([SelectionGroup(length, 64) for length in lengths], programs).tolist()
+        assert len(items) <= 2 * programs + count
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, (group, chunk, share, *_) in enumerate(items):
+            found.setdefault(group, []).append((number - chunk, share))
+        assert sorted(found) == list(range(count))
+        for of_group in found.values():
+            assert len(set(of_group)) == 1
+            assert of_group[0][1] == len(of_group) <= programs
 
 
 def test_many_layers_of_many_groups_are_cut_at_once() -> None:
