@@ -54,7 +54,7 @@ class StagedStep:
 
     Attributes:
         spans: of all its requests, in batch order.
-        whole: the same with the prefix's rows in front, for layers that have it on the device.
+        whole: the same with the slots of prefixes in front, for layers that have these on the device.
         groups: query rows behind each prefix, [num_queries] int64 on the host.
         pieces: by layer, of the prefixes that come to it from the host.
         selected: of the last groups; None: there are none that select.
@@ -153,7 +153,7 @@ class StagedAttention:
 
         Args:
             spans: of all its requests, in batch order.
-            whole: the same with the prefix's rows in front, for layers that have it on the device.
+            whole: the same with the slots of prefixes in front, for layers that have these on the device.
             groups: by prefix, [num_queries] int64 on the host: query rows behind it.
             selecting: what selects, that fits together; in none of `groups`.
         """
@@ -163,10 +163,13 @@ class StagedAttention:
             for number, (offload, _) in enumerate(every)
             for part in torch.split(offload.pages, self.places.shape[1])
         ]
-        exact = [piece for piece in pieces if piece.group < len(groups)]
-        layers, selects = range(self._num_layers), self.selection.selects if self.selection else lambda layer: False
-        by_layer = [[] if layer in self._pool.dense_layers else exact if selects(layer) else pieces for layer in layers]
-        selected = self.selection.plan(selecting) if self.selection and selecting else None
+        by_layer = [[] if layer in self._pool.dense_layers else pieces for layer in range(self._num_layers)]
+        selected = None
+        if selecting:
+            assert self.selection is not None
+            exact = [piece for piece in pieces if piece.group < len(groups)]
+            by_layer = [exact if self.selection.selects(layer) else of for layer, of in enumerate(by_layer)]
+            selected = self.selection.plan(selecting)
         return StagedStep(spans, whole, [of for _, of in every], by_layer, selected)
 
     def run(self, step: StagedStep, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:

@@ -400,7 +400,7 @@ class Offloading:
         fronts: Sequence[Offload | None],
         indexes: Sequence[ResidentIndex | None],
     ) -> StagedStep:
-        spans, from_device, begin = list[Span](), list[Span](), 0
+        spans, whole_spans, begin = list[Span](), list[Span](), 0
         queries = dict[tuple[Offload, ResidentIndex | None], list[Tensor]]()
         for row, length, count, front, index in zip(rows, lens, counts, fronts, indexes, strict=True):
             first = 0 if front is None else front.prefix_len
@@ -410,7 +410,7 @@ class Offloading:
                 assert front.host is not None
                 assert front.host.dense_slots is not None
                 slots = torch.cat([front.host.dense_slots, slots])
-            from_device.append(Span(slice(begin, begin + count), slots))
+            whole_spans.append(Span(slice(begin, begin + count), slots))
             if front is not None:
                 queries.setdefault((front, index), []).append(torch.arange(begin, begin + count))
             begin += count
@@ -423,7 +423,7 @@ class Offloading:
         for (front, _), of in queries.items():
             whole.setdefault(front, []).extend(of)
         groups = [(front, torch.cat(of)) for front, of in whole.items()]
-        return self._attention.plan(spans, from_device, groups, selecting)
+        return self._attention.plan(spans, whole_spans, groups, selecting)
 
     def attend(self, step: StagedStep, q: Tensor, layer: int, sm_scale: float) -> Tensor:
         """One layer of it; see `StagedAttention.run`."""

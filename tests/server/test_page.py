@@ -143,20 +143,22 @@ def test_recall_and_time_saved_are_shown_where_there_are_any(page: Any) -> None:
     page.unroute_all(behavior="wait")
 
 
-def test_a_server_that_does_not_answer_is_said_and_forgotten(page: Any) -> None:
+def unanswered(page: Any) -> None:
+    """One question to the server fails."""
     page.route("**/sparse_attn/status", lambda route: route.abort())
     page.evaluate("show()")
     page.wait_for_selector("text=The server does not answer.")
     page.unroute_all(behavior="wait")
+
+
+def test_a_server_that_does_not_answer_is_said_and_forgotten(page: Any) -> None:
+    unanswered(page)
     page.evaluate("show()")
     page.wait_for_selector("#said:empty", state="attached")
 
 
 def test_what_became_of_a_command_is_said_when_the_server_answers_again(page: Any) -> None:
-    page.route("**/sparse_attn/status", lambda route: route.abort())
-    page.evaluate("show()")
-    page.wait_for_selector("text=The server does not answer.")
-    page.unroute_all(behavior="wait")
+    unanswered(page)
     page.evaluate("tell('unpin', { index: 'no such index' })")
     assert "no such index" in page.inner_text("#said")
 
