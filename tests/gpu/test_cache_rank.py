@@ -25,8 +25,8 @@ from tests.server.harness import DISK, MODEL, SPARSE_CONFIG, Server, tokens_alik
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")]
 
 TOKENS, QUESTIONS, SAID, FIRST = 8192, 4, 192, 16
-"""FIRST: steps behind a change of groups that select in line. Left alone, a server with a cache rank takes about five,
-until the process knows of them, one without takes one: then other tokens are kept, and texts part at near-ties.
+"""FIRST: steps behind a change of the batch that name their own candidates. Left alone, a server with a cache rank has
+more of these than one without, as the process learns of the change later. Other tokens are kept then, and texts part.
 """
 FLAGS = [*PAGED, "--dtype", "float16", "--max-total-tokens", "65536", "--max-running-requests", "32"]
 FLAGS += ["--disable-prefill-cuda-graph"]
