@@ -42,14 +42,31 @@ def passes(draw: st.DrawFn) -> list[Segment]:
 def test_every_entry_of_a_row_is_attended_once(
     segments: list[Segment], target: int, alone: set[int], first_partial: int
 ) -> None:
+    check_cut(segments, target, alone, first_partial)
+
+
+@pytest.mark.parametrize(("count", "target"), [(17, 33), (9, 16), (35, 33), (70, 33)])
+def test_every_entry_of_lists_of_two_chunks_is_attended_once(count: int, target: int) -> None:
+    rng = random.Random(count)
+    segments = [Segment((row,), rng.choice([2000, 2048]), list_begin=3000 * row) for row in range(count)]
+    items = check_cut(segments, target, set(range(0, count, 2)), 48)
+    assert len({item[6] - item[5] for item in items if item[5] == 0}) > 1
+
+
+def check_cut(segments: list[Segment], target: int, alone: set[int], first_partial: int) -> list[tuple[int, ...]]:
+    """Items of these segments; what stands in their table is right."""
     items = cut(segments, **CUTS, target=target, first_partial=first_partial, alone=alone)
     attended: Counter[tuple[int, int]] = Counter()
     parts: dict[int, list[int]] = {}
     tiles: list[int] = []
-    chunk = max((item[6] - item[5] for item in items.items), default=1)
+    chunks: dict[int, int] = {}
+    for _, _, begin, _, _, start, end, *_ in items.items:
+        chunks[begin] = max(chunks.get(begin, 0), end - start)
+    cut_lists = [one for one in segments if one.rows and one.length]
+    assert len(items.items) <= target + sum(-(-len(one.rows) // (BLOCK_M // GQA)) for one in cut_lists)
     for first, count, begin, _, _, start, end, partial, *joined in items.items:
         assert joined == [0, 0, -1]
-        assert start % chunk == 0
+        assert start % chunks[begin] == 0
         assert start < end
         for place in range(first, first + count):
             row = items.rows[place]
@@ -71,6 +88,7 @@ def test_every_entry_of_a_row_is_attended_once(
             assert parts.pop(row) == [first + i * stride for i in range(count)]
             assert head_stride == BLOCK_M
     assert not parts
+    return items.items
 
 
 def test_a_tile_is_direct_where_none_of_its_rows_has_another_part() -> None:
@@ -86,7 +104,7 @@ def test_a_tile_is_direct_where_none_of_its_rows_has_another_part() -> None:
         cut(segments, **{**CUTS, "block_m": 2}, target=1)
 
 
-def test_lists_of_one_length_stay_whole_and_a_long_one_among_short_ones_is_cut() -> None:
+def test_lists_that_fill_a_turn_stay_whole_and_what_is_more_is_cut() -> None:
     def parts(lengths: list[int]) -> list[int]:
         segments = [Segment((row,), length) for row, length in enumerate(lengths)]
         sizes = {"gqa": 4, "num_kv_heads": 8, "block_m": 16, "block_n": 64, "target": 33}
@@ -95,6 +113,10 @@ def test_lists_of_one_length_stay_whole_and_a_long_one_among_short_ones_is_cut()
     assert parts([1024] * 32) == [1024] * 32
     assert parts([1024] * 20) == [1024] * 20, "a second turn of half the length would be as long"
     assert max(parts([1024] * 5 + [131072] + [1024] * 26)) < 131072 / 16
+    assert parts([2048] * 16) == [1024] * 32
+    assert parts([2048] * 17) == [1024] * 32 + [128] * 16, "one list more is shared by programs that have half a list"
+    assert parts([2048] * 34) == [2048] * 33 + [64] * 32
+    assert parts([2048] * 31) == [2048] * 31
 
 
 LISTED, OWN = Segment((3,), 100, 50, 100, 7), Segment((3,), 25, 900, list_id=3)

@@ -24,6 +24,8 @@ _ROUNDS = 2
 """Of items, that groups of a batch are cut into at most."""
 _ITEM_TOKENS = 1500
 """What an item costs beside its tokens, in tokens (H100, 64 channels: about 6 us of sums, a meeting and counts)."""
+_WORTH = 0.95
+"""Of the busiest program's tokens with groups that are cut alike, what they may be where some are cut more."""
 LIST_WARPS = 4
 """Of the launch that lists what was scored."""
 TOKENS_OF_A_THREAD = 16
@@ -92,12 +94,28 @@ def _tokens_of_the_busiest(lengths: Tensor, shares: Tensor, num_programs: int) -
     return float(busy.max())
 
 
+def _in_whole_rounds(lengths: Tensor, num_programs: int) -> tuple[Tensor, Tensor]:
+    """Groups in the order of their items, and items of each, where the longest ones fill whole rounds and the others
+    one more; none where there are no others.
+    """
+    rounds = max(1, len(lengths) // num_programs)
+    most = rounds * num_programs if len(lengths) > num_programs else num_programs // 2
+    order = lengths.argsort(descending=True, stable=True)
+    if not 0 < most < len(order):
+        return order[:0], order[:0]
+    parts = lengths[order[:most]], lengths[order[most:]]
+    rooms = rounds * num_programs, num_programs
+    shares = [share_programs(part.tolist(), room, num_programs) for part, room in zip(parts, rooms, strict=True)]
+    return order, torch.tensor(shares[0] + shares[1], dtype=torch.int64)
+
+
 def make_items(groups: Sequence[SelectionGroup], num_programs: int, count: int = 1, apart: int = 0) -> Tensor:
     """Items in the order of programs: program p has items p, p + num_programs, and so on.
 
     Items of a group follow each other, each on a program of its own. So programs that wait for each other wait for
     earlier items at most, and some program always goes on. Where groups do not share the programs evenly, they are cut
-    into two rounds of items. A group without tokens has an item behind: it writes a count of 0.
+    into two rounds of items, or those that are more than whole rounds share one more. A group without tokens has an
+    item behind: it writes a count of 0.
 
     Args:
         groups: whose items.
@@ -120,6 +138,10 @@ def make_items(groups: Sequence[SelectionGroup], num_programs: int, count: int =
         for rounds in range(1, _ROUNDS + 1)
     ]
     best = min(of_rounds, key=lambda shares: _tokens_of_the_busiest(lengths, shares, num_programs))
+    order, some_more = _in_whole_rounds(lengths, num_programs)
+    busiest = _WORTH * _tokens_of_the_busiest(lengths, best, num_programs)
+    if len(order) and _tokens_of_the_busiest(lengths[order], some_more, num_programs) < busiest:
+        with_tokens, best = with_tokens[order], some_more
     without = (fields[:, 0] == 0).nonzero().flatten()
     groups_in_order, shares = torch.cat([with_tokens, without]), torch.cat([best, torch.ones_like(without)])
     group, share = (one.repeat_interleave(shares) for one in (groups_in_order, shares))

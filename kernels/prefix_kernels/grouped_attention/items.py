@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 ITEM_FIELDS = 11
 SPAN_FIELDS = 4
 _WORTH = 0.95
 """Of the longest turn with fewer items, what it may be with more: each has a start and a part to merge."""
+_WORTH_OF_TWO = 0.85
+"""The same of lists of two chunks: those that are cut are not joined with their suffixes."""
+_ITEM_ENTRIES = 256
+"""What an item costs beside its entries, in entries: some 3 us (H200, heads of 128)."""
 DIRECT = -1
 """In place of an item's first partial row, and of a span's number of parts."""
 
@@ -107,7 +112,7 @@ def join(
     left = [[s for s in of_pass if s.rows and s.length] for of_pass in passes]
     if len(left) < 2:
         return left
-    chunks = [_chunk([s.length for s in of], _tiles(of, block_m // gqa), block_n, target) for of in left]
+    chunks = [_chunks([s.length for s in of], _tiles(of, block_m // gqa), block_n, target) for of in left]
     own: dict[int, list[tuple[int, int]]] = {}
     for number, of_pass in enumerate(left):
         for place, segment in enumerate(of_pass):
@@ -118,7 +123,7 @@ def join(
         if len(both) == attended[row] == 2:
             at, to = sorted(both, key=lambda one: (left[one[0]][one[1]].head_stride, left[one[0]][one[1]].length))
             suffix, listed = left[at[0]][at[1]], left[to[0]][to[1]]
-            if suffix.length <= longest and suffix.head_stride == 0 and listed.length <= chunks[to[0]]:
+            if suffix.length <= longest and suffix.head_stride == 0 and listed.length <= chunks[to[0]][to[1]]:
                 gone.add(at)
                 left[to[0]][to[1]] = Joined(**vars(listed), suffix=suffix)
     return [
@@ -141,8 +146,9 @@ def cut(
     """Items of about `target` in number, all of nearly the same length.
 
     The shortest chunk (a multiple of block_n) is taken that needs no more than `target` items: the last wave of thread
-    blocks is full. Where more than half as many tiles are there to begin with, `target` more than those are allowed if
-    that shortens the longest turn: one long list among many short ones must not be one item.
+    blocks is full. Where more than half as many tiles are there to begin with, as many more are allowed if that
+    shortens the longest turn: one long list among many short ones must not be one item. So are lists of two chunks:
+    those that are more than full waves are cut so that they fill one wave. Their items come last.
 
     Args:
         segments: in any order. Those without rows or entries give no item, a `Joined` one gives one.
@@ -164,12 +170,12 @@ def cut(
     busy = [s for s in segments if s.rows and s.length]
     tiles = _tiles(busy, per_tile)
     # By lists alone: a joined suffix is never cut, however short the stretches.
-    chunk = _chunk([s.length for s in busy], tiles, block_n, target)
+    chunks = _chunks([s.length for s in busy], tiles, block_n, target)
     rows: list[int] = []
     items: list[tuple[int, ...]] = []
     spans: list[tuple[int, int, int, int, int]] = []
     partial = first_partial
-    for segment, num_tiles in zip(busy, tiles, strict=True):
+    for segment, num_tiles, chunk in sorted(zip(busy, tiles, chunks, strict=True), key=lambda one: -one[2]):
         suffix = _suffix_of(segment)
         parts = 1 if suffix.length else -(-segment.length // chunk)
         before = (suffix.list_begin, suffix.length, suffix.list_id)
@@ -200,14 +206,47 @@ def _suffix_of(segment: Segment) -> Segment:
     return segment.suffix if isinstance(segment, Joined) else _NO_SUFFIX
 
 
-def _chunk(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> int:
-    """Entries of a stretch; see `cut`."""
-    plain = _least_chunk(lengths, tiles, block_n, target)
-    if 2 * sum(tiles) <= target:
-        return plain
-    finer = _least_chunk(lengths, tiles, block_n, target + sum(tiles))
+def _chunks(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> list[int]:
+    """Entries of a stretch of each list; see `cut`."""
+    plain, count = _least_chunk(lengths, tiles, block_n, target), sum(tiles)
+    if 2 * count <= target:
+        return [plain] * len(lengths)
+    finer = _least_chunk(lengths, tiles, block_n, target + count)
     times = [_longest_turn(lengths, tiles, chunk, target) for chunk in (plain, finer)]
-    return finer if times[1] < _WORTH * times[0] else plain
+    best, time = (finer, times[1]) if times[1] < _WORTH * times[0] else (plain, times[0])
+    return _two_chunks(lengths, tiles, block_n, target, time + _ITEM_ENTRIES) or [best] * len(lengths)
+
+
+def _two_chunks(
+    lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int, time: float
+) -> list[int] | None:
+    """The same where the longest lists fill waves, and the others one more; None unless that is worth it.
+
+    Args:
+        time: entries of the busiest program with one chunk for all.
+    """
+    count = sum(tiles)
+    waves = max(1, count // target)
+    most = waves * target if count > target else target // 2
+    order = sorted(range(len(lengths)), key=lambda one: -lengths[one])
+    fitting = sum(1 for filled in accumulate(tiles[one] for one in order) if filled <= most)
+
+    def cut_into(some: Sequence[int], items: int) -> tuple[int, int]:
+        """Least chunk of these lists, and how many items they are then."""
+        of_lengths, of_tiles = [lengths[one] for one in some], [tiles[one] for one in some]
+        chunk = _least_chunk(of_lengths, of_tiles, block_n, items)
+        return chunk, sum(n * -(-length // chunk) for length, n in zip(of_lengths, of_tiles, strict=True))
+
+    if not 0 < fitting < len(order):
+        return None
+    long, used = cut_into(order[:fitting], waves * target)
+    spare = min(target, target + count - used)
+    short, needed = cut_into(order[fitting:], spare)
+    turn = waves * long + short + (waves + 1) * _ITEM_ENTRIES
+    if needed > spare or short >= long or turn >= _WORTH_OF_TWO * time:
+        return None
+    chunks = dict.fromkeys(order[:fitting], long) | dict.fromkeys(order[fitting:], short)
+    return [chunks[one] for one in range(len(lengths))]
 
 
 def _longest_turn(lengths: Sequence[int], tiles: Sequence[int], chunk: int, programs: int) -> float:
