@@ -190,18 +190,16 @@ def fastest_prefill(rows: Sequence[Row]) -> dict[int, float]:
     """Per prompt length, the fastest median of all servers, the unrecorded prompts of a building one included."""
     fastest: dict[int, float] = {}
     for row in rows:
-        if row["bench"] != "layer":
-            seconds = (row["seconds"] if row["bench"] == "prefill" else row["plain"])["median"]
-            fastest[row["num_tokens"]] = min(seconds, fastest.get(row["num_tokens"], seconds))
+        seconds = (row["seconds"] if row["bench"] == "prefill" else row["plain"])["median"]
+        fastest[row["num_tokens"]] = min(seconds, fastest.get(row["num_tokens"], seconds))
     return fastest
 
 
 def table(rows: Sequence[Row]) -> str:
     """As Markdown, a section for each shape, device and version of SGLang."""
-    parts = []
-    for (shape, device, sglang), of in engines.grouped(rows, ("shape", "device", "sglang")):
-        fastest = fastest_prefill(of)
-        parts += [f"{shape}, {device}, SGLang {sglang}", _server_table(of, fastest), _layer_table(of, fastest)]
+    measured, parts = [row for row in rows if row["bench"] in PARTS], []  # not those of an older part, `layer`
+    for (shape, device, sglang), of in engines.grouped(measured, ("shape", "device", "sglang")):
+        parts += [f"{shape}, {device}, SGLang {sglang}", _server_table(of, fastest_prefill(of))]
     return "\n\n".join(parts)
 
 
@@ -213,7 +211,7 @@ def _server_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
     head = ["tokens", "chunks of", "server", "prefill s", "recorded s", "ratio", "build s", "of the fastest prefill"]
     head += ["until verified s", "index of KV"]
     lines = []
-    for row in sorted((r for r in rows if r["bench"] != "layer"), key=lambda r: (r["num_tokens"], r["bench"])):
+    for row in sorted(rows, key=lambda r: (r["num_tokens"], r["bench"])):
         first = [str(row["num_tokens"]), str(row["chunked_prefill_size"])]
         if row["bench"] == "prefill":
             lines.append([*first, "stock", _range(row["seconds"], 3), *[""] * 6])
@@ -224,20 +222,6 @@ def _server_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
         of_kv = f"{row['index_bytes'] / row['kv_bytes']:.1%}"
         lines.append([*first, f"building {methods}", *times, share, _range(row["held"], 2), of_kv])
     return markdown(head, lines)
-
-
-def _layer_table(rows: Sequence[Row], fastest: dict[int, float]) -> str:
-    """Of rows until commit 79a316f: each method's builder by itself, on random keys and queries."""
-    lines = []
-    for row in sorted((r for r in rows if r["bench"] == "layer"), key=lambda r: (r["num_tokens"], r["method"])):
-        seconds = row["seconds"]["median"] * row["layers"]
-        share = f"{seconds / fastest[row['num_tokens']]:.1%}" if row["num_tokens"] in fastest else ""
-        changed = ", ".join(f"{name}={value}" for name, value in row["spec"].items() if name != "method")
-        milliseconds = {name: row["seconds"][name] * 1e3 for name in ("median", "min", "max")}
-        method = f"{row['method']} ({changed})" if changed else row["method"]
-        of_kv = f"{row['index_bytes'] / row['kv_bytes']:.1%}"
-        lines.append([method, str(row["num_tokens"]), _range(milliseconds, 2), f"{seconds:.2f}", share, of_kv])
-    return markdown(["method", "tokens", "ms a layer", "all layers s", "of the fastest prefill", "index of KV"], lines)
 
 
 # -- command line ----------------------------------------------------------------------------------------------
