@@ -85,16 +85,8 @@ def num_layers_of(model_path: str, sglang_flags: Sequence[str]) -> int | None:
     return None
 
 
-def config_text(args: argparse.Namespace) -> str | None:
-    """The configuration that was given, with the profile that was. Raises ConfigError."""
-    from sglang_ext.config import decode_config
-
-    given: str | None = args.sparse_attn_config
-    return given if args.profile is None else json.dumps({**decode_config(given), "profile": args.profile})
-
-
 def preview_server(args: argparse.Namespace, *, plugin: bool = True) -> ServerPreview:
-    """The server of a command's --model-path, --store, --sparse-attn-config, --profile and SGLang's flags.
+    """The server of a command's --model-path, --store, --sparse-attn-config and SGLang's flags.
 
     Args:
         args: of the command.
@@ -117,9 +109,8 @@ def preview_server(args: argparse.Namespace, *, plugin: bool = True) -> ServerPr
             if store is None and not os.path.isdir(default_store()):
                 store = opened.enter_context(tempfile.TemporaryDirectory())  # a start would make the default one
             own += ["--sparse-attn", *(["--sparse-attn-store", store] if store is not None else [])]
+            own += ["--sparse-attn-config", args.sparse_attn_config] if args.sparse_attn_config else []
         try:
-            text = config_text(args) if plugin else None
-            own += ["--sparse-attn-config", text] if text else []
             with redirect_stderr(said):
                 from sglang_ext.compat.preview import ServerPreview
 

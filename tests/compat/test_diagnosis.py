@@ -253,7 +253,7 @@ def test_without_a_store_nothing_is_missed(
     [
         ([], ["--dp-size", "2"], "expected no data parallelism"),
         ([], ["--attention-backend", "flex_attention"], "expected an attention backend among"),
-        (["--profile", "OTHER"], [], "it is of another model"),
+        (["--sparse-attn-config", '{"profile": "OTHER"}'], [], "it is of another model"),
     ],
     ids=["mode", "backend", "profile"],
 )

@@ -36,7 +36,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--model-path", metavar="MODEL", help="the model that will be served")
     parser.add_argument("--store", metavar="DIR|ipc://SOCKET", help="index store, as --sparse-attn-store of the server")
-    parser.add_argument("--profile", metavar="FILE", help='profile, as "profile" in the configuration')
     parser.add_argument("--sparse-attn-config", metavar="JSON|@FILE", help="as for the server")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--size", metavar="MODEL", help="compute sizes for this model instead")
@@ -56,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     of_sizes = ("prompts", "tokens", "kv_cache_dtype")
     if args.tp != 1 or any(getattr(args, name) is not None for name in of_sizes):
         return refuse("doctor", "expected --size with --prompts, --tokens, --tp or --kv-cache-dtype; name the model")
-    if args.model_path is None and (args.store or args.profile or args.sparse_attn_config or args.sglang_flags):
-        return refuse("doctor", "expected --model-path with --store, --profile, settings or flags; name the model")
+    if args.model_path is None and (args.store or args.sparse_attn_config or args.sglang_flags):
+        return refuse("doctor", "expected --model-path with --store, settings or flags; name the model")
     from sglang_ext.cli.doctor.findings import FAIL, examine
 
     found = examine(args)

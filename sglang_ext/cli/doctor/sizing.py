@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from sglang_ext.cli.arguments import checkpoint_options
-from sglang_ext.cli.checks import config_text, preview_server
+from sglang_ext.cli.checks import preview_server
 from sglang_ext.cli.index.text import size
 from sglang_ext.compat.memory import promised_bytes
 from sglang_ext.config import parse_profiled
@@ -53,7 +53,7 @@ def compute_sizes(args: argparse.Namespace) -> Sizes:
     """
     preview = preview_server(args, plugin=False)
     folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
-    config, profile = parse_profiled(config_text(args), folder)
+    config, profile = parse_profiled(args.sparse_attn_config, folder)
     model = preview.model(weights=False)
     if profile is not None:
         check_profile(profile, model)

@@ -44,7 +44,6 @@ def add_parser(commands: Any) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT|@FILE", help="a text, as of /generate and /v1/completions")
     what.add_argument("--messages", metavar="FILE", help="a chat request, or a line of prebuild's prompts, as JSON")
-    parser.add_argument("--tools", metavar="FILE", help="the chat request's tools, a JSON list")
     parser.add_argument("--extra-key", metavar="TEXT", help="of the request")
     parser.add_argument("--cache-salt", metavar="TEXT", help="of the request, on SGLang 0.5.23")
     add_arguments(parser, url=None)
@@ -52,7 +51,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--picture", metavar="FILE.png", help="with --url: draw what a request of the prompt attends")
     parser.add_argument("--model-path", metavar="MODEL", help="without --url: the model that is served")
     parser.add_argument("--store", metavar="DIR|ipc://SOCKET", help="without --url: the server's store")
-    parser.add_argument("--profile", metavar="FILE", help='without --url: profile, as "profile" in the configuration')
     parser.add_argument("--sparse-attn-config", metavar="JSON|@FILE", help="without --url: as for the server")
     parser.add_argument("--limit", type=parse_count, default=3, metavar="N", help="indexes to show (default: 3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -63,7 +61,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Entry of the subcommand; returns the exit status."""
     warnings.simplefilter("ignore")  # SGLang's imports have many
-    here = ("model_path", "store", "profile", "sparse_attn_config")
+    here = ("model_path", "store", "sparse_attn_config")
     if (args.url is None) == (args.model_path is None):
         return refuse("explain", "expected --url, or --model-path and --store; got both or neither. Give one of them")
     if args.url is not None and (args.sglang_flags or any(getattr(args, name) for name in here)):

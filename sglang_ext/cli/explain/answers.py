@@ -28,7 +28,7 @@ _ATTEMPTS = 3
 
 
 def read_prompt(args: argparse.Namespace) -> Prompt:
-    """What --prompt, or --messages and --tools say, with the namespace. Raises ValueError."""
+    """What --prompt or --messages say, with the namespace. Raises ValueError."""
     try:
         if args.prompt is not None:
             if os.path.isfile(args.prompt):
@@ -38,8 +38,6 @@ def read_prompt(args: argparse.Namespace) -> Prompt:
         else:
             given = json.loads(Path(args.messages).read_bytes())
             given = {"messages": given} if isinstance(given, list) else given
-        if args.tools is not None:
-            given = {**given, "tools": json.loads(Path(args.tools).read_bytes())}
         own = {"extra_key": args.extra_key, "cache_salt": args.cache_salt}
         prompt = msgspec.convert({**given, **{name: one for name, one in own.items() if one is not None}}, Prompt)
         check_prompt(prompt, args.messages or "--prompt")
