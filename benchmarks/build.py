@@ -25,9 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +33,8 @@ import engines
 import torch
 from engines import SHAPES, Row, markdown, sampling, streamed
 from kernel_rows import origin
+
+from sglang_ext.cli.engines import reported
 
 PARTS = ("prefill", "recording")
 _TRIES = 20
@@ -59,7 +59,7 @@ class Prompts(engines.Asked):
 
     def __init__(self, args: argparse.Namespace, flags: Sequence[str], events: Path) -> None:
         super().__init__(flags, args.shape, args.seed)
-        self._events, self._sent = events, 0
+        self.events, self._sent = events, 0
 
     def prefill(self, num_tokens: int, *, recorded: bool | None) -> Timing:
         """Time a new prompt. Two tokens are generated: the build comes with the last one, so the first is before it.
@@ -83,18 +83,6 @@ class Prompts(engines.Asked):
                 return Timing(rid, first_at - got.begun, last_at - got.begun)
         raise RuntimeError(f"expected the first token before the second one, got {got.arrivals}")
 
-    def event(self, rid: str, timeout: float = 60.0) -> Row:
-        """What the scheduler process reported of a request's index."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            for text in self._events.read_text().splitlines() if self._events.exists() else []:
-                with suppress(json.JSONDecodeError):  # a line that is being written
-                    event = json.loads(text)
-                    if event["rid"] == rid:
-                        return event
-            time.sleep(0.02)
-        raise RuntimeError(f"expected a report of request {rid} within {timeout:.0f} s, got none")
-
 
 def prefill_row(prompts: Prompts, num_tokens: int, repeats: int) -> Row:
     """Seconds to the first token in a stock engine."""
@@ -111,7 +99,7 @@ def recording_row(prompts: Prompts, num_tokens: int, pairs: int) -> Row:
     for number in range(pairs):
         for record in (True, False) if number % 2 else (False, True):  # drift of the clocks hits both alike
             timing = prompts.prefill(num_tokens, recorded=record)
-            event = prompts.event(timing.rid)
+            event = reported(prompts.events, timing.rid)
             wanted = "built" if record else "skipped"
             if event["status"] != wanted:
                 raise RuntimeError(f"expected {timing.rid} to be {wanted}, got {event}")

@@ -257,16 +257,6 @@ class Residency:
         with self._lock:
             return {name: dict(counts) for name, counts in self._counts.items()}
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError when the books do not balance: a negative user count, bytes that nobody holds."""
-        with self._lock:
-            for digest, index in self._by_digest.items():
-                held = sum(t.nbytes for arrays in index.layers for t in arrays.values())
-                if index.users < 0 or (index.state is State.READY and held != index.nbytes):
-                    raise RuntimeError(
-                        f"residency of {digest[:12]}: users {index.users} >= 0, nbytes {index.nbytes} == {held}"
-                    )
-
     def _load(self, index: ResidentIndex) -> None:
         begun, tier = time.perf_counter(), "failed"
         try:

@@ -17,6 +17,7 @@ import torch
 from prefix_index import PAGE_TOKENS, page_hashes
 from prefix_kernels.types import PagedKV
 from sglang_ext.prefix.requests import Attachment, RequestTable
+from sglang_ext.prefix.residency import Residency, State
 from sglang_ext.runtime import SparseRuntime
 from tests.planted import dense_attention
 
@@ -39,6 +40,15 @@ def entered(table: RequestTable, attachment: Attachment) -> Request:
     table.add(request, attachment)
     table.enter(request)
     return request
+
+
+def check_books(residency: Residency) -> None:
+    """No index has fewer users than none, or other bytes than its tensors."""
+    for index in residency.resident().values():
+        is_ready = index.state is State.READY  # before the bytes are looked at
+        held = sum(tensor.nbytes for arrays in index.layers for tensor in arrays.values())
+        assert index.users >= 0
+        assert not is_ready or held == index.nbytes
 
 
 class Clock:

@@ -24,6 +24,7 @@ from tests.serving.admitting import (
     Model,
     Request,
     Runtime,
+    check_books,
     eventually,
     hashes,
     ours,
@@ -139,7 +140,7 @@ def test_prefetch_loads_and_evict_lets_go_of_what_nobody_uses(start: Callable[..
     runtime.slot_freed(request, 0, finished=True)
     assert told(runtime, "evict", index=entry.digest, store=True)["store"] in ("done", "under way")
     assert eventually(lambda: told(runtime, "indexes")["indexes"] == [])
-    runtime.residency.check_integrity()
+    check_books(runtime.residency)
 
 
 def test_an_index_that_is_being_loaded_is_not_evicted(start: Callable[..., Runtime]) -> None:

@@ -24,6 +24,7 @@ from sglang_ext.prefix import residency as module
 from sglang_ext.prefix.residency import Residency, ResidentIndex, State
 from tests.index_faults import replaced
 from tests.prefix_index.remote_stores import Shaky
+from tests.serving.admitting import check_books
 
 PROMPT = list(range(64))
 #: Bytes of an index of 64 tokens: layers, tokens, KV heads, head_dim, fp32.
@@ -42,7 +43,7 @@ def reside() -> Iterator[Callable[..., Residency]]:
 
     yield make
     for one in made:
-        one.check_integrity()
+        check_books(one)
         one.close()
 
 
@@ -263,7 +264,7 @@ def test_concurrent_acquire_and_release_balance(bench: Any, reside: Any) -> None
         for n in range(60):
             index = load(residency, entries[(seed + n * 7) % 4])
             assert index.state is not State.READY or len(index.layers) == 3
-            residency.check_integrity()
+            check_books(residency)
             residency.release(index)
 
     with ThreadPoolExecutor(4) as pool:

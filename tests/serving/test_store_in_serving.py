@@ -19,7 +19,7 @@ from sglang_ext.prefill.builder import IndexFactory
 from sglang_ext.runtime import SparseRuntime
 from tests.index_faults import replaced
 from tests.prefix_index.tiers import Service
-from tests.serving.admitting import OTHER, PROMPT, Runtime, eventually, ours, planned, prefill, report
+from tests.serving.admitting import OTHER, PROMPT, Runtime, check_books, eventually, ours, planned, prefill, report
 
 #: Whoever waits for a store that does not answer is seen to.
 PATIENT = {"store_timeout_s": 120.0}
@@ -226,6 +226,6 @@ def test_an_index_that_was_built_again_is_loaded_once_nobody_uses_the_former_bui
     assert (index is former, index.entry) == (False, newer)
     assert planned(runtime, ["c"], [66])
     assert index.before is None
-    runtime.residency.check_integrity()
+    check_books(runtime.residency)
     runtime.residency.release(runtime.residency.acquire(entry))
     assert runtime.residency.resident() == {entry.digest: index}, "an older look-up changes nothing"
