@@ -157,7 +157,6 @@ class IndexIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         page_hashes: Sequence[bytes],
         model: ModelFingerprint,
         profile_digest: str,
-        page_tokens: int = PAGE_TOKENS,
     ) -> IndexIdentity:
         """The identity of the prefix that ends with the last of ``page_hashes`` (at least one)."""
         if not page_hashes:
@@ -165,10 +164,9 @@ class IndexIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return cls(
             namespace=namespace,
             prefix_hash=page_hashes[-1].hex(),
-            num_tokens=len(page_hashes) * page_tokens,
+            num_tokens=len(page_hashes) * PAGE_TOKENS,
             model=model,
             profile_digest=profile_digest,
-            page_tokens=page_tokens,
         )
 
     @property

@@ -42,7 +42,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompts", type=parse_count, metavar="N", help="with --size: number of shared prompts")
     parser.add_argument("--tokens", type=parse_count, metavar="T", help="with --size: tokens of each")
     parser.add_argument("--tp", type=parse_count, default=1, metavar="N", help="with --size: TP ranks (default: 1)")
-    parser.add_argument("--kv-cache-dtype", metavar="DTYPE", help="with --size: as SGLang's flag (default: auto)")
     add_sglang_flags(parser)
     parser.set_defaults(run=run)
 
@@ -52,9 +51,8 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")  # SGLang's imports have many
     if args.size is not None:
         return _run_size(args)
-    of_sizes = ("prompts", "tokens", "kv_cache_dtype")
-    if args.tp != 1 or any(getattr(args, name) is not None for name in of_sizes):
-        return refuse("doctor", "expected --size with --prompts, --tokens, --tp or --kv-cache-dtype; name the model")
+    if args.tp != 1 or args.prompts is not None or args.tokens is not None:
+        return refuse("doctor", "expected --size with --prompts, --tokens or --tp; name the model")
     if args.model_path is None and (args.store or args.sparse_attn_config or args.sglang_flags):
         return refuse("doctor", "expected --model-path with --store, settings or flags; name the model")
     from sglang_ext.cli.doctor.findings import FAIL, examine
@@ -82,8 +80,6 @@ def _run_size(args: argparse.Namespace) -> int:
     from sglang_ext.cli.doctor.sizing import compute_sizes
 
     args.model_path = args.size
-    if args.kv_cache_dtype is not None:
-        args.sglang_flags = ["--kv-cache-dtype", args.kv_cache_dtype, *args.sglang_flags]
     try:
         sizes = compute_sizes(args)
     except (OSError, ValueError) as error:
