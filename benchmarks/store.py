@@ -160,16 +160,11 @@ def read_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         path = stored(folder / "cold", size)
         nbytes = path.stat().st_size
 
-        def cold(direct: bool, path: Path = path) -> float:
+        def cold(path: Path = path) -> float:
             forget(path)
-            return seconds_of(lambda: read_all(path, direct=direct))
+            return seconds_of(lambda: read_all(path))
 
-        values = in_turn(
-            args.repeats,
-            ours=partial(cold, True),
-            reference=partial(fio, path, nbytes, "read"),
-            through_page_cache=partial(cold, False),
-        )
+        values = in_turn(args.repeats, ours=cold, reference=partial(fio, path, nbytes, "read"))
         yield {"bench": "cold_read_verified", "nbytes": nbytes, "reference": reference, **rates(values, nbytes)}
 
 
@@ -181,33 +176,28 @@ def stored(path: Path, nbytes: int) -> Path:
     return path
 
 
-def read_all(path: Path, **how: Any) -> Any:
+def read_all(path: Path) -> Any:
     with IndexFile.open(path) as index:
-        return index.read_many(**how)
+        return index.read_many()
 
 
 def warm_rows(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     for size in args.sizes:
-        path = stored(folder / "warm", size)
-        for buffer in ("new", "reused"):
-            yield warm_row(path, buffer, args.repeats)
+        yield warm_row(stored(folder / "warm", size), args.repeats)
 
 
-def warm_row(path: Path, buffer: str, repeats: int) -> Row:
+def warm_row(path: Path, repeats: int) -> Row:
     source = np.frombuffer(path.read_bytes(), np.uint8)
-    ours, theirs = [fresh_buffer(len(source)) if buffer == "reused" else None for _ in range(2)]
 
     def copy() -> Any:
-        out = fresh_buffer(len(source)) if theirs is None else theirs
+        out = fresh_buffer(len(source))
         np.copyto(out, source)
         xxhash.xxh3_64_intdigest(out)
         return out
 
-    values = in_turn(
-        repeats, ours=lambda: seconds_of(lambda: read_all(path, out=ours)), reference=lambda: seconds_of(copy)
-    )
+    values = in_turn(repeats, ours=lambda: seconds_of(lambda: read_all(path)), reference=lambda: seconds_of(copy))
     reference = "one thread: memcpy, then xxh3-64 of the copy"
-    row = {"bench": "warm_read_verified", "buffer": buffer, "nbytes": len(source), "reference": reference}
+    row = {"bench": "warm_read_verified", "nbytes": len(source), "reference": reference}
     return {**row, **rates(values, len(source))}
 
 

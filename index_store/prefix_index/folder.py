@@ -341,8 +341,8 @@ def read_full(fd: int, out: memoryview, offset: int) -> int:
 
 
 @contextlib.contextmanager
-def bulk_reads(file_fd: int, *, direct: bool) -> Iterator[Fetch]:
-    """Reads of a file; ``direct``: of what the page cache does not hold past it (O_DIRECT), where that is possible.
+def bulk_reads(file_fd: int) -> Iterator[Fetch]:
+    """Reads of a file; of what the page cache does not hold past it (O_DIRECT), where that is possible.
 
     Descriptors of its own: a close() by another thread must not let them be reused for another file. Raises
     IndexUnreadable.
@@ -353,7 +353,7 @@ def bulk_reads(file_fd: int, *, direct: bool) -> Iterator[Fetch]:
         except OSError as err:
             raise unreadable(err) from err
         opened.callback(os.close, fd)
-        direct_fd = open_direct(fd) if direct else None
+        direct_fd = open_direct(fd)
         if direct_fd is not None:
             opened.callback(os.close, direct_fd)
         yield _DirectReads(fd, direct_fd)

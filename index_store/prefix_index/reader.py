@@ -48,7 +48,6 @@ from .format import (
     aligned,
     check_footer,
     corrupt,
-    invalid,
     parse_entry,
     parse_prelude,
     parse_table,
@@ -145,29 +144,23 @@ class IndexFile:
         self,
         keys: Iterable[ArrayKey] | None = None,
         *,
-        out: NDArray[Any] | None = None,
         threads: int = THREADS,
-        direct: bool = True,
     ) -> dict[ArrayKey, NDArray[Any]]:
         """Copies of arrays (None: all), read and checked by several threads.
 
-        All lie in one buffer, each from a 4 KiB boundary: the caller's ``out`` (``read_nbytes()`` bytes or more,
-        contiguous, writable, page-aligned for the best speed), else new memory. The arrays are writable and the
-        caller's own, in the order of ``keys``. Checksums and padding are compared while the next bytes arrive.
-
-        ``direct``  O_DIRECT for what the page cache does not hold, where possible; False: never
-        ``threads`` at most this many at a time; a stretch of up to 4 MiB, or one array, is read in the calling thread
+        All lie in one buffer, each from a 4 KiB boundary. They are writable and the caller's own, in the order of
+        ``keys``. Checksums and padding are compared while the next bytes arrive. ``threads``: at most this many at a
+        time; a stretch of up to 4 MiB, or one array, is read in the calling thread.
 
         Raises IndexNotFound for an address that is not there, IndexCorrupt, also for a file that somebody cut,
-        IndexUnreadable, InvalidPayload for an ``out`` that cannot take the bytes, StoreClosed, OutOfMemory. ``out``
-        holds garbage then.
+        IndexUnreadable, StoreClosed, OutOfMemory.
         """
         wanted = self._records if keys is None else {key: self.record(key) for key in keys}
         pieces = pieces_of(wanted.values(), self._data_offset)
         nbytes = sum(piece.nbytes for piece in pieces)
         try:
-            with bulk_reads(self.fileno(), direct=direct) as fetch:
-                flat = fresh_buffer(nbytes) if out is None else flat_buffer(out, nbytes)
+            with bulk_reads(self.fileno()) as fetch:
+                flat = fresh_buffer(nbytes)
                 run(pieces, fetch, flat.data, threads=threads)
         except IndexStoreError as err:
             raise self._named(err) from err.__cause__
@@ -361,15 +354,6 @@ def fresh_buffer(nbytes: int) -> NDArray[np.uint8]:
     memory = np.empty(nbytes + ALIGN - 1, np.uint8)
     start = -memory.ctypes.data % ALIGN
     return memory[start : start + nbytes]
-
-
-def flat_buffer(out: NDArray[Any], nbytes: int) -> NDArray[np.uint8]:
-    """The first ``nbytes`` bytes of a caller's array. Raises InvalidPayload for one that cannot take them."""
-    if out.nbytes < nbytes or not out.flags.c_contiguous or not out.flags.writeable:
-        wanted = f"{nbytes} bytes or more, contiguous, writable"
-        found = f"{out.nbytes} bytes, contiguous {out.flags.c_contiguous}, writable {out.flags.writeable}"
-        raise invalid("buffer of a bulk read", wanted, found, "take read_nbytes() bytes of page-aligned memory")
-    return out.reshape(-1).view(np.uint8)[:nbytes]
 
 
 def check_array(record: ArrayRecord, raw: memoryview) -> None:

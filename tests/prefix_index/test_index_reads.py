@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
 import subprocess
@@ -27,7 +26,6 @@ from prefix_index import (
     IndexPayload,
     IndexUnreadable,
     IndexWriter,
-    InvalidPayload,
     Retention,
     StoreClosed,
 )
@@ -89,12 +87,11 @@ def assert_same(found: dict[ArrayKey, Any], payload: IndexPayload, keys: Any = N
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_path_gives_what_was_written(path: Path, payload: IndexPayload, threads: int, cached: bool) -> None:
-    for direct in (True, False):
-        with IndexFile.open(path) as index:
-            if not cached:
-                drop_from_page_cache(path)
-            found = index.read_many(threads=threads, direct=direct)
-        assert_same(found, payload)  # after close(): the arrays are the caller's
+    with IndexFile.open(path) as index:
+        if not cached:
+            drop_from_page_cache(path)
+        found = index.read_many(threads=threads)
+    assert_same(found, payload)  # after close(): the arrays are the caller's
 
 
 def test_addresses_come_back_in_the_order_asked_for(index: IndexFile, payload: IndexPayload) -> None:
@@ -139,9 +136,8 @@ def test_damage_is_found_in_every_array_and_named(path: Path, where: str) -> Non
             flip(path, start + at)
             what = "padding after" if where == "padding" else "checksum of"
             message = rf"x.pfxindex: {what} \('{record.name}', {record.layer}, {record.kv_head}\)"
-            for direct in (True, False):
-                with pytest.raises(IndexCorrupt, match=message):
-                    index.read_many(direct=direct)
+            with pytest.raises(IndexCorrupt, match=message):
+                index.read_many()
             others = [k for k in index.keys if k != key]
             assert len(index.read_many(others)) == len(others)
             flip(path, start + at)
@@ -155,13 +151,13 @@ def test_a_file_that_is_cut_after_it_was_opened_gives_the_right_bytes_or_an_erro
         with IndexFile.open(path) as index:
             os.truncate(path, cut)
             carried = index.payload().arrays
-            for key, direct in itertools.product(index.keys, (True, False)):
+            for key in index.keys:
                 record = index.record(key)
                 if not record.nbytes or place_of(index, key) + aligned(record.nbytes) <= cut:
-                    assert np.array_equal(index.read_many([key], direct=direct)[key], payload.arrays[key])
+                    assert np.array_equal(index.read_many([key])[key], payload.arrays[key])
                 else:
                     with pytest.raises(IndexCorrupt):
-                        index.read_many([key], direct=direct)
+                        index.read_many([key])
                     with pytest.raises(IndexCorrupt):
                         carried[key].load()  # type: ignore[union-attr]
         path.write_bytes(whole)
@@ -179,11 +175,10 @@ def test_who_carries_an_index_may_stop_before_each_array(index: IndexFile) -> No
 def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
-        for mode in (True, False):
-            with IndexFile.open(path) as index:
-                os.dup2(folder, index.fileno())
-                with pytest.raises(IndexUnreadable, match=r"x.pfxindex: .*expected readable bytes, found Is a dir"):
-                    index.read_many(direct=mode)
+        with IndexFile.open(path) as index:
+            os.dup2(folder, index.fileno())
+            with pytest.raises(IndexUnreadable, match=r"x.pfxindex: .*expected readable bytes, found Is a dir"):
+                index.read_many()
     finally:
         os.close(folder)
 
@@ -191,7 +186,7 @@ def test_an_error_of_the_system_is_unreadable(path: Path, tmp_path: Path) -> Non
 def test_a_closed_index_and_one_closed_meanwhile(path: Path) -> None:
     index = IndexFile.open(path)
     whole = path.read_bytes()
-    with bulk_reads(index.fileno(), direct=True) as fetch:
+    with bulk_reads(index.fileno()) as fetch:
         index.close()
         out = bytearray(8192)
         assert fetch(memoryview(out), 4096) == 8192
@@ -200,25 +195,22 @@ def test_a_closed_index_and_one_closed_meanwhile(path: Path) -> None:
         index.read_many()
 
 
-def test_memory_of_the_caller(index: IndexFile, path: Path, payload: IndexPayload) -> None:
+def test_all_lie_in_one_buffer(index: IndexFile, payload: IndexPayload) -> None:
     nbytes = index.read_nbytes()
     assert nbytes % 4096 == 0
-    out = fresh_buffer(nbytes + 4096)
-    for mode in (True, False):
-        out[:] = 7
-        found = index.read_many(out=out[:nbytes], direct=mode)
-        assert_same(found, payload)
-        assert all(np.shares_memory(array, out) for array in found.values() if array.nbytes)
-        assert (out[nbytes:] == 7).all()
-    off = out[1 : nbytes + 1]
-    drop_from_page_cache(path)  # O_DIRECT is tried, refused for this memory, and done without
-    assert_same(index.read_many(out=off), payload)
-    assert_same(index.read_many(out=out.view(np.int32).reshape(-1, 2)), payload)
-    frozen = np.zeros(nbytes, np.uint8)
-    frozen.flags.writeable = False
-    for bad in (np.zeros(nbytes - 1, np.uint8), np.zeros((nbytes, 2), np.uint8)[:, :1], frozen):
-        with pytest.raises(InvalidPayload, match=r"buffer of a bulk read: expected \d+ bytes or more, contiguous"):
-            index.read_many(out=bad)
+    found = [array for array in index.read_many().values() if array.nbytes]
+    begins = sorted(array.ctypes.data for array in found)
+    assert all(begin % 4096 == 0 for begin in begins)
+    assert begins[-1] - begins[0] < nbytes
+
+
+def test_memory_that_o_direct_cannot_take(index: IndexFile, path: Path) -> None:
+    """It is tried, refused for this memory, and done without."""
+    whole, out = path.read_bytes(), fresh_buffer(12289).data[1:]
+    drop_from_page_cache(path)
+    with bulk_reads(index.fileno()) as fetch:
+        assert fetch(out, 4096) == 12288
+    assert out == whole[4096:16384]
 
 
 def test_a_file_system_without_o_direct(path: Path, payload: IndexPayload) -> None:
