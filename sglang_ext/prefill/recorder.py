@@ -173,7 +173,6 @@ class QueryRecorder:
         gqa: query heads per KV head.
         seed: reservoir seed; with the request's prompt it decides everything.
         late: kept in any case: so many of the prompt's last tokens, and so many tokens behind it.
-        max_captures: requests recorded at a time.
 
     Attributes:
         capacity: tokens sampled of a prompt, at most.
@@ -187,19 +186,18 @@ class QueryRecorder:
         gqa: int,
         seed: int,
         late: tuple[int, int] = (0, 0),
-        max_captures: int = MAX_CAPTURES,
     ) -> None:
         self._num_layers, self._num_qo_heads = num_layers, num_qo_heads
         self.capacity = sampled_tokens(query_samples, gqa)
-        self._seed, self._late, self._max_captures = seed, late, max_captures
+        self._seed, self._late = seed, late
         self._captures: dict[str, Capture] = {}
 
     def start(self, rid: str, prompt_len: int, begin: int = 0) -> bool:
         """Record this request from the first token that its prefill computes (`begin`) on. Starting again forgets what
-        was recorded. False, and nothing is recorded, while as many others as may be are: their samples lie in device
+        was recorded. False, and nothing is recorded, while `MAX_CAPTURES` others are, whose samples lie in device
         memory.
         """
-        if rid not in self._captures and len(self._captures) >= self._max_captures:
+        if rid not in self._captures and len(self._captures) >= MAX_CAPTURES:
             return False
         rng = np.random.default_rng(self._seed)
         before, behind = min(self._late[0], prompt_len), self._late[1]
@@ -333,19 +331,10 @@ class Recording(ABC):
 
     records_decode: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        config: SparseAttnConfig,
-        view: ModelView,
-        *,
-        late: tuple[int, int] = (0, 0),
-        max_captures: int = MAX_CAPTURES,
-    ) -> None:
+    def __init__(self, config: SparseAttnConfig, view: ModelView, *, late: tuple[int, int] = (0, 0)) -> None:
         self._config, self._view = config, view
         heads, gqa = view.num_qo_heads, view.num_qo_heads // view.num_kv_heads
-        self.recorder = QueryRecorder(
-            view.num_layers, heads, config.query_samples, gqa, config.seed, late, max_captures=max_captures
-        )
+        self.recorder = QueryRecorder(view.num_layers, heads, config.query_samples, gqa, config.seed, late)
         self._outcomes: Counter[str] = Counter()
         self._build_bytes, self._build_seconds = 0, 0.0
 

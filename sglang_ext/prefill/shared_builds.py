@@ -73,7 +73,7 @@ class SharedBuilds(Recording):
         profile: Profile | None,
         parts: Parts | None = None,
     ) -> None:
-        super().__init__(config, view, max_captures=MAX_CAPTURES)
+        super().__init__(config, view)
         self._model = model
         rank, size = (parts.rank, parts.size) if parts is not None else (0, 1)
         self._stores = rank == 0
