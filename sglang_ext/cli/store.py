@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ The DRAM tier is a folder in memory (tmpfs): --memory-bytes 64G keeps copies of 
 SIGTERM or Ctrl-C ends it; its clients go on with the folder. See docs/store.md.
 """
 _SWITCH_S = 0.0005
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def default_endpoint() -> str:
@@ -107,10 +109,27 @@ def run_serve(args: argparse.Namespace) -> int:
     try:
         tier = f", {size(args.memory_bytes)} of DRAM in {copies.folder}" if copies is not None else ""
         log.info("serves %s%s at %s", store.folder, tier, args.endpoint)
+        if copies is not None and (found := file_system(copies.folder)) not in _IN_MEMORY:
+            log.warning(
+                "expected the DRAM tier's folder on a tmpfs, found %s at %s: its copies take disk space, and are read "
+                "no faster than the store. Name a folder on a tmpfs with --memory-dir, or leave --memory-bytes out",
+                found,
+                copies.folder,
+            )
         server.serve()
     finally:
         server.close()
     return 0
+
+
+def file_system(folder: Path) -> str:
+    """The kind of the file system that a folder is on, as Linux names it; `unknown` for what it does not list."""
+    device = os.stat(folder).st_dev
+    with suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for mount, _, source in (line.partition(" - ") for line in mounts):
+            if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return source.split()[0]
+    return "unknown"
 
 
 def _memory_dir(args: argparse.Namespace) -> str:

@@ -41,7 +41,7 @@ from prefix_index.service import Limits, StoreClient, StoreServer, messages
 from prefix_index.service.client import Link
 from prefix_index.service.endpoint import SocketPlace, most_connections, raise_descriptor_limit, socket_path
 from prefix_index.service.server import _leases
-from sglang_ext.cli.store import memory_name
+from sglang_ext.cli.store import file_system, memory_name
 from tests.prefix_index.samples import fill_of, read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, balanced, fork, reap, remove
 from tests.prefix_index.tiers import PATIENCE_S, Service, endpoint_in, eventually, patient, served, two_tiers
@@ -210,6 +210,7 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
         _, said = served.communicate(timeout=300)
         assert served.returncode == 0
         assert "store INFO serves" in said
+        assert ("expected the DRAM tier's folder on a tmpfs" in said) == (file_system(tmp_path) != "tmpfs")
         assert "ends after" in said
         assert "Traceback" not in said
     finally:
