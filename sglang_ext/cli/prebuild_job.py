@@ -24,6 +24,7 @@ from prefix_index import (
     IndexStoreError,
     ModelFingerprint,
     Retention,
+    StoreFull,
     StoreUnavailable,
     namespace_digest,
     page_hashes,
@@ -109,6 +110,8 @@ class PromptBuilder:
         offload = settings.config.offload
         self._kv = None if offload is None or offload.folder is None else Path(offload.folder)
         self._attempts = 0
+        self._full: tuple[int, str] | None = None
+        """Tokens of the shortest prefix that the store had no room for, and what it said."""
         self._model = msgspec.convert(engine.state()["model"], ModelFingerprint)
 
     def lines(self, tasks: Iterable[Task]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
@@ -190,8 +193,15 @@ class PromptBuilder:
             profile_digest=self._profile,
         )
         lacks_kv = self._kv is not None and not (self._kv / kv_file_name(identity.digest)).exists()
-        if self._store.contains(identity) and not lacks_kv:
+        exists = self._store.contains(identity)
+        if exists and not lacks_kv:
             return {"status": "exists", "digest": identity.digest, "num_tokens": tokens}
+        if not exists and self._full is not None and tokens >= self._full[0]:
+            least, said = self._full
+            detail = (
+                f"not prefilled: there was no room for an index of {least} tokens, nor is for one of {tokens}: {said}"
+            )
+            return _failed(StoreFull.__name__, detail)
         begun = time.perf_counter()
         self._attempts += 1
         rid = f"prebuild-{self._attempts}-{prompt.id}"
@@ -200,6 +210,8 @@ class PromptBuilder:
         except ValueError as error:
             return _failed("refused_by_sglang", error)
         event = reported(self._events, rid)
+        if event.get("reason") == StoreFull.__name__:
+            self._full = tokens, event["detail"]
         with suppress(IndexStoreError):  # a report of what was built is not lost with the service
             self._store.rescan()
         return {"prompt_tokens": len(ids), "seconds": time.perf_counter() - begun, **event}

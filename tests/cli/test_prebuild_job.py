@@ -69,6 +69,19 @@ class WithBos(Engine):
     tokens = TextTokens(lambda text: [len(word) for word in text.split()], bos_token_id=1)
 
 
+class Full(Engine):
+    """Its store takes no index of more than 32 tokens."""
+
+    def prefill(self, rid: str, ids: list[int], *more: Any) -> None:
+        if len(ids) <= 32:
+            super().prefill(rid, ids, *more)
+            return
+        self.prefilled.append(rid)
+        event = {"rid": rid, "status": "failed", "reason": "StoreFull", "detail": "expected room; delete something"}
+        with self.events.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
 class Refused(Engine):
     """Its scheduler never gets the lease."""
 
@@ -189,6 +202,25 @@ def test_a_store_that_goes_away_while_the_job_waits_is_a_failed_line(job: Any) -
     job.engine = Vanishing
     status, lines, _ = job(1, wait=60.0)
     assert (status, lines[0]["status"], lines[0]["reason"]) == (1, "failed", "StoreFolderError")
+
+
+def test_what_cannot_fit_into_a_full_store_is_not_prefilled(job: Any) -> None:
+    """Indexes of shorter prompts may fit."""
+    job.engine = Full
+    lengths = {"a": 64, "same": 64, "shorter": 48, "longer": 64, "longer than the last": 48, "fits": 32, "exists": 32}
+    numbers = {"exists": 6}
+    prompts = [
+        Prompt(id=name, input_ids=prompt(numbers.get(name, number))[:tokens])
+        for number, (name, tokens) in enumerate(lengths.items(), 1)
+    ]
+    status, lines, _ = job(*prompts)
+    assert status == 1
+    failed = dict.fromkeys(lengths, "failed")
+    assert became(lines) == {**failed, "fits": "built", "exists": "exists"}
+    assert [rid.split("-", 2)[2] for rid in job.made.prefilled] == ["a", "shorter", "fits"]
+    assert {line["reason"] for line in lines if line["status"] == "failed"} == {"StoreFull"}
+    expected = "not prefilled: there was no room for an index of 48 tokens, nor is for one of 64: expected room; delete"
+    assert lines[3]["detail"].startswith(expected)
 
 
 def test_warnings_of_a_prompt_are_reported_and_it_is_built(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
