@@ -20,7 +20,9 @@ ENV_WEIGHTS = "SGLANG_EXT_WEIGHTS"
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
 
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_SUFFIXES = (".safetensors", ".bin", ".pt")
+_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""Ends of the names that SGLang, too, leaves out."""
 _WHOLE_BYTES = 1 << 30
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
@@ -47,7 +49,8 @@ def config_digests(hf_config: Mapping[str, Any], quantization: str | None) -> tu
 
 
 def weights_digest(folder: str) -> str:
-    """SHA-256 over names, sizes and bytes of the weight files in a folder.
+    """SHA-256 over names, sizes and bytes of the weight files in a folder, of those that SGLang loads: what a training
+    left is none of them, nor a `.bin` beside safetensors.
 
     Checkpoints up to 1 GiB, and with `SGLANG_EXT_WEIGHTS=whole` all, are read whole. Larger ones are sampled, which
     is a warning in the log: per file the first 64 KiB, which in safetensors hold names, shapes and offsets, and 64
@@ -61,7 +64,9 @@ def weights_digest(folder: str) -> str:
     choice = os.environ.get(ENV_WEIGHTS, "sample")
     if choice not in ("sample", "whole"):
         raise ValueError(f"{ENV_WEIGHTS}: expected sample or whole, got {choice!r}; correct it, or unset it")
-    files = sorted(p for p in Path(folder).iterdir() if p.suffix in _SUFFIXES)
+    files = sorted(p for p in Path(folder).iterdir() if p.suffix in _SUFFIXES and not p.name.endswith(_OF_TRAINING))
+    if any(path.suffix == ".safetensors" for path in files):
+        files = [path for path in files if path.suffix != ".bin"]
     if not files:
         raise FileNotFoundError(
             f"expected weight files ({', '.join(_SUFFIXES)}) in {folder}, found none; sparse attention needs "

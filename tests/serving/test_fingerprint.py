@@ -63,6 +63,26 @@ def test_names_sizes_and_split_points_count_and_other_files_do_not(tmp_path: Pat
     assert weights_digest(str(one)) != weights_digest(str(two)), "one byte"
 
 
+def test_files_that_sglang_does_not_load_do_not_count(tmp_path: Path) -> None:
+    """Values of digests: those of the first release, which stores hold."""
+    folder = _checkpoint(tmp_path / "a")
+    of_safetensors = "bf36e12930b18e6f813b794a48af2ac97b22150d79f1f8acb4f6a77e12093106"
+    assert weights_digest(str(folder)) == of_safetensors
+    for stray in ("training_args.bin", "optimizer.bin", "optimizer.pt", "pytorch_model.bin", "model.gguf"):
+        (folder / stray).write_bytes(b"stray")
+        assert weights_digest(str(folder)) == of_safetensors, stray
+    (folder / "consolidated.pt").write_bytes(b"of --load-format pt")
+    assert weights_digest(str(folder)) != of_safetensors
+    of_bin, of_bin_digest = tmp_path / "b", "40f249ec72df3a6d4684f8cc28308a84ee14ce6060efd776534732243a00cacb"
+    of_bin.mkdir()
+    (of_bin / "pytorch_model.bin").write_bytes(b"weights")
+    assert weights_digest(str(of_bin)) == of_bin_digest
+    (of_bin / "training_args.bin").write_bytes(b"stray")
+    assert weights_digest(str(of_bin)) == of_bin_digest
+    (of_bin / "pytorch_model.bin").write_bytes(b"others!")
+    assert weights_digest(str(of_bin)) != of_bin_digest
+
+
 def test_a_sample_says_that_it_is_one_and_everything_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
