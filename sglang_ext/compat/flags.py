@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.compat.versions import installed
@@ -213,14 +213,21 @@ def offload_refusal(record: Any, config: SparseAttnConfig) -> str | None:
     return _conflict(record, _BESIDE_OFFLOAD, " beside offload")
 
 
-def in_vain(record: Any, config: SparseAttnConfig) -> str | None:
-    """What was asked for and does nothing beside SGLang's flags; None where all does something."""
-    if config.build is not Build.SHARED or not getattr(record, "disable_radix_cache", False):
-        return None
-    return (
-        "expected SGLang's prefix cache with build shared, which finds there what requests share; got "
-        "--disable-radix-cache. Only prompts that an operator names are indexed: remove the flag, or prebuild"
-    )
+def in_vain(record: Any, config: SparseAttnConfig) -> Iterator[str]:
+    """What does nothing beside SGLang's flags."""
+    if config.build is Build.SHARED and getattr(record, "disable_radix_cache", False):
+        yield (
+            "expected SGLang's prefix cache with build shared, which finds there what requests share; got "
+            "--disable-radix-cache. Only prompts that an operator names are indexed: remove the flag, or prebuild"
+        )
+    from sglang.srt.environ import envs
+
+    rust = getattr(envs, "SGLANG_RUST_SERVER", None)  # later releases have it
+    if rust is not None and rust.get():
+        yield (
+            "expected SGLang's Python server, which has /sparse_attn, our state in /server_info and what responses say "
+            "of their decode steps; got SGLANG_RUST_SERVER, which has none of these. Unset it to see or change them"
+        )
 
 
 def tree_refusal(tree_cache: Any) -> str | None:

@@ -83,7 +83,7 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, full_
         observe_residual_stream(runner.model, _runtime.observe)
     logging.getLogger(_DECODE_LINES).addFilter(_Shares(_runtime.counters))
     logger.info("sparse attention: on %s; %s", type(wrapped).__name__, summary(_runtime))
-    if message := flags.in_vain(resolved(runner.server_args), settings.config):
+    for message in flags.in_vain(resolved(runner.server_args), settings.config):
         logger.warning("sparse attention: %s", message)
     return adopt(wrapped, _runtime, view.layer_refusal)
 

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext.compat import flags, server_args
@@ -145,9 +146,19 @@ def test_releases_on_which_offload_was_not_run_are_refused(monkeypatch: pytest.M
 @OFFLOADS
 def test_what_is_asked_for_in_vain_is_said() -> None:
     shared = SparseAttnConfig(build=Build.SHARED)
-    assert "got --disable-radix-cache" in str(flags.in_vain(SimpleNamespace(disable_radix_cache=True), shared))
-    assert flags.in_vain(SimpleNamespace(disable_radix_cache=False), shared) is None
-    assert flags.in_vain(SimpleNamespace(disable_radix_cache=True), SparseAttnConfig()) is None
+    [said] = flags.in_vain(SimpleNamespace(disable_radix_cache=True), shared)
+    assert "got --disable-radix-cache" in said
+    assert not [*flags.in_vain(SimpleNamespace(disable_radix_cache=False), shared)]
+    assert not [*flags.in_vain(SimpleNamespace(disable_radix_cache=True), SparseAttnConfig())]
+
+
+@pytest.mark.skipif(not hasattr(envs, "SGLANG_RUST_SERVER"), reason="this release has no Rust server")
+def test_a_server_without_our_routes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    [said] = flags.in_vain(SimpleNamespace(), SparseAttnConfig())
+    assert "got SGLANG_RUST_SERVER" in said
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "0")
+    assert not [*flags.in_vain(SimpleNamespace(), SparseAttnConfig())]
 
 
 def test_another_prefix_cache_is_refused() -> None:
