@@ -180,6 +180,7 @@ class SparseRuntime:
         refusal: tuple[str, str] | None = None,
         *,
         counted: bool = True,
+        repeats: bool = False,
     ) -> None:
         """Look a request up, once, and begin to load what is found. Called at each prefix match of a waiting request.
 
@@ -189,7 +190,7 @@ class SparseRuntime:
             prompt: its own prompt's token ids.
             namespace: everything in its RadixKey that is not tokens.
             refusal: (reason, detail) of a request that stays dense in any case.
-            counted: whether an index that is found counts as a hit.
+            counted, repeats: whether an index that is found counts as a hit; as of `Admission`.
         """
         if self.requests.of(request) is not None:
             return
@@ -216,7 +217,7 @@ class SparseRuntime:
                 logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
         indexed = 0 if attachment.entry is None else attachment.entry.identity.num_tokens
         if self.builds is not None:
-            attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes)
+            attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes, repeats)
         attachment.prompt_len = len(prompt)
         self.requests.add(request, attachment)
 

@@ -275,8 +275,9 @@ def _admit(req: Any, key: Any) -> None:
     try:
         # Of several answers to one prompt, SGLang has the prompt prefilled first by a request that generates nothing.
         generates = req.sampling_params.max_new_tokens != 0
+        repeats = generates and req.sampling_params.n > 1
         prompt, namespace = req.origin_input_ids, namespace_of(key)
-        _runtime.admit(req, req.rid, prompt, namespace, _refusal(req, key), counted=generates)
+        _runtime.admit(req, req.rid, prompt, namespace, _refusal(req, key), counted=generates, repeats=repeats)
     except Exception:  # one request must not end the server
         logger.exception("sparse attention: request %s could not be looked up and stays dense", req.rid)
         _runtime.refuse(req, req.rid)

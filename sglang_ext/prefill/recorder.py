@@ -304,6 +304,7 @@ class Admission:
         refusal: (reason, detail) of one that stays dense in any case.
         indexed: tokens of the index that serves it; 0 without one.
         hashes: of its prompt's pages, chained; empty where they are not known: hashing takes milliseconds.
+        repeats: whether it is one of several answers to one prompt of one user, which another request prefilled.
         at: monotonic seconds of the look-up.
         again: it had a slot before, and was retracted.
     """
@@ -314,6 +315,7 @@ class Admission:
     refusal: tuple[str, str] | None
     indexed: int = 0
     hashes: Sequence[bytes] = ()
+    repeats: bool = False
     at: float = field(default_factory=time.monotonic)
     again: bool = False
 

@@ -41,7 +41,8 @@ class _Request:
 
     Attributes:
         prompt: SGLang's own list, not a copy.
-        counted: whether its prefill has begun, or did before a retraction, and with that its hit is counted.
+        counted: whether its prefill has begun, or did before a retraction, and with that its hit is counted; or that of
+            the request which prefilled the prompt for it.
         steps: decode steps since its last prefill.
     """
 
@@ -101,7 +102,7 @@ class SharedBuilds(Recording):
         if request.refusal is None and not self._off and len(prompt) >= self._config.min_sparse_prompt_len:
             pages = tuple(request.hashes or page_hashes(prompt, PAGE_TOKENS))
             namespace = namespace_digest(request.namespace)
-            seen = (request.at, request.again)
+            seen = (request.at, request.again or request.repeats)
             self._requests[request.rid] = _Request(namespace, pages, prompt, request.indexed, *seen)
 
     def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:

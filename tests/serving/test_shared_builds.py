@@ -50,12 +50,12 @@ class Traffic:
         self.requests: dict[str, tuple[Request, int]] = {}
         self.gen = torch.Generator().manual_seed(3)
 
-    def prefill(self, rid: str, tokens: list[int], cached: int, chunk: int = 1000) -> None:
+    def prefill(self, rid: str, tokens: list[int], cached: int, chunk: int = 1000, *, repeats: bool = False) -> None:
         """Admit and prefill; the first `cached` tokens lie on the slots of row 0."""
         runtime, request, row = self.runtime, Request(), len(self.requests)
         self.requests[rid] = (request, row)
         runtime.view.req_to_token[row, :cached] = runtime.view.req_to_token[0, :cached]
-        runtime.admit(request, rid, tokens, NAMESPACE)
+        runtime.admit(request, rid, tokens, NAMESPACE, repeats=repeats)
         for first in range(cached, len(tokens), chunk):
             count = min(chunk, len(tokens) - first)
             with runtime.step(batch := extend_batch(rid, count, first)):
@@ -126,6 +126,21 @@ def test_a_shared_prefix_gets_an_index_of_the_cached_keys_while_requests_decode(
     for rid in "abcd":
         traffic.end(rid)
     assert (len(runtime.builds), runtime.snapshot()["index_users"]) == (0, 0)
+
+
+def test_several_answers_to_one_prompt_are_one_hit(start: Any) -> None:
+    """SGLang has the prompt prefilled, then answered so many times."""
+    traffic = Traffic(runtime := start())
+    for user, (answers, known) in enumerate([("ab", 0), ("ab", 1), ("a", 1)]):
+        tokens = [*PROMPT, *range(100 * user, 100 * user + 18)]
+        assert runtime.builds._builder.open == []
+        traffic.prefill(f"{user}", tokens, 64 if user else 0)
+        for answer in answers:
+            traffic.prefill(f"{user}{answer}", tokens, 64, repeats=True)
+        assert counts(runtime)["prefixes"] == known
+    assert traffic.decode_until("2a", 83, lambda: counts(runtime)["built"] == 1), "their keys are as good as others'"
+    (line,) = report(runtime)
+    assert line["hits"] == 2
 
 
 def test_the_channels_are_those_of_the_queries_of_the_prefix(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
