@@ -90,6 +90,7 @@ METRICS = (
     Metric("step_seconds", "Wall time between consecutive decode steps of one path.", "path", PATHS),
     Metric("timed_steps", "Decode steps in step_seconds.", "path", PATHS),
     Metric("saved_seconds", "Attention time saved by the cost model against no sharing.", "path", PATHS[:2]),
+    Metric("lost_seconds", "The same of steps that cost more.", "path", PATHS[:2]),
     Metric("hit", "Requests that found an index of their prompt."),
     Metric("index_hits", "The same, by where it was.", "tier", ("device", *TIERS, "failed")),
     Metric("load", "Indexes loaded to the device.", "tier", TIERS),
@@ -152,6 +153,7 @@ class Counters:
         self._seconds = dict.fromkeys(PATHS, 0.0)
         self._groups = dict.fromkeys(PATHS[:2], 0)
         self._saved_us = dict.fromkeys(PATHS[:2], 0.0)
+        self._lost_us = dict.fromkeys(PATHS[:2], 0.0)
         self._path: str | None = None
         self._began = 0.0
         self._store = (0, 0, 0)
@@ -186,9 +188,12 @@ class Counters:
         self.cascade_steps += rows > 0
 
     def count_groups(self, path: str, groups: int, saved_us: float) -> None:
-        """One step in groups: how many, and the microseconds that it saves by the cost model."""
+        """One step in groups: how many, and the microseconds that it saves by the cost model; below 0: loses."""
         self._groups[path] += groups
-        self._saved_us[path] += saved_us
+        if saved_us >= 0:
+            self._saved_us[path] += saved_us
+        else:
+            self._lost_us[path] -= saved_us
 
     def begin_step(self, path: str | None, *, timed: bool = True) -> None:
         """A forward begins: a decode step of this path, or another forward (None). `timed`: it is like others.
@@ -232,6 +237,7 @@ class Counters:
             "step_seconds": dict(self._seconds),
             "timed_steps": dict(self._timed),
             "saved_seconds": {path: us / 1e6 for path, us in self._saved_us.items()},
+            "lost_seconds": {path: us / 1e6 for path, us in self._lost_us.items()},
             "hit": self.hits,
             "store_indexes": indexes,
             "store_bytes": nbytes,

@@ -264,7 +264,8 @@ def test_each_metric_is_what_was_counted_without_the_server(loaded: Load, found:
         "store_indexes": {"": len(files) - 1},
         "store_bytes": {"": sum(file.stat().st_size for file in files - {loaded.damaged})},
         "store_problems": {"": 1},
-        "saved_seconds": {},  # nothing is measured without a GPU
+        "saved_seconds": {},
+        "lost_seconds": {},  # nothing is measured without a GPU
         "offload": {},  # counted in tests/server/test_offload.py
         "cache_rank": {},  # in tests/server/test_prebuild.py
     }

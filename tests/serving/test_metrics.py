@@ -103,6 +103,16 @@ def test_what_steps_save_is_told_against_each_row_attending_its_own_tokens() -> 
     assert of_index == pytest.approx(3 * 2 * 129 - selecting)
 
 
+def test_what_a_step_loses_takes_nothing_from_what_others_save(exported: Exported) -> None:
+    """A counter that others take from would stand still where a server saves: its rate is told as what is saved."""
+    counters = Counters(1)
+    for us in (3e6, -2e6, 1e6, -5e6):
+        counters.count_groups("sparse", 1, us)
+        exported.figures = counters.figures()
+        exported.exporter.export()
+    assert [exported(f"{name}_seconds_total", path="sparse") for name in ("saved", "lost")] == [4, 7]
+
+
 @pytest.mark.parametrize("rows", [1, 128])
 def test_a_step_pays_some_microseconds_for_what_is_exported(rows: int) -> None:
     """The counting of a step and what it saves, which needs costs; the quickest of some rounds of them."""
