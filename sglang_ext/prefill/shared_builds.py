@@ -31,6 +31,8 @@ LEAST_COMPUTED = 8
 """A prefill leaves a sample if it computed one of so many of its prompt's tokens; the others were in the cache."""
 MAX_CAPTURES = 4
 """Prefills recorded at a time, and samples on their way to host memory: as long as they lie in device memory."""
+REST_S = 60.0
+"""For so long no memory of the device is asked for behind an error that says that there is none."""
 _SETTLED = 2
 """Decode steps after which a request's slots no longer change: the prefix cache may replace those of a duplicate."""
 
@@ -88,6 +90,7 @@ class SharedBuilds(Recording):
         self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
         self._off: str | None = None
+        self._rests_until, self._why_rests = 0.0, ""
         self._in_vain: tuple[list[str], list[Build]] | None = None
 
     def __len__(self) -> int:
@@ -111,6 +114,7 @@ class SharedBuilds(Recording):
             return []
         with self._surviving():
             self.settle()
+            new = []
             for rid, first in zip(rids, firsts, strict=True):
                 request = self._requests.get(rid)
                 if request is None:
@@ -120,7 +124,9 @@ class SharedBuilds(Recording):
                 if not request.counted:
                     request.counted = True
                     self._count(request, first)
-                    self._record(rid, request, first)
+                    new.append((rid, request, first))
+            for one in new:  # all are counted, on all ranks, whether or not memory is short on one
+                self._record(*one)
             chunks = super().begin_prefill(rids, firsts, counts)
             self.recorder.discard_broken()
             return chunks
@@ -128,20 +134,32 @@ class SharedBuilds(Recording):
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """An error in the block, out of memory as a rule, ends all builds; serving goes on."""
+        """Where memory is short in the block, no sample or piece is taken for a while. Another error ends all builds.
+        Serving goes on.
+        """
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            how = "sparse attention: building beside serving rests for %g s: %s"
+            logger.warning(how, REST_S, error)
+            self._rests_until, self._why_rests = time.monotonic() + REST_S, f"rests for {REST_S:g} s: {error}"
+            for rid in self._requests:
+                self.recorder.take(rid)
         except Exception as error:
             logger.error("sparse attention: no more indexes are built beside serving", exc_info=error)
             self._off = f"{type(error).__name__}: {error}"
             self.close()
+
+    @property
+    def _rests(self) -> bool:
+        return time.monotonic() < self._rests_until
 
     def _record(self, rid: str, request: _Request, first: int) -> None:
         """Sample a prefill's queries from its first computed token on, if they are of use."""
         prompt_len = len(request.prompt)
         least = max(self._config.min_sparse_prompt_len, prompt_len // LEAST_COMPUTED)
         room = self.recorder.num_captures + self._samples.coming < MAX_CAPTURES
-        if self._records and room and prompt_len - first >= least:
+        if self._records and room and not self._rests and prompt_len - first >= least:
             self.recorder.start(rid, prompt_len, first)
             self.recorder.allocate(rid, self._view.head_dim, self._view.dtype, self._view.device)
 
@@ -187,15 +205,19 @@ class SharedBuilds(Recording):
                 request.steps += 1
                 if request.steps > _SETTLED:
                     settled.append((place, request))
-        if not self._builder.ready or not self._builder.open or self._in_vain == (rids, self._builder.open):
+        waits = not self._builder.ready or self._rests
+        if waits or not self._builder.open or self._in_vain == (rids, self._builder.open):
             return
         found: tuple[Build, Piece, int] | None = None
         for build in sorted(self._builder.open, key=lambda one: -one.prefix.hits):  # of use to most
             holders = (place for place, one in settled if build.prefix.begins(one.namespace, one.hashes))
             holder, piece = next(holders, None), build.wanted
-            if holder is not None and piece is not None:
+            if holder is None or piece is None:
+                continue
+            if found is None:
+                found = build, piece, holder
+            else:
                 build.latest = time.monotonic()  # it could go on, whoever's turn it is
-                found = found or (build, piece, holder)
         if found is not None:
             build, piece, holder = found
             table = self._view.req_to_token.index_select(0, rows[holder : holder + 1])
@@ -263,7 +285,7 @@ class SharedBuilds(Recording):
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
         return {
-            "off": self._off,
+            "off": self._off or (self._why_rests if self._rests else None),
             "prefixes": len(self._hits),
             "evicted": self._hits.evicted if self._stores else 0,  # what others left may never have been stored
             "sample_bytes": self._samples.nbytes,

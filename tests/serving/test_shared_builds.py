@@ -301,6 +301,51 @@ def test_an_error_of_the_device_ends_builds_and_not_the_server(
     assert (len(builds), builds.recorder.num_captures) == (0, 0)
 
 
+@pytest.mark.parametrize("short", ["keys", "queries"])
+def test_behind_an_error_of_memory_builds_rest_and_go_on(
+    begun: tuple[Traffic, Build], monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    """As of one moment's batches: what was open goes on, and nothing is asked of the device meanwhile."""
+    traffic, build = begun
+    builds, asked = traffic.runtime.builds, []
+
+    def no_memory(*_: Any) -> None:
+        asked.append(1)
+        raise torch.OutOfMemoryError("no memory")
+
+    target = (traffic.runtime.view, "kv") if short == "keys" else (builds.recorder, "allocate")
+    monkeypatch.setattr(*target, no_memory)
+    if short == "keys":
+        assert eventually(lambda: not traffic.decode("b", 84) and asked)
+    else:
+        traffic.prefill("x", list(range(2000, 2080)), 0)
+    assert "no memory" in counts(traffic.runtime)["off"]
+    traffic.prefill("c", list(range(3000, 3080)), 0)
+    for _ in range(5):
+        traffic.decode("b", 85)
+    assert (len(asked), builds.recorder.num_captures, build.closed) == (1, 0, False)
+    monkeypatch.undo()
+    builds._rests_until -= shared_builds.REST_S
+    assert counts(traffic.runtime)["off"] is None
+    assert traffic.decode_until("b", 86, lambda: counts(traffic.runtime)["built"] == 1)
+
+
+def test_a_build_that_never_finds_memory_is_given_up(
+    begun: tuple[Traffic, Build], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its lease would keep others from building it for as long as its prefix is asked for."""
+    traffic, build = begun
+    monkeypatch.setattr(shared_builds, "REST_S", 0.0)
+    monkeypatch.setattr(background_build, "IDLE_S", 0.3)
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(traffic.runtime.view, "kv", no_memory)
+    assert traffic.decode_until("b", 84, lambda: build.closed)
+    assert not leased(traffic.runtime, build)
+
+
 def test_samples_on_their_way_are_few(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = start()
     samples, gate = runtime.builds._samples, threading.Event()
