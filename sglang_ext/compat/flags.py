@@ -47,6 +47,8 @@ UNSUPPORTED: Fields = (
     ("dllm_algorithm", None, "diffusion language models (--dllm-algorithm)"),
     ("encoder_only", False, "encoder-only serving (--encoder-only)"),
     ("weight_cache_mode", "off", "weights of another process, which may not be the folder's (--weight-cache-mode)"),
+    ("modelopt_checkpoint_restore_path", None, "weights of another file (--modelopt-checkpoint-restore-path)"),
+    ("decrypted_config_file", None, "configuration of another file (--decrypted-config-file)"),
     ("enable_deterministic_inference", False, "deterministic inference (--enable-deterministic-inference)"),
 )
 

@@ -63,6 +63,8 @@ def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
     _each_is_named(flags.UNSUPPORTED, flags.unsupported, load_format="auto")
     message = str(flags.unsupported(SimpleNamespace(load_format="remote")))
     assert "--load-format" in message
+    # A model's identity is taken from its folder.
+    assert {field for field, *_ in flags.UNSUPPORTED} >= {"modelopt_checkpoint_restore_path", "decrypted_config_file"}
     assert "'remote'" in message
 
 
