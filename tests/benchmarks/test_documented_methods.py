@@ -63,17 +63,20 @@ def test_the_documented_times_of_selection_on_an_h100() -> None:
 
 
 def test_the_documented_times_of_the_methods() -> None:
-    rows = green_rows("methods")
-    found = {(row["case"], f"{row['context']:,}", row["batch"], row["groups"]): row for row in rows}
+    def by_cell(gpu: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        rows = green_rows("methods", gpu)
+        return {(row["case"], f"{row['context']:,}", row["batch"], row["groups"]): row for row in rows}
+
+    found, older = by_cell("h200"), by_cell("h100")
     shown = documented_table("kernels", "| method | index, of KV |")
     sizes = ((1, 1), (8, 1), (32, 1), (16, 16))
     for name, share, *times, torch in shown:
         own = [found[(name.strip("`"), tokens, *size)] for tokens in ("131,072", "8,192") for size in sizes]
         assert times == [f"{row['us']:,.1f}" for row in own]
-        ratio = found[name.strip("`") + "_torch", "131,072", 1, 1]["us"] / own[0]["us"]
-        assert (share, torch) == (f"{own[0]['config']['of_kv_bytes']:.2%}", f"{ratio:.1f}")
-    assert 9 * len(shown) == len(rows)
-    wrong = max(row["gate"]["wrong_share"] for row in rows)
+        kernel, reference = (older[name.strip("`") + of, "131,072", 1, 1]["us"] for of in ("", "_torch"))
+        assert (share, torch) == (f"{own[0]['config']['of_kv_bytes']:.2%}", f"{reference / kernel:.1f}")
+    assert {case for case, *_ in found} == {*(name.strip("`") for name, *_ in shown), "ab_sparse_minmax64"}
+    wrong = max(row["gate"]["wrong_share"] for row in found.values())
     assert f"At most {wrong:.2%} of a list" in document("kernels")
 
 
@@ -84,6 +87,11 @@ def test_the_documented_times_of_a_layers_operators() -> None:
     sizes = [(131072, 1, 1), (131072, 8, 1), (131072, 8, 8), (32768, 1, 1), (32768, 8, 8)]
     shown = documented_table("kernels", "| | 131,072 tokens: batch 1 |")
     assert [own for _, *own in shown] == [[us[(case, *size)] for size in sizes] for case in cases]
+    us = times(green_rows("operators-2048", "h200"), "case", "context", "batch", "groups")
+    sizes = [(131072, 1, 1), (131072, 8, 1), (131072, 32, 1), (131072, 8, 8)]
+    sizes += [(tokens, batch, batch) for tokens in (65536, 32768) for batch in (1, 8)]
+    shown = documented_table("kernels", "| H200 | 131,072 tokens: batch 1 |")
+    assert [own for _, *own in shown] == [[us.get((case, *size), "") for size in sizes] for case in (*cases, "quest")]
 
 
 def test_the_documented_times_of_operators_beside_a_control() -> None:
