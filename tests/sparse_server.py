@@ -5,7 +5,6 @@ With `kernels` they run as decode graphs hold them; without, the reference opera
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +31,8 @@ from sglang_ext.methods.token_index import TokenIndexSelector, TokenIndexSpec
 from sglang_ext.prefix.residency import ResidentIndex, State
 from sglang_ext.prefix.suffix_index import SuffixIndex, SuffixRules
 from tests.decode_oracle import Oracle, OracleGroup
+from tests.prefix_kernels.interpreting import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAYERS, KV_HEADS, GQA, DIM = 4, 2, 2, 64
 FP8 = torch.float8_e4m3fn
 #: (queries, KV pool, head_dim); the interpreter multiplies bf16 wrongly. Hopper's own kernels are for heads of 128.
