@@ -15,20 +15,31 @@ def _look_for_builtins_once() -> None:
 
     They are replaced and put back together, so the first one tells whether there is anything to do.
     """
-    from triton.language.core import is_builtin
+    from triton.language import core
     from triton.runtime import interpreter
 
-    replace = interpreter._patch_builtin
+    replace, replace_all, language = interpreter._patch_builtin, interpreter._patch_lang, (interpreter.tl, core)
     firsts: dict[Any, str | None] = {}
+    seen: dict[Any, list[Any]] = {}
+
+    def are_left(of: Any) -> bool:
+        if of not in firsts:
+            firsts[of] = next((name for name, member in getmembers(of) if core.is_builtin(member)), None)
+        first = firsts[of]
+        return first is not None and core.is_builtin(getattr(of, first))
 
     def replace_what_is_left(of: Any, *arguments: Any) -> None:
-        if of not in firsts:
-            firsts[of] = next((name for name, member in getmembers(of) if is_builtin(member)), None)
-        first = firsts[of]
-        if first is not None and is_builtin(getattr(of, first)):
+        if are_left(of):
             replace(of, *arguments)
 
-    interpreter._patch_builtin = replace_what_is_left
+    def replace_all_where_any_is_left(function: Any) -> Any:
+        if function not in seen:
+            seen[function] = [one for one in function.__globals__.values() if any(one is other for other in language)]
+        if seen[function] and not any(map(are_left, seen[function])):
+            return interpreter._LangPatchScope()  # nothing to put back
+        return replace_all(function)
+
+    interpreter._patch_builtin, interpreter._patch_lang = replace_what_is_left, replace_all_where_any_is_left
 
 
 if INTERPRETED:
