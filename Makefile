@@ -20,8 +20,9 @@ CPU_FLAGS := --device cpu --dtype float32 --attention-backend torch_native --sam
 GPU_FLAGS := --attention-backend flashinfer
 DEVICE_FLAGS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo '$(GPU_FLAGS)' || echo '$(CPU_FLAGS)')
 
-# Tests run in two processes of one thread each; a module's tests, or those of one server, stay together.
-PYTEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+# Tests run in two processes of one thread each; a module's tests, or those of one server, stay together. What one process
+# compiled of the sources the next one reads, whatever the environment says of it.
+PYTEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 DAY := $(SPREAD) -m 'not full'
 ALL := $(SPREAD) --hypothesis-profile=full
