@@ -42,5 +42,21 @@ def _look_for_builtins_once() -> None:
     interpreter._patch_builtin, interpreter._patch_lang = replace_what_is_left, replace_all_where_any_is_left
 
 
+def _know_dtypes() -> None:
+    """NumPy's dtype of each of Triton's is asked for in every operation, and looked up in a table that is made anew."""
+    from triton.runtime import interpreter
+
+    look_up, block_type, known = interpreter._get_np_dtype, interpreter.tl.block_type, dict[str, Any]()
+
+    def of(dtype: Any) -> Any:
+        element = dtype.element_ty if isinstance(dtype, block_type) else dtype
+        if element.name not in known:
+            known[element.name] = look_up(element)
+        return known[element.name]
+
+    interpreter._get_np_dtype = of
+
+
 if INTERPRETED:
     _look_for_builtins_once()
+    _know_dtypes()
