@@ -161,9 +161,14 @@ def test_the_documented_figures_behind_host_memory() -> None:
         if row["measure"] == "distinct" and (row["engine"] == "hbm" or row["sizes"]["residents"] == many)
     ]
     errors: dict[tuple[str, int, str], float] = {}
+    alone: list[list[float]] = []
     for row in rows_of(RESULTS / "offload-cpu-churn.jsonl.xz"):
         if row["bench"] == "lagged":
             errors[row["document"], row["budget"], row["way"]] = fmean(row["error"])
+        elif (row["document"], row["requests"], row["budget"], row["unit"]) == ("prose-8192", 1, 2048, 1):
+            alone.append(row["churn"])
+    churn = {fmean(of): layer for layer, of in enumerate(zip(*alone, strict=True))}
+    least, most = min(churn), max(churn)
     late = [
         100 * (error / errors[document, budget, "exact"] - 1)
         for (document, budget, way), error in errors.items()
@@ -185,5 +190,7 @@ def test_the_documented_figures_behind_host_memory() -> None:
         "first token, median s | {:.1f} | {:.1f} | {:.1f} |".format(*shown[2]),
         "73,728 tokens resident: {1:.0f} tokens/s; one, in device memory: {0:.0f}".format(*of_each),
         f"adds {min(late):.0f} to {max(late):.0f}% to attention's error",
+        f"{fmean(churn):.0%} of what a layer selects is new at a step, "
+        f"{least:.0%} in layer {churn[least]} to {most:.0%} in layer {churn[most]} ",
     ):
         assert said in text, said
