@@ -163,6 +163,7 @@ def test_a_server_without_our_routes_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert not [*flags.in_vain(SimpleNamespace(), SparseAttnConfig())]
 
 
+@OFFLOADS
 def test_another_prefix_cache_is_refused() -> None:
     assert "got SimpleNamespace" in str(flags.tree_refusal(SimpleNamespace()))
 

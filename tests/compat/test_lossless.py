@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,8 +123,8 @@ def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
         additional_stop_token_ids=None,
     )
 
-    # The token that ends reasoning; of 0.5.23 it is a list of them.
-    thought: Any = [4] if hasattr(Req, "update_self_opened_reasoning_tokens") else 4
+    # The token that ends reasoning; from 0.5.17 on it is a list of them.
+    thought: Any = [4] if "think_end_ids" in signature(Req.update_reasoning_tokens).parameters else 4
 
     def told(end: dict[str, Any], rounds: list[list[int]]) -> list[Any]:
         params = SamplingParams(temperature=0.0, **end)
