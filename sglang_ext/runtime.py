@@ -225,9 +225,7 @@ class SparseRuntime:
         """Whether the guard has an index decode dense now. Several ranks vote on that instead (`Readiness`)."""
         if self.planner.guard is None or self.ranks.size > 1:
             return False
-        records = self.planner.guard.records
-        record = records.known.get(digest)
-        return record is not None and record.standing is Standing.DENSE and records.clock() < record.until
+        return self.planner.guard.records.standing(digest) is Standing.DENSE
 
     def _serves(self, attachment: Attachment) -> bool:
         """Whether steps select by a request's index, as far as is known now."""
@@ -356,6 +354,8 @@ class SparseRuntime:
             self.took = self.path
         else:
             self.counters.begin_step(None)
+            if mode.is_mixed():  # running requests get a token of SGLang's here
+                self.planner.step_elsewhere()
             if self.offload is not None:
                 staged = self.offload.begin(forward_batch, list(map(self.requests.get, forward_batch.rids or ())))
             builds = self.builds if mode.is_extend() else None

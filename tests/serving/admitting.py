@@ -122,7 +122,10 @@ class Runtime(SparseRuntime):
 
 
 def mode(name: str) -> Any:
-    return SimpleNamespace(name=name.upper(), is_decode=lambda: name == "decode", is_extend=lambda: name == "extend")
+    """SGLang's of a forward; a mixed one is an extend, too."""
+    extends = name in ("extend", "mixed")
+    asked = {"is_decode": name == "decode", "is_extend": extends, "is_mixed": name == "mixed"}
+    return SimpleNamespace(name=name.upper(), **{ask: lambda answer=answer: answer for ask, answer in asked.items()})
 
 
 def extend_batch(rid: str, count: int, first: int = 0) -> Any:

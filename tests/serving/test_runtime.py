@@ -18,6 +18,7 @@ import torch
 from prefix_index import canonical_digest
 from sglang_ext.administration import summary
 from sglang_ext.config import Settings
+from sglang_ext.decode.types import StepPath
 from sglang_ext.methods import METHODS, make_selector
 from sglang_ext.methods.base import summed_every
 from sglang_ext.methods.token_index import TokenIndexSelector
@@ -30,8 +31,11 @@ from tests.serving.admitting import (
     Model,
     Request,
     decode_batch,
+    extend_batch,
+    mode,
     ours,
     prefill,
+    prefill_layers,
     report,
 )
 
@@ -65,6 +69,22 @@ def test_a_layer_that_must_stay_dense_is_counted_and_ends_what_is_attended_here(
     state = runtime.snapshot()
     assert state["decode"]["refusal"] == "layer 1 has a sliding window"
     assert state["fallbacks"] == {"unsupported_layer": 1} | ({} if indexed else {"no_index": 2})
+
+
+def test_what_was_found_is_too_old_behind_a_mixed_step_but_not_behind_a_prefill(start: Any) -> None:
+    """In a mixed step a running request gets a token of SGLang's: the selection would serve more steps than it may."""
+    runtime = start([PROMPT], layer_plan=["dense", "anchor", "anchor"], search_period=8)
+    runtime.came("r0")
+    found = []
+    for length, between in enumerate([None] * 5 + ["extend", "mixed", None], len(PROMPT) + 2):
+        if between:
+            batch = extend_batch("r0", 1, length)
+            batch.forward_mode = mode(between)
+            with runtime.step(batch):
+                prefill_layers(runtime, batch, 1)
+        with runtime.step(decode_batch(runtime, ["r0"], [length])):
+            found.append(runtime.path)
+    assert found[4:] == [StepPath.KEPT, StepPath.KEPT, StepPath.SPARSE, StepPath.KEPT]
 
 
 def test_the_twins_of_one_id_are_dense_and_give_their_index_back(start: Any) -> None:
