@@ -24,7 +24,7 @@ from sglang_ext.decode.cascade import CascadeDecode
 from sglang_ext.decode.costs import Watch
 from sglang_ext.decode.quality import PREDICT_EVERY, QualityRecords, Sample, Schedule, Standing
 from sglang_ext.decode.sparse import SparseDecode, SparsePlan
-from sglang_ext.decode.types import DecodeBatch
+from sglang_ext.decode.types import DecodeBatch, Index
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import ResidentIndex
@@ -215,7 +215,7 @@ class QualityGuard:
         for prefix, index in zip(plan.selects.prefixes, plan.indexes, strict=True):
             if isinstance(index, ResidentIndex):
                 rows.setdefault(index.entry.digest, []).extend(prefix.rows)
-        self._now.selects, trial = True, bool(self._now.trial.intersection(rows))
+        self._now.selects, trial = True, self.tries(plan.indexes)
         self._now.waits = trial
         self._since += 1
         due = self._since >= self._every
@@ -245,10 +245,9 @@ class QualityGuard:
         )
         return self._now.guarded
 
-    @property
-    def tries(self) -> bool:
-        """Whether an index that this step may use is on trial."""
-        return bool(self._now.trial)
+    def tries(self, indexes: Sequence[Index | None]) -> bool:
+        """Whether one of the indexes that this step uses is on trial."""
+        return any(isinstance(one, ResidentIndex) and one.entry.digest in self._now.trial for one in indexes)
 
     @property
     def must(self) -> bool:

@@ -372,8 +372,10 @@ class DecodePlanner:
     ) -> PlannedStep | None:
         """A step by the batch's indexes; None, and the reason is counted: there is no room, or it does not pay."""
         assert self.sparse is not None
-        plan = self.sparse.plan(batch)
-        cost = None if plan is None else self.sparse.cost_us(plan)
+        plan, guard = self.sparse.plan(batch), None if hosted else self.guard
+        # On trial an index has one step now and then: it is tried where it pays in steps that follow each other.
+        tries = plan is not None and guard is not None and guard.tries(plan.indexes)
+        cost = None if plan is None else self.sparse.cost_us(plan, lasting=tries)
         pays = hosted or self._pays(cost, exact)
         path = self.sparse.begin(plan, batch) if plan is not None and pays else None
         if plan is None or path is None:
@@ -381,7 +383,6 @@ class DecodePlanner:
             if not hosted:  # `offloaded` says more
                 self._count_fallback("no_room" if plan is None or pays else "cost_model", attachments, batch.indexes)
             return None
-        guard = None if hosted else self.guard
         guarded = None if guard is None else guard.begin(plan, batch)
         if guard is not None and guard.must:
             self.sparse.skip()
@@ -411,15 +412,15 @@ class DecodePlanner:
         if self.guard is None or not any(ready):
             return ready
         admitted = self.guard.admitted(ready, [None if one is None else one.serial for one in attachments])
-        if hosted and self.guard.tries:
+        if hosted and self.guard.tries(admitted):
             admitted = [None for _ in ready]
         waits = [True if one is not index else None for one, index in zip(ready, admitted, strict=True)]
         self._count_fallback("quality_guard", attachments, waits)
         return admitted
 
     def costs_alone(self, tokens: int, prefix_len: int, budget: int) -> dict[str, float | None]:
-        """Microseconds of attention, all layers, of a step of one request alone: exactly, and by an index. None: not
-        measured, as without decode graphs, or there is no index.
+        """Microseconds of attention, all layers, of a step of one request alone: exactly, and by an index, once as many
+        steps as may use a search do. None: not measured, as without decode graphs, or there is no index.
 
         Args:
             tokens: of the request.
@@ -430,7 +431,8 @@ class DecodePlanner:
         costs = self._costs.get(block_of(size))
         if costs is None:
             return {"exact": None, "sparse": None}
-        sparse = costs.sparse_us([prefix_len], [budget], max(0, tokens - prefix_len)) if prefix_len else None
+        steps, own = 1 if self.sparse is None else self.sparse.period, max(0, tokens - prefix_len)
+        sparse = costs.sparse_us([prefix_len], [budget], own, steps=steps) if prefix_len else None
         return {"exact": costs.exact_us(tokens, 1), "sparse": sparse}
 
     def _pays(self, selecting: float | None, exact: CascadePlan | None) -> bool:
@@ -546,11 +548,8 @@ class DecodePlanner:
                 if costs is not None:
                     logger.info(
                         "sparse attention: measured for batches of %d: a layer attends 65,536 tokens in %.0f us, and "
-                        "selects among them in %.0f us",
-                        size,
-                        costs.attend(65536, 1),
-                        costs.select(65536, 1),
-                    )
+                        "selects among them in %.0f us", size, costs.attend(65536, 1), costs.select(65536, 1),
+                    )  # fmt: skip
             elif self.cascade is not None:
                 one = torch.ones(1, dtype=torch.int64, device=self._view.device)
                 self.cascade.warm(DecodeBatch([None], [1], self._view.req_to_token, one - 1, one))

@@ -199,9 +199,14 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         self.plans = 0
 
     @property
+    def period(self) -> int:
+        """Steps that may use one search, at most."""
+        return self._turns.period
+
+    @property
     def paths(self) -> tuple[StepPath, ...]:
         """See the base: the second one where steps may attend what an earlier one selected."""
-        return (StepPath.SPARSE, StepPath.KEPT) if self._turns.period > 1 else (StepPath.SPARSE,)
+        return (StepPath.SPARSE, StepPath.KEPT) if self.period > 1 else (StepPath.SPARSE,)
 
     def _warn_of_room(self) -> None:
         """Say what of the largest batch candidates named ahead have no room for; a step would say `no_room` only."""
@@ -341,14 +346,14 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         budgets = self.swap.budgets(lengths, *([self._budget(*one) for one in groups] for groups in (hosted, alone)))
         return None if budgets is None else {one: n for (one, _), n in zip(hosted, budgets, strict=True)}
 
-    def cost_us(self, plan: SparsePlan) -> float | None:
-        """See the base; of a search as many steps have a part as are likely to use it."""
+    def cost_us(self, plan: SparsePlan, *, lasting: bool = False) -> float | None:
+        """See the base; of a search as many steps have a part as are likely to use it; `lasting`: as may use it."""
         costs = self._costs.get(block_of(plan.kernels.size))
         if costs is None:
             return None
         lengths = [prefix.length for prefix in plan.selects.prefixes]
         alone = self.cache_rank is not None and not self.cache_rank.knows_plan
-        steps = 1 if alone else self._turns.steps_of(plan.settled)
+        steps = self.period if lasting else 1 if alone else self._turns.steps_of(plan.settled)
         return costs.sparse_us(lengths, plan.selects.budgets, plan.own, plan.others, steps)
 
     def begin(self, plan: SparsePlan, batch: DecodeBatch) -> StepPath | None:

@@ -39,14 +39,14 @@ COSTS = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(200.0, 0.0)}), num_
 class Batches:
     """Requests on one indexed prefix, each in a row of the table of its own."""
 
-    def __init__(self, roles: list[Any], **fields: Any) -> None:
+    def __init__(self, roles: list[Any], *, trial: bool = False, **fields: Any) -> None:
         self.index = blank_index(LAYERS)
         self.index.state = State.READY
         settings = {"share_prefixes": True, "min_top_k": 32, "search_period": 4, "min_shared_tokens": 10_000}
         config = config_from_dict({**settings, **fields, "layer_plan": roles})
         plan = LayerPlan.from_dict({"layers": roles}, num_layers=LAYERS, num_kv_heads=1)
         self.requests = RequestTable()
-        self.steps = planner(config, self.requests, Counters(LAYERS), plan, ROWS, 1)
+        self.steps = planner(config, self.requests, Counters(LAYERS), plan, ROWS, 1, trial=trial)
         self.steps.sparse._costs[block_of(ROWS)] = COSTS
         capture_all(self.steps, ROWS)
         self.held: dict[int, Request] = {}
@@ -98,6 +98,28 @@ def test_a_search_pays_once_its_groups_have_stayed_for_some_steps() -> None:
     assert batches.step(0, index=False) is None
     assert [batches.step(0) for _ in range(3)] == [None, None, StepPath.SPARSE], "its groups were others in between"
     assert batches.steps.snapshot()["kept_steps"] == 4
+
+
+@pytest.mark.parametrize(("period", "passes"), [(4, True), (2, False)])
+def test_an_index_on_trial_is_tried_where_it_pays_once_its_groups_stay(period: int, passes: bool) -> None:
+    """Steps of a trial never follow each other; half of a search does not pay, so that there is nothing to try."""
+    batches = Batches(["dense", "anchor", "anchor"], trial=True, search_period=period, guard_share=1.0)
+    guard = batches.steps.guard
+    for row in range(ROWS):
+        for _ in range(16):
+            batches.step(row)
+            guard.runs()
+            guard.ran()
+    assert guard.records.events == ({"accepted": 1} if passes else {})
+    assert (batches.steps._counters.sparse_steps > 0) == passes
+
+
+def test_explain_charges_a_search_as_steps_that_follow_each_other_do() -> None:
+    batches = Batches(["dense", "anchor", "anchor"])
+    settled(batches, 0)
+    assert {batches.step(0) for _ in range(8)} == {None, StepPath.SPARSE, StepPath.KEPT}
+    costs = batches.steps.costs_alone(PREFIX + 1, PREFIX, 32)
+    assert costs == {"exact": 3 * 129.0, "sparse": 129.0 + 2 * 33.0 + 2 * 200.0 / 4}
 
 
 @pytest.mark.parametrize("other", [{"beams": True}, {"index": False}], ids=str)
