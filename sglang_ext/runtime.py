@@ -128,8 +128,7 @@ class SparseRuntime:
             self.offload.loading = lambda digest: self.residency.state(digest) is State.LOADING
         if self.offload is not None and self.planner.sparse is not None:
             self.offload.select_by(self.planner.sparse)
-        guard = self.planner.guard
-        guarded = guard.records if guard is not None else None
+        guarded = None if self.planner.guard is None else self.planner.guard.records
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
@@ -435,10 +434,10 @@ class SparseRuntime:
         if problem := self.ready.settle(rids or (), refused=self.planner.refusal is not None):
             self._refuse(problem)
 
-    def _refuse(self, why: str) -> None:
-        """No step is attended here any more."""
+    def _refuse(self, why: str, reason: str = "unsupported_mode") -> None:
+        """No step is attended here any more: from now on requests decode dense for this named reason."""
         self.planner.refuse(why)
-        self._looks_up = False
+        self._looks_up, self.ready.refused = False, self.ready.refused or reason
 
     def _planned(self, forward_batch: Any, hosts: Sequence[HostPrefix | None]) -> PlannedStep | None:
         try:
@@ -512,8 +511,9 @@ class SparseRuntime:
         if step.staged is None and (step.planned is None or not forward_batch.forward_mode.is_decode()):
             return None
         if refusal is not None:
-            self._refuse(f"layer {layer.layer_id} has {refusal}")
-            self.counters.count_fallback("unsupported_layer")
+            self._refuse(f"layer {layer.layer_id} has {refusal}", "unsupported_layer")
+            for one in map(self.requests.get, forward_batch.rids or ()):
+                self.ready.usable(one, waits=False)  # counts it
             self._step = Step(None, step.chunks)  # what a later layer would reuse is not there
             return None
         if k is not None and v is not None and save_kv_cache:

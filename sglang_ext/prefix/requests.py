@@ -238,6 +238,7 @@ class Readiness:
 
     Attributes:
         stale: why no index is of the weights that are served now; None while they are.
+        refused: named reason for which no step goes by an index any more; None while some may.
         off: whether an operator has turned indexes off; requests keep what they hold meanwhile.
 
     Args:
@@ -265,6 +266,7 @@ class Readiness:
         self._guarded = guarded
         self._agreement = Agreement(ranks, _dense("index_mismatch")) if ranks.size > 1 else None
         self.stale: str | None = None
+        self.refused: str | None = None
         self.off = False
 
     # -- one step ------------------------------------------------------------------------------------------
@@ -379,8 +381,8 @@ class Readiness:
         """The index that is ready on this rank, or the reason why there is none. With several ranks only a vote ends
         the time that the guard keeps an index away, as their clocks differ.
         """
-        if self.stale:
-            return None, "index_mismatch"
+        if self.stale or self.refused:
+            return None, "index_mismatch" if self.stale else self.refused
         index = attachment.index
         may_end = votes or self._agreement is None
         if (

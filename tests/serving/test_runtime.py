@@ -68,7 +68,10 @@ def test_a_layer_that_must_stay_dense_is_counted_and_ends_what_is_attended_here(
     assert not ours(runtime, ["r0", "r1"], [69, 73])
     state = runtime.snapshot()
     assert state["decode"]["refusal"] == "layer 1 has a sliding window"
-    assert state["fallbacks"] == {"unsupported_layer": 1} | ({} if indexed else {"no_index": 2})
+    assert state["fallbacks"] == {"unsupported_layer": 2} | ({} if indexed else {"no_index": 2}), "requests"
+    runtime.came("late")
+    assert not ours(runtime, ["late"], [66], [2])
+    assert runtime.snapshot()["fallbacks"]["unsupported_layer"] == 3, "and all that come later"
 
 
 def test_what_was_found_is_too_old_behind_a_mixed_step_but_not_behind_a_prefill(start: Any) -> None:
