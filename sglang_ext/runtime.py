@@ -444,6 +444,7 @@ class SparseRuntime:
             return self.planner.prepare(forward_batch, self.ready.usable, hosts)
         except Exception as error:
             self._step_failed(forward_batch.rids, error)
+            self.counters.count_step(0, 0 if self.planner.ahead else forward_batch.batch_size, 0)
             return None
 
     def _step_failed(self, rids: Sequence[str] | None, error: Exception) -> None:

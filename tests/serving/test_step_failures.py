@@ -39,6 +39,9 @@ def test_its_requests_decode_dense_and_the_others_as_before(
             patched.setattr(runtime.planner.sparse.op, "select", _raises)
         assert not ours(runtime, ["r0"], [66])
     assert "a decode step of 1 requests failed" in caplog.text
+    counted = runtime.snapshot()
+    assert counted["dense_rows"] + counted["sparse_rows"] == 1, "its token is counted, on the way that was begun"
+    assert counted["dense_rows"] == (where == "plan")
     assert not ours(runtime, ["r0"], [67]), "from now on"
     assert ours(runtime, ["r0", "r1"], [68, 66]), "the other one has its index"
     runtime.came("late")
