@@ -160,6 +160,8 @@ def _check_together(config: SparseAttnConfig) -> None:
         raise _fail("select_ahead false with a method other than two_level", True, todo)
     if config.select_ahead and config.steps_per_search > 1:  # each step needs its own candidates
         raise _fail("search_period 1 with select_ahead", config.search_period, one)
+    if config.quality_slo is not None and not config.guard_every:  # nothing would measure what it bounds
+        raise _fail("quality_slo null with guard_every 0", config.quality_slo, one)
     if config.cache_device is not None:
         _check_cache_device(config, config.cache_device)
     if verify is Exactness.VERIFY:  # what reads the steps of a request one by one knows nothing of drafts
@@ -286,8 +288,8 @@ def _check_words(raw: Mapping[str, Any]) -> None:
 def make_settings(config_text: str | None, store: str | None, model_folder: str | None = None) -> Settings:
     """Settings from the flags' values; a store folder that was named must exist (a service is asked later).
 
-    Where no store is named, the default one is empty, and nothing builds, the decode path is `cascade`: no memory is
-    kept for indexes that cannot come.
+    Where no store is named, the default one is empty, nothing builds, and no setting needs indexes, the decode path is
+    `cascade`: no memory is kept for indexes that cannot come.
 
     Args:
         config_text, store: the flags' values, None where they were not given.
@@ -308,9 +310,15 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
                 "Name a folder that exists."
             ) from error
         asked_for = config.decode_path is not DecodePath.AUTO or config.build is not Build.OFF or config.store_remote
-        if not asked_for and not holds_indexes(store):
+        if not asked_for and not _needs_indexes(config) and not holds_indexes(store):
             config = msgspec.structs.replace(config, decode_path=DecodePath.CASCADE)
     return Settings(config=config, store=_checked_store(store, config), profile=profile)
+
+
+def _needs_indexes(config: SparseAttnConfig) -> bool:
+    """Whether it asks for what takes memory, a process or another worker, and does nothing without indexes."""
+    verifies = config.exactness is Exactness.VERIFY
+    return verifies or any(getattr(config, name) is not None for name in ("offload", "cache_device", "trace_folder"))
 
 
 def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[SparseAttnConfig, Profile | None]:

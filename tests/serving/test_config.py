@@ -109,6 +109,7 @@ LEAST = {
         ({**OFFLOAD, "trace_folder": "x"}, ["trace_folder null with offload"]),
         ({**VERIFY, **CAPTURE}, ["build off, shared or prefill with exactness"]),
         ({**VERIFY, "quality_slo": 0.2}, ["quality_slo null", "every draft is compared"]),
+        ({"quality_slo": 0.2, "guard_every": 0}, ["quality_slo null with guard_every 0", "0.2"]),
         ({"offload": {}}, ["host_bytes", "offload"]),
         ({"offload": {"host_bytes": 9, "to": 3}}, ["unknown field `to`"]),
         ({"offload": {"host_bytes": 9}}, ["offload.host_bytes", "16 or more", "9"]),
@@ -183,6 +184,8 @@ def test_the_flag_alone_expects_no_index_that_cannot_come(tmp_path: Path, monkey
     assert path() is DecodePath.CASCADE
     for text in ('{"build": "shared"}', '{"store_remote": "file:///shared"}'):
         assert path(text) is DecodePath.AUTO
+    for needs in (OFFLOAD, VERIFY, RANKED | {"cache_device": "cuda:1"}, {"trace_folder": "x"}):
+        assert path(json.dumps(needs)) is DecodePath.AUTO, "it waits for indexes, and would never use one"
     assert path('{"decode_path": "sparse"}') is DecodePath.SPARSE
     assert path(None, str(tmp_path)) is DecodePath.AUTO, "named"
     with FileStore(default_store()) as store:
