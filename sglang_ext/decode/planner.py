@@ -170,7 +170,8 @@ class DecodePlanner:
             arena_size += host.num_pages * PAGE_TOKENS  # whose slots are not the pool's
         if config.decode_path is not DecodePath.CASCADE:
             self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks, host)
-        if self.sparse is not None and config.guard_every and self.drafts is None:
+        guarded = config.guard_every and self._anchors  # where no layer selects, there is nothing to compare
+        if self.sparse is not None and guarded and self.drafts is None:
             exact = self.cascade or CascadeDecode(shape, self._tracker, self._room(arena_size), view.device)
             backends = self.sparse, exact, self._tracker.max_batch, view.device
             publish = counters.set_guard

@@ -160,7 +160,7 @@ class QualityRecords:
         slo: largest relative output error of an index, mean over the selecting layers; None: it is only measured.
         recovery_s: seconds that an index decodes dense.
         trial: whether an index serves only after it has passed.
-        selecting: numbers of the layers that select.
+        selecting: numbers of the layers that select, one at least.
         budget: (tokens of a prefix, factor) -> tokens of its budget.
         clock: seconds.
     """
@@ -251,10 +251,9 @@ class QualityRecords:
         part = 1 / min(record.guarded, _WINDOW)
         record.recall = _moved(record.recall, sample.recall, part)
         record.output_error = _moved(record.output_error, sample.output_error, part)
-        if self._selecting:
-            record.errors.append(mean(sample.output_error[layer] for layer in self._selecting))
-            if len(record.errors) >= LEAST_SAMPLES:
-                self._judge(digest, record)
+        record.errors.append(mean(sample.output_error[layer] for layer in self._selecting))
+        if len(record.errors) >= LEAST_SAMPLES:
+            self._judge(digest, record)
 
     def _judge(self, digest: str, record: Record) -> None:
         found, several = mean(record.errors), list(record.errors)
@@ -314,7 +313,7 @@ class QualityRecords:
     def _shown(self, record: Record) -> dict[str, Any]:
         of = {name: getattr(record, name) for name in ("factor", "guarded", "recall", "output_error", "tokens")}
         means = {f"mean_{name}": mean(of[name][i] for i in self._selecting) for name in ("recall", "output_error")}
-        return {"standing": record.standing.value, **of, "agreed": record.agreed, **(means if self._selecting else {})}
+        return {"standing": record.standing.value, **of, "agreed": record.agreed, **means}
 
 
 def _moved(before: list[float], values: Sequence[float], part: float) -> list[float]:

@@ -159,6 +159,17 @@ def test_on_trial_exact_answers_are_served_until_it_has_passed(start: Any, monke
     assert steps == state["metrics"]["decode_tokens"] == {"sparse": 10, "cascade": 0, "dense": 14}, "of one row each"
 
 
+@pytest.mark.parametrize("build", ["off", "shared"])
+def test_where_no_layer_selects_nothing_is_compared_or_on_trial(start: Any, build: str) -> None:
+    """A profile whose layers are all flat makes such a plan. Its state has no means to show."""
+    runtime = start([PROMPT], **{**CONFIG, "layer_plan": ["dense"] * 3}, **EVERY, build=build)
+    runtime.came("r0")
+    steps = Steps(runtime, ["r0"])
+    assert [steps.step(seed)[1] is not None for seed in range(8)] == [True] * 8
+    assert runtime.snapshot()["guard"] is None
+    assert runtime.snapshot()["sparse_steps"] == 8
+
+
 def test_next_tokens_are_compared_by_one_forward_more(start: Any) -> None:
     runtime = start([PROMPT], **CONFIG, **EVERY)
     runtime.came("r0")
