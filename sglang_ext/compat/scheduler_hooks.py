@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from prefix_index import printable_values
+from prefix_index import printable, printable_values
 from sglang_ext.administration import summary
 from sglang_ext.compat import administration, flags, latent
 from sglang_ext.compat.checkpoint import resolved, weight_sums
@@ -459,9 +459,17 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
 
 
 def after_get_internal_state(result: Any, *_args: Any, **_kwargs: Any) -> None:
-    """`/get_server_info` shows the counters under internal_states[i].sparse_attn."""
-    if _runtime is not None:
-        result.internal_state["sparse_attn"] = printable_values(_runtime.snapshot())
+    """`/get_server_info` shows the counters under internal_states[i].sparse_attn. Asking must not end the server."""
+    if _runtime is None:
+        return
+    try:
+        state = printable_values(_runtime.snapshot())
+    except Exception as error:
+        if _runtime.ranks.size > 1:
+            raise  # others wait for what this rank says
+        logger.exception("sparse attention: the state could not be told")
+        state = {"error": printable(f"{type(error).__name__}: {error}; see the log")}
+    result.internal_state["sparse_attn"] = state
 
 
 def around_dumper_control(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

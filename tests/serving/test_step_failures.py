@@ -97,6 +97,22 @@ def test_with_several_ranks_it_ends_the_process(start: Any, monkeypatch: pytest.
         ours(runtime, ["r0"], [66])
 
 
+def test_a_state_that_cannot_be_told_is_an_error_in_it_and_ends_nothing_but_a_group_of_ranks(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_ext.compat import scheduler_hooks
+
+    runtime, result = start(), SimpleNamespace(internal_state={})
+    monkeypatch.setattr(scheduler_hooks, "_runtime", runtime)
+    monkeypatch.setattr(runtime.planner, "snapshot", _raises)
+    scheduler_hooks.after_get_internal_state(result, None)
+    assert result.internal_state["sparse_attn"]["error"].startswith("BrokenError: an index that nobody can read; see")
+    assert "the state could not be told" in caplog.text
+    runtime.ranks = SimpleNamespace(size=2, gathered=lambda value: [value] * 2)
+    with pytest.raises(BrokenError):
+        scheduler_hooks.after_get_internal_state(result, None)
+
+
 @pytest.mark.parametrize("kind", ["exact", "sparse"])
 def test_tables_that_were_half_written_are_written_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches come back unchanged: neither the one that failed nor the one before it may take tables for written."""
