@@ -175,6 +175,17 @@ def _check_together(config: SparseAttnConfig) -> None:
                 raise _fail(f"{name} null with exactness verify", getattr(config, name), todo)
     if offload is not None:
         _check_offload(config, offload)
+    if build is not Build.PREFILL and config.decode_path in (DecodePath.STOCK, DecodePath.CASCADE):
+        for name in _needing_indexes(config):
+            todo = "Remove one of them: it does nothing where no step goes by an index."
+            raise _fail(f"decode_path auto or sparse with {name}", config.decode_path.value, todo)
+
+
+def _needing_indexes(config: SparseAttnConfig) -> list[str]:
+    """What takes memory, a process or another worker, and does nothing where no step goes by an index."""
+    verifies = config.exactness is Exactness.VERIFY
+    asked = {"offload": config.offload, "exactness verify": verifies, "cache_device": config.cache_device}
+    return [name for name, given in asked.items() if given]
 
 
 def _check_cache_device(config: SparseAttnConfig, device: str) -> None:
@@ -202,9 +213,6 @@ def _check_offload(config: SparseAttnConfig, offload: Offload) -> None:
         raise _fail("build off, shared or prefill with offload", config.build.value, "Remove one of them.")
     if config.build is Build.PREFILL:
         return  # which only writes files
-    if config.decode_path in (DecodePath.STOCK, DecodePath.CASCADE):
-        todo = "Remove one of them: only prefixes with an index are offloaded."
-        raise _fail("decode_path auto or sparse with offload", config.decode_path.value, todo)
     if config.trace_folder is not None:
         raise _fail("trace_folder null with offload", config.trace_folder, "Remove one of them.")
 
@@ -310,15 +318,9 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
                 "Name a folder that exists."
             ) from error
         asked_for = config.decode_path is not DecodePath.AUTO or config.build is not Build.OFF or config.store_remote
-        if not asked_for and not _needs_indexes(config) and not holds_indexes(store):
+        if not asked_for and not _needing_indexes(config) and not holds_indexes(store):
             config = msgspec.structs.replace(config, decode_path=DecodePath.CASCADE)
     return Settings(config=config, store=_checked_store(store, config), profile=profile)
-
-
-def _needs_indexes(config: SparseAttnConfig) -> bool:
-    """Whether it asks for what takes memory, a process or another worker, and does nothing without indexes."""
-    verifies = config.exactness is Exactness.VERIFY
-    return verifies or any(getattr(config, name) is not None for name in ("offload", "cache_device", "trace_folder"))
 
 
 def parse_profiled(config_text: str | None, model_folder: str | None) -> tuple[SparseAttnConfig, Profile | None]:

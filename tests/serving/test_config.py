@@ -106,6 +106,8 @@ LEAST = {
         ({**OFFLOAD, **VERIFY}, ["exactness selected with offload"]),
         ({**OFFLOAD, **CAPTURE}, ["build off, shared or prefill with offload"]),
         ({**OFFLOAD, "decode_path": "cascade"}, ["decode_path auto or sparse with offload"]),
+        ({**VERIFY, "decode_path": "stock"}, ["decode_path auto or sparse with exactness verify", "does nothing"]),
+        ({**RANKED, "cache_device": "cuda:1", "decode_path": "cascade"}, ["auto or sparse with cache_device"]),
         ({**OFFLOAD, "trace_folder": "x"}, ["trace_folder null with offload"]),
         ({**VERIFY, **CAPTURE}, ["build off, shared or prefill with exactness"]),
         ({**VERIFY, "quality_slo": 0.2}, ["quality_slo null", "every draft is compared"]),
@@ -184,7 +186,7 @@ def test_the_flag_alone_expects_no_index_that_cannot_come(tmp_path: Path, monkey
     assert path() is DecodePath.CASCADE
     for text in ('{"build": "shared"}', '{"store_remote": "file:///shared"}'):
         assert path(text) is DecodePath.AUTO
-    for needs in (OFFLOAD, VERIFY, RANKED | {"cache_device": "cuda:1"}, {"trace_folder": "x"}):
+    for needs in (OFFLOAD, VERIFY, RANKED | {"cache_device": "cuda:1"}):
         assert path(json.dumps(needs)) is DecodePath.AUTO, "it waits for indexes, and would never use one"
     assert path('{"decode_path": "sparse"}') is DecodePath.SPARSE
     assert path(None, str(tmp_path)) is DecodePath.AUTO, "named"
