@@ -11,6 +11,7 @@ the layer's attention output, Euclidean over all heads. And the next token, by o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 _LATER = 2
 """Steps after which figures are taken, on every rank; the host prepares a step when the one before the last has run."""
@@ -272,7 +275,12 @@ class QualityGuard:
         if watch is None:
             return
         if step is not None:
-            self._pending.append(_Pending(self._step, step, self._figures.send(), watch))
+            try:
+                self._pending.append(_Pending(self._step, step, self._figures.send(), watch))
+            except RuntimeError as error:  # no memory for the copy: the answer is there, and counts
+                if self._ranks.size > 1:
+                    raise  # which exchange their figures
+                logger.warning("sparse attention: quality guard: figures of a step are lost: %s", error)
         else:
             self._plain = watch
         watch.stop()  # behind the copy: who waits for the end of the step has it

@@ -214,6 +214,20 @@ def test_a_guarded_step_that_fails_costs_its_own_requests_and_tells_nothing(
     assert (state["guard"]["indexes"], state["guard"]["steps"]) == ({}, 0)
 
 
+def test_figures_that_cannot_be_sent_are_lost_and_the_answer_is_not(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = start([PROMPT], **CONFIG, **EVERY)
+    runtime.came("r0")
+    steps = Steps(runtime, ["r0"])
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("pinned")))
+        assert steps.step(0)[1] is not None
+    assert "figures of a step are lost: pinned" in caplog.text
+    assert [steps.step(seed)[0] for seed in range(1, 5)] == [True] * 4
+    assert (runtime.snapshot()["guard"]["steps"], runtime.snapshot()["fallbacks"]) == (2, {})
+
+
 def test_a_batch_is_padded_to_the_size_that_its_tables_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps replay graphs, SGLang pads a batch to a captured size, and what selects reads so many rows."""
     pytest.importorskip("triton")
