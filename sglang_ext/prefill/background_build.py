@@ -272,7 +272,11 @@ class BackgroundBuilder:
         if self._factory.needs_queries(build.identity.model):
             sample = self._samples.of(build.prefix, len(build.heads), self._rows)
             if sample is None:
-                raise CannotBuildError("expected queries of at least half of the prefix, fewer are kept in host memory")
+                raise CannotBuildError(
+                    "expected queries of at least half of the prefix, kept from its prefills, found fewer: prefills of "
+                    "requests that opt out leave none. Flush the cache, so that it is prefilled again; if samples had "
+                    "to leave host memory, raise sample_host_bytes"
+                )
             build.queries = sample
         build.assembly = IndexAssembly(self._factory, build.identity)
         return None

@@ -416,6 +416,20 @@ def test_requests_that_opted_out_are_neither_counted_nor_read(start: Any) -> Non
     assert (len(runtime.builds), counts(runtime)["prefixes"]) == (0, 0)
 
 
+def test_what_only_opted_out_requests_prefilled_is_said_to_need_another_prefill(start: Any) -> None:
+    traffic = Traffic(start(build_after_hits=1))
+    opted_out = Request()
+    traffic.runtime.admit(opted_out, "out", [*PROMPT, 1], NAMESPACE, ("by_request", "as asked"))
+    with traffic.runtime.step(batch := extend_batch("out", 65)):
+        prefill_layers(traffic.runtime, batch, 65, traffic.gen)
+        traffic.runtime.prefilled(in_graph=False)
+    traffic.prefill("a", [*PROMPT, *range(100, 118)], 64)
+    assert traffic.decode_until("a", 83, lambda: counts(traffic.runtime)["failed"] == 1)
+    (line,) = report(traffic.runtime)
+    assert line["reason"] == "abandoned"
+    assert all(word in line["detail"] for word in ("opt out", "Flush the cache", "sample_host_bytes"))
+
+
 def test_a_build_that_could_go_on_is_not_idle(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     popular = Build(Prefix(build.prefix.namespace, build.prefix.hashes, hits=99), build.identity, ())
