@@ -188,7 +188,7 @@ class Server:
     """A running server: its URL, its log, its process group. Ends with `stop()`."""
 
     def __init__(self, flags: Sequence[str], environment: dict[str, str], log: Path, model: Path = MODEL) -> None:
-        self.log = log
+        self.log, self.model = log, str(model)
         self.overlaps = "--disable-overlap-schedule" not in flags
         self.port, nccl_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
@@ -247,7 +247,7 @@ class Server:
 
     def openai(self, path: str, num_tokens: int = 12, **fields: Any) -> tuple[list[dict[str, Any]], Any]:
         """A greedy answer of a route: its body, or a stream's chunks; the list in its header, None without one."""
-        body = {"model": "default", "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **fields}
+        body = {"model": self.model, "max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, **fields}
         request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
