@@ -37,6 +37,8 @@ IDLE_S = 600.0
 """A build that gets no piece for so long is given up, and with it its lease."""
 LOOK_S = 60.0
 """How often it is looked for such builds while nothing else happens."""
+REST_S = 60.0
+"""For so long no memory of the device is asked for behind an error that says that there is none."""
 
 
 class Piece(NamedTuple):
@@ -53,9 +55,10 @@ class Build:
         tokens: of the prefix.
         heads: KV heads of the model that are built here.
         pieces: all of them, in their order.
-        given: pieces handed over so far; the scheduler's thread counts.
+        given: pieces handed over so far; the scheduler's thread counts. The builder's takes
+            back one that it had no memory for.
         closed: done, failed or given up: what is still handed over is for nobody.
-        begun, latest: monotonic seconds when it was added, and when a request of a batch last had its keys.
+        begun, latest: monotonic seconds when it was added, and when it last went on, or could have.
         built: pieces that are done; the builder's thread counts.
     """
 
@@ -134,6 +137,7 @@ class BackgroundBuilder:
         self.ready = True
         self.open: list[Build] = []
         self.counts = Counter(built=0, failed=0, left=0)
+        self._rests_until, self._why_rests = 0.0, ""
         threading.Thread(target=self._work, name="sparse-attn-build", daemon=True).start()
 
     # -- the scheduler's thread ----------------------------------------------------------------------------
@@ -153,6 +157,17 @@ class BackgroundBuilder:
         self.open.append(build)
         return True
 
+    def rest(self, error: Exception) -> None:
+        """The device's memory is short: no sample or piece is to be taken for a while. In either thread."""
+        logger.warning("sparse attention: building beside serving rests for %g s: %s", REST_S, error)
+        self._why_rests = f"rests for {REST_S:g} s: {error}"
+        self._rests_until = time.monotonic() + REST_S
+
+    @property
+    def rests(self) -> str | None:
+        """Why nothing is to be taken now; None: it may."""
+        return self._why_rests if time.monotonic() < self._rests_until else None
+
     def tidy(self) -> None:
         """Forget builds that ended."""
         self.open = [one for one in self.open if not one.closed]
@@ -163,7 +178,6 @@ class BackgroundBuilder:
         """
         self.ready = False
         build.given += 1
-        build.latest = time.monotonic()
         self._handed.put(_Handed(build, piece, keys, recorded_event(keys)))
 
     def close(self) -> None:
@@ -203,6 +217,8 @@ class BackgroundBuilder:
                 detail = f"no request that begins with the prefix decoded for {IDLE_S:g} s"
                 if build in self._waiting:
                     detail = f"expected every rank's part of it within {IDLE_S:g} s, some left none"
+                elif self._rests_until > build.latest:
+                    detail = f"found no memory for a piece within {IDLE_S:g} s: {self._why_rests}"
                 self._failed(build, CannotBuildError(detail))
 
     def _take(self, handed: _Handed, stream: torch.cuda.Stream | None) -> None:
@@ -283,13 +299,18 @@ class BackgroundBuilder:
 
     def _add(self, build: Build, piece: Piece, keys: Tensor) -> None:
         assert build.assembly is not None
-        own = None
-        if build.queries is not None:
-            first, stop = piece.heads.start - build.heads.start, piece.heads.stop - build.heads.start
-            own = build.queries[piece.layer, first:stop].to(self._device)
-        before = sum(build.assembly.seconds.values())
-        build.assembly.add(range(piece.layer, piece.layer + 1), piece.heads, keys, own)
+        own, before = None, sum(build.assembly.seconds.values())
+        try:
+            if build.queries is not None:
+                first, stop = piece.heads.start - build.heads.start, piece.heads.stop - build.heads.start
+                own = build.queries[piece.layer, first:stop].to(self._device)
+            build.assembly.add(range(piece.layer, piece.layer + 1), piece.heads, keys, own)
+        except torch.OutOfMemoryError as error:
+            self.rest(error)
+            build.given -= 1  # it is asked for again
+            return
         build.built += 1
+        build.latest = time.monotonic()
         # Much of a piece's time is waiting for a GPU that serves: the least of them is nearest to what it costs.
         build.least_s = min(build.least_s, sum(build.assembly.seconds.values()) - before)
         rest = build.least_s * (1 / self._share - 1)

@@ -31,8 +31,6 @@ LEAST_COMPUTED = 8
 """A prefill leaves a sample if it computed one of so many of its prompt's tokens; the others were in the cache."""
 MAX_CAPTURES = 4
 """Prefills recorded at a time, and samples on their way to host memory: as long as they lie in device memory."""
-REST_S = 60.0
-"""For so long no memory of the device is asked for behind an error that says that there is none."""
 _SETTLED = 2
 """Decode steps after which a request's slots no longer change: the prefix cache may replace those of a duplicate."""
 
@@ -90,7 +88,6 @@ class SharedBuilds(Recording):
         self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
         self._off: str | None = None
-        self._rests_until, self._why_rests = 0.0, ""
         self._in_vain: tuple[list[str], list[Build]] | None = None
 
     def __len__(self) -> int:
@@ -140,9 +137,7 @@ class SharedBuilds(Recording):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            how = "sparse attention: building beside serving rests for %g s: %s"
-            logger.warning(how, REST_S, error)
-            self._rests_until, self._why_rests = time.monotonic() + REST_S, f"rests for {REST_S:g} s: {error}"
+            self._builder.rest(error)
             for rid in self._requests:
                 self.recorder.take(rid)
         except Exception as error:
@@ -150,16 +145,12 @@ class SharedBuilds(Recording):
             self._off = f"{type(error).__name__}: {error}"
             self.close()
 
-    @property
-    def _rests(self) -> bool:
-        return time.monotonic() < self._rests_until
-
     def _record(self, rid: str, request: _Request, first: int) -> None:
         """Sample a prefill's queries from its first computed token on, if they are of use."""
         prompt_len = len(request.prompt)
         least = max(self._config.min_sparse_prompt_len, prompt_len // LEAST_COMPUTED)
         room = self.recorder.num_captures + self._samples.coming < MAX_CAPTURES
-        if self._records and room and not self._rests and prompt_len - first >= least:
+        if self._records and room and not self._builder.rests and prompt_len - first >= least:
             self.recorder.start(rid, prompt_len, first)
             self.recorder.allocate(rid, self._view.head_dim, self._view.dtype, self._view.device)
 
@@ -205,7 +196,7 @@ class SharedBuilds(Recording):
                 request.steps += 1
                 if request.steps > _SETTLED:
                     settled.append((place, request))
-        waits = not self._builder.ready or self._rests
+        waits = not self._builder.ready or self._builder.rests
         if waits or not self._builder.open or self._in_vain == (rids, self._builder.open):
             return
         found: tuple[Build, Piece, int] | None = None
@@ -285,7 +276,7 @@ class SharedBuilds(Recording):
     def snapshot(self) -> dict[str, Any]:
         """State as plain values."""
         return {
-            "off": self._off or (self._why_rests if self._rests else None),
+            "off": self._off or self._builder.rests,
             "prefixes": len(self._hits),
             "evicted": self._hits.evicted if self._stores else 0,  # what others left may never have been stored
             "sample_bytes": self._samples.nbytes,

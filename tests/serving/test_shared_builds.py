@@ -15,6 +15,7 @@ import torch
 from sglang_ext.methods import METHODS, method_specs
 from sglang_ext.prefill import background_build, shared_builds
 from sglang_ext.prefill.background_build import Build
+from sglang_ext.prefill.builder import IndexAssembly
 from sglang_ext.prefill.prefixes import Prefix
 from sglang_ext.prefill.shared_builds import SharedBuilds
 from sglang_ext.runtime import SparseRuntime
@@ -301,7 +302,7 @@ def test_an_error_of_the_device_ends_builds_and_not_the_server(
     assert (len(builds), builds.recorder.num_captures) == (0, 0)
 
 
-@pytest.mark.parametrize("short", ["keys", "queries"])
+@pytest.mark.parametrize("short", ["keys", "queries", "building"])
 def test_behind_an_error_of_memory_builds_rest_and_go_on(
     begun: tuple[Traffic, Build], monkeypatch: pytest.MonkeyPatch, short: str
 ) -> None:
@@ -313,36 +314,39 @@ def test_behind_an_error_of_memory_builds_rest_and_go_on(
         asked.append(1)
         raise torch.OutOfMemoryError("no memory")
 
-    target = (traffic.runtime.view, "kv") if short == "keys" else (builds.recorder, "allocate")
-    monkeypatch.setattr(*target, no_memory)
-    if short == "keys":
-        assert eventually(lambda: not traffic.decode("b", 84) and asked)
-    else:
+    asks = {"keys": (traffic.runtime.view, "kv"), "queries": (builds.recorder, "allocate")}
+    monkeypatch.setattr(*asks.get(short, (IndexAssembly, "add")), no_memory)
+    if short == "queries":
         traffic.prefill("x", list(range(2000, 2080)), 0)
-    assert "no memory" in counts(traffic.runtime)["off"]
+    else:
+        assert eventually(lambda: not traffic.decode("b", 84) and asked)
+    assert eventually(lambda: "no memory" in (counts(traffic.runtime)["off"] or ""))
     traffic.prefill("c", list(range(3000, 3080)), 0)
     for _ in range(5):
         traffic.decode("b", 85)
     assert (len(asked), builds.recorder.num_captures, build.closed) == (1, 0, False)
     monkeypatch.undo()
-    builds._rests_until -= shared_builds.REST_S
+    builds._builder._rests_until -= background_build.REST_S
     assert counts(traffic.runtime)["off"] is None
     assert traffic.decode_until("b", 86, lambda: counts(traffic.runtime)["built"] == 1)
 
 
+@pytest.mark.parametrize("short", ["keys", "building"])
 def test_a_build_that_never_finds_memory_is_given_up(
-    begun: tuple[Traffic, Build], monkeypatch: pytest.MonkeyPatch
+    begun: tuple[Traffic, Build], monkeypatch: pytest.MonkeyPatch, short: str
 ) -> None:
     """Or its lease would keep others from building it for as long as its prefix is asked for."""
     traffic, build = begun
-    monkeypatch.setattr(shared_builds, "REST_S", 0.0)
+    monkeypatch.setattr(background_build, "REST_S", 0.0)
     monkeypatch.setattr(background_build, "IDLE_S", 0.3)
 
     def no_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(traffic.runtime.view, "kv", no_memory)
+    monkeypatch.setattr(*((traffic.runtime.view, "kv") if short == "keys" else (IndexAssembly, "add")), no_memory)
     assert traffic.decode_until("b", 84, lambda: build.closed)
+    (line,) = report(traffic.runtime)
+    assert (line["reason"], "found no memory" in line["detail"]) == ("abandoned", True)
     assert not leased(traffic.runtime, build)
 
 
