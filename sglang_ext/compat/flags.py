@@ -48,6 +48,7 @@ UNSUPPORTED: Fields = (
     ("encoder_only", False, "encoder-only serving (--encoder-only)"),
     ("weight_cache_mode", "off", "weights of another process, which may not be the folder's (--weight-cache-mode)"),
     ("modelopt_checkpoint_restore_path", None, "weights of another file (--modelopt-checkpoint-restore-path)"),
+    ("kt_weight_path", None, "experts of another folder (--kt-weight-path)"),
     ("decrypted_config_file", None, "configuration of another file (--decrypted-config-file)"),
     ("enable_deterministic_inference", False, "deterministic inference (--enable-deterministic-inference)"),
 )

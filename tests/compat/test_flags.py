@@ -64,7 +64,8 @@ def test_every_mode_that_is_not_supported_is_refused_by_name() -> None:
     message = str(flags.unsupported(SimpleNamespace(load_format="remote")))
     assert "--load-format" in message
     # A model's identity is taken from its folder.
-    assert {field for field, *_ in flags.UNSUPPORTED} >= {"modelopt_checkpoint_restore_path", "decrypted_config_file"}
+    elsewhere = {"modelopt_checkpoint_restore_path", "kt_weight_path", "decrypted_config_file"}
+    assert {field for field, *_ in flags.UNSUPPORTED} >= elsewhere
     assert "'remote'" in message
 
 
