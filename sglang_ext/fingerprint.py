@@ -23,6 +23,7 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor
 _SUFFIXES = (".safetensors", ".bin", ".pt")
 _OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Ends of the names that SGLang, too, leaves out."""
+_TWO_COPIES = {"model.safetensors", "consolidated.safetensors"}
 _WHOLE_BYTES = 1 << 30
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
@@ -50,7 +51,7 @@ def config_digests(hf_config: Mapping[str, Any], quantization: str | None) -> tu
 
 def weights_digest(folder: str) -> str:
     """SHA-256 over names, sizes and bytes of the weight files in a folder, of those that SGLang loads: what a training
-    left is none of them, nor a `.bin` beside safetensors.
+    left is none of them, nor a `.bin` beside safetensors, nor safetensors that their index does not list.
 
     Checkpoints up to 1 GiB, and with `SGLANG_EXT_WEIGHTS=whole` all, are read whole. Larger ones are sampled, which
     is a warning in the log: per file the first 64 KiB, which in safetensors hold names, shapes and offsets, and 64
@@ -65,8 +66,9 @@ def weights_digest(folder: str) -> str:
     if choice not in ("sample", "whole"):
         raise ValueError(f"{ENV_WEIGHTS}: expected sample or whole, got {choice!r}; correct it, or unset it")
     files = sorted(p for p in Path(folder).iterdir() if p.suffix in _SUFFIXES and not p.name.endswith(_OF_TRAINING))
-    if any(path.suffix == ".safetensors" for path in files):
-        files = [path for path in files if path.suffix != ".bin"]
+    if names := {path.name for path in files if path.suffix == ".safetensors"}:
+        stray = _unlisted(Path(folder, "model.safetensors.index.json"), names)
+        files = [path for path in files if path.suffix != ".bin" and path.name not in stray]
     if not files:
         raise FileNotFoundError(
             f"expected weight files ({', '.join(_SUFFIXES)}) in {folder}, found none; sparse attention needs "
@@ -95,6 +97,15 @@ def weights_digest(folder: str) -> str:
                 file.seek(offset)
                 digest.update(file.read(nbytes))
     return digest.hexdigest()
+
+
+def _unlisted(index: Path, names: set[str]) -> set[str]:
+    """Names of safetensors that SGLang leaves out, as Mistral's second copy of all weights."""
+    listed = names - {"consolidated.safetensors"} if names == _TWO_COPIES else names
+    if index.is_file():
+        listed = set(json.loads(index.read_bytes())["weight_map"].values())
+    # Shards of ranks (`--load-format sharded_state`) are in no list, and may lie beside that of the model.
+    return {name for name in names - listed if not name.startswith("model-rank-")} if listed <= names else set()
 
 
 def _pieces(size: int, *, whole: bool) -> Iterable[tuple[int, int]]:

@@ -83,6 +83,31 @@ def test_files_that_sglang_does_not_load_do_not_count(tmp_path: Path) -> None:
     assert weights_digest(str(of_bin)) != of_bin_digest
 
 
+@pytest.mark.parametrize("listed", [["model-1.safetensors", "model-2.safetensors"], None], ids=["listed", "two"])
+def test_safetensors_that_sglang_leaves_out_do_not_count(tmp_path: Path, listed: list[str] | None) -> None:
+    """As Mistral's second copy of all weights, and adapters that somebody trained."""
+    folder = _checkpoint(tmp_path / "a")
+    if listed is None:
+        (folder / "model-1.safetensors").rename(folder / "model.safetensors")
+        (folder / "model-2.safetensors").unlink()
+    else:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(listed))}))
+    digest = weights_digest(str(folder))
+    (folder / "consolidated.safetensors").write_bytes(b"copy")
+    assert weights_digest(str(folder)) == digest
+    (folder / "adapter_model.safetensors").write_bytes(b"stray")
+    assert (weights_digest(str(folder)) == digest) == (listed is not None), "without a list SGLang loads all of these"
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "model-rank-0-part-0.safetensors").write_bytes(b"of --load-format sharded_state")
+    assert weights_digest(str(folder)) != digest
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for path in folder.glob("*.index.json"):
+        (shards / path.name).write_bytes(path.read_bytes())
+    (shards / "part-0.safetensors").write_bytes(b"by another pattern, beside a list of what is not there")
+    assert weights_digest(str(shards))
+
+
 def test_a_sample_says_that_it_is_one_and_everything_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
