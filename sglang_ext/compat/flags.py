@@ -226,10 +226,14 @@ def in_vain(record: Any, config: SparseAttnConfig) -> Iterator[str]:
     from sglang.srt.environ import envs
 
     rust = getattr(envs, "SGLANG_RUST_SERVER", None)  # later releases have it
-    if rust is not None and rust.get():
+    others = {
+        "SGLANG_RUST_SERVER": rust is not None and rust.get(),
+        "--smg-grpc-mode": getattr(record, "smg_grpc_mode", False),
+    }
+    for got in (name for name, asked in others.items() if asked):
         yield (
             "expected SGLang's Python server, which has /sparse_attn, our state in /server_info and what responses say "
-            "of their decode steps; got SGLANG_RUST_SERVER, which has none of these. Unset it to see or change them"
+            f"of their decode steps; got {got}, which has none of these. Remove it to see or change them"
         )
 
 

@@ -164,6 +164,12 @@ def test_a_server_without_our_routes_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert not [*flags.in_vain(SimpleNamespace(), SparseAttnConfig())]
 
 
+def test_a_grpc_server_says_so_too() -> None:
+    assert {"smg_grpc_mode"} <= set(ServerArgs.__annotations__)
+    [said] = flags.in_vain(SimpleNamespace(smg_grpc_mode=True), SparseAttnConfig())
+    assert "got --smg-grpc-mode" in said
+
+
 @OFFLOADS
 def test_another_prefix_cache_is_refused() -> None:
     assert "got SimpleNamespace" in str(flags.tree_refusal(SimpleNamespace()))
