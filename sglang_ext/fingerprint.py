@@ -103,7 +103,13 @@ def _unlisted(index: Path, names: set[str]) -> set[str]:
     """Names of safetensors that SGLang leaves out, as Mistral's second copy of all weights."""
     listed = names - {"consolidated.safetensors"} if names == _TWO_COPIES else names
     if index.is_file():
-        listed = set(json.loads(index.read_bytes())["weight_map"].values())
+        try:
+            listed = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{index}: expected a JSON object whose weight_map names each weight's file, got {error!r}; fetch the "
+                "file again"
+            ) from error
     # Shards of ranks (`--load-format sharded_state`) are in no list, and may lie beside that of the model.
     return {name for name in names - listed if not name.startswith("model-rank-")} if listed <= names else set()
 

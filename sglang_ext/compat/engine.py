@@ -95,9 +95,11 @@ class OfflineEngine:
         return int(self._engine.tokenizer_manager.model_config.vocab_size)
 
     def state(self) -> dict[str, Any]:
-        """The plugin's own state in the scheduler process."""
+        """The plugin's own state in the scheduler process. Raises EngineDiedError where it could not be told."""
         info = self._engine.get_server_info()
         state: dict[str, Any] = info["internal_states"][0]["sparse_attn"]
+        if "error" in state:
+            raise EngineDiedError(f"expected the plugin's state in the engine, got an error: {state['error']}")
         return state
 
     def generate(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

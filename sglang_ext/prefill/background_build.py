@@ -55,8 +55,8 @@ class Build:
         tokens: of the prefix.
         heads: KV heads of the model that are built here.
         pieces: all of them, in their order.
-        given: pieces handed over so far; the scheduler's thread counts. The builder's takes
-            back one that it had no memory for.
+        given: pieces handed over so far; the scheduler's thread counts them. The builder's takes back one that it had
+            no memory for.
         closed: done, failed or given up: what is still handed over is for nobody.
         begun, latest: monotonic seconds when it was added, and when it last went on, or could have.
         built: pieces that are done; the builder's thread counts.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_ext.compat.engine import EngineDiedError, OfflineEngine
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
@@ -108,3 +110,11 @@ def test_flags_that_sglang_refuses_are_one_line_before_a_process_starts() -> Non
     for line in said.values():
         assert line.startswith("expected flags of SGLang behind --, got: ")
         assert "\n" not in line
+
+
+def test_a_state_that_cannot_be_told_ends_a_job_with_what_the_scheduler_says() -> None:
+    engine = OfflineEngine.__new__(OfflineEngine)
+    told = {"internal_states": [{"sparse_attn": {"error": "KeyError: 1; see the log"}}]}
+    engine._engine = SimpleNamespace(get_server_info=lambda: told)
+    with pytest.raises(EngineDiedError, match="expected the plugin's state in the engine, got an error: KeyError: 1"):
+        engine.state()

@@ -108,6 +108,14 @@ def test_safetensors_that_sglang_leaves_out_do_not_count(tmp_path: Path, listed:
     assert weights_digest(str(shards))
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": []}}'])
+def test_a_damaged_list_of_safetensors_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index.json: expected a JSON object whose weight_map .*fetch the file again"):
+        weights_digest(str(tmp_path))
+
+
 def test_a_sample_says_that_it_is_one_and_everything_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
