@@ -15,7 +15,7 @@ an index, built from its prefill, and every step selects; in `auto` the plugin c
 `lossless` (`"exactness": "verify"`) such steps draft, and exact steps say which drafts are kept: of random weights, as
 `--acceptance` says. They take the layer plan `--plan`: `kascade` (layers 0 and 1 attend all, 2, 8, 13 and 14 select,
 the others reuse, with heads mapped; for 32 layers) or `anchors` (layer 0 attends all, the others select). With
-`--prefixes N` a batch's requests are behind N prefixes in turns.
+`--prefixes N` a batch's requests are behind N prefixes in turns. Cells that the KV pool has no room for are left out.
 
 A step is the time between two tokens of one request of the batch, which starts last and ends first; the first 20 are
 left out. Tokens that come at once share the time since those before. In `lossless` all requests count, while all run;
@@ -59,15 +59,19 @@ KEY += ("acceptance", "weights")
 
 def engine_flags(args: argparse.Namespace, engine: str, model: Path, store: Path) -> list[str]:
     """Command line of one engine."""
-    longest = max(args.contexts) + SUFFIX + args.tokens + SPARE + 64
-    own = 2 * (SUFFIX + args.tokens + SPARE + 64)
-    rows = rows_of_steps(args, engine)
-    pool = sum(args.contexts) * max(args.prefixes) + len(args.contexts) * max(rows) * own
+    own = own_tokens(args.tokens)
+    longest, rows = max(args.contexts) + own, rows_of_steps(args, engine)
+    pool = sum(args.contexts) * max(args.prefixes) + len(args.contexts) * max(rows) * 2 * own
     flags = [*engines.base_flags(args, engine, model), "--skip-tokenizer-init", "--context-length", str(longest)]
     flags += ["--max-total-tokens", str(pool), "--max-running-requests", str(max(rows))]
     if not args.cpu:
         flags += ["--cuda-graph-bs-decode", *map(str, rows)]
     return [*flags, *engines.plugin_flags(args, engine, store), *args.sglang_flags]
+
+
+def own_tokens(generated: int) -> int:
+    """Of one request, behind the prefix, at most."""
+    return SUFFIX + generated + SPARE + 64
 
 
 def rows_of_steps(args: argparse.Namespace, engine: str) -> list[int]:
@@ -99,6 +103,11 @@ class Cell(engines.Asked):
         if row["engine"] == LOSSLESS:
             return self.wait(batch_tokens(self.engine, prompts, row["tokens"]))
         return self.wait(batch_steps(self.engine, prompts, row["tokens"], dense=stock))
+
+    def room(self, row: Row) -> tuple[int, int]:
+        """Tokens that the KV pool has to have room for at once, and that it has: with less, requests wait."""
+        wanted = row["prefixes"] * row["context"] + row["batch"] * own_tokens(row["tokens"])
+        return wanted, int(self.engine.get_server_info()["max_total_num_tokens"])
 
     def counted(self) -> Row:
         """Steps that the plugin attended so far, exactly and sparsely, and drafts; 0 in a stock engine."""
@@ -227,6 +236,11 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
         cell = Cell(engine_flags(args, engine, model, store), args.shape, args.seed + start)
         try:
             for row in wanted:
+                size = f"{row['prefixes']:3d} x {row['context']:6d} tokens, batch {row['batch']:3d}"
+                tokens, pool = cell.room(row)
+                if tokens > pool:
+                    print(f"{engine:10s} {row['path']:6s} {size}: left out, {tokens} tokens in a KV pool of {pool}")
+                    continue
                 cell.prefixes(row["context"], row["prefixes"])
                 before = cell.counted()
                 steps = cell.steps(row, stock=row["path"] == "stock")
@@ -236,8 +250,8 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
                     row["cache_rank"] = cell.state()["decode"]["cache_rank"]
                 engines.append(args.out, row)
                 print(
-                    f"{engine:10s} {row['path']:6s} {row['prefixes']:3d} x {row['context']:6d} tokens, batch "
-                    f"{row['batch']:3d}: {row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
+                    f"{engine:10s} {row['path']:6s} {size}: "
+                    f"{row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
                     flush=True,
                 )
         finally:

@@ -69,9 +69,9 @@ def check_build(rows: Rows) -> None:
     [
         (
             "decode.py",
-            "--engines plugin lossless --contexts 512 --batches 3 --tokens 60 --acceptance 0.75 --plan anchors",
+            "--engines plugin lossless --contexts 512 4096 --batches 3 --tokens 60 --acceptance 0.75 --plan anchors",
             '{"min_shared_tokens": 256, "min_sparse_prompt_len": 256}',
-            "",
+            "-- --max-total-tokens 4096",  # the longer prefix is left out
             check_decode,
         ),
         (
