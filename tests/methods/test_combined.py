@@ -47,12 +47,13 @@ WINDOWS = set(range(3)) | set(range(295, 300))
 
 
 def named_by(first, count):
-    """Candidates of each KV head. Blocks name 16 tokens that follow each other, whole, those with windows first."""
+    """Candidates of each KV head. Blocks name 16 tokens that follow each other, whole, those with windows first: among
+    them is the last one, which lacks 4."""
     if first["method"] != "ab_sparse":
         return choose(first, budget=count)
     keys = keys_of(scores(*built(first), Q, 300)[:, ::16])
     keys[:, [0, 18]] = NUM_KEYS
-    wanted = math.ceil(count / 16)
+    wanted = math.ceil((count + 4) / 16)
     best = [sorted(range(19), key=lambda run, own=own: (own[run], run))[-wanted:] for own in keys.tolist()]
     return [{token for run in runs for token in range(16 * run, min(300, 16 * run + 16))} for runs in best]
 
