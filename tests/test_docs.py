@@ -51,7 +51,6 @@ def shell_lines(text: str) -> list[str]:
 
 
 def test_the_seam_table_is_the_list_of_seams() -> None:
-    pytest.importorskip("sglang")
     from sglang_ext.compat.seams import SEAMS
 
     documented = [tuple(cell.strip("`") for cell in row) for row in tables(text_of("docs/sglang-seams.md"))[0]]
@@ -60,7 +59,6 @@ def test_the_seam_table_is_the_list_of_seams() -> None:
 
 
 def test_the_cpu_table_is_what_the_cpu_plugin_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sglang")
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_ext.compat import cpu, versions
@@ -221,7 +219,6 @@ def test_every_exported_metric_is_documented_with_its_label() -> None:
 
 
 def test_the_supported_versions_are_the_same_everywhere() -> None:
-    pytest.importorskip("sglang")
     from sglang_ext.compat.versions import SUPPORTED
 
     ends, between = (
@@ -236,7 +233,6 @@ def test_the_supported_versions_are_the_same_everywhere() -> None:
 
 def test_releases_and_their_seams_are_documented() -> None:
     """That each seam is there, `make test-RELEASE` finds out."""
-    pytest.importorskip("sglang")
     from sglang_ext.compat.seams import SEAMS
     from sglang_ext.compat.versions import SUPPORTED
 

@@ -17,8 +17,6 @@ from sglang_ext import __version__
 from tests.house_report import ROOT, SOURCES
 from tests.test_house import project_files
 
-pytest.importorskip("hatchling")
-
 NAME = f"sglang_ext-{__version__}"
 
 
@@ -98,7 +96,6 @@ def run(installed: Path, *command: str) -> str:
 
 def test_the_installed_wheel_has_its_command_and_its_plugins(installed: Path) -> None:
     assert run(installed, str(installed / "bin" / "sglang-ext"), "--version") == f"sglang-ext {__version__}"
-    pytest.importorskip("sglang")
     code = (
         "import importlib.metadata, prefix_index, prefix_kernels.types, sglang_ext\n"
         "ours = importlib.metadata.distribution('sglang-ext')\n"

@@ -17,7 +17,6 @@ METHODS = ["token_index", "ab_sparse", "csattention", "two_level", "union"]
 
 def hostile(out: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     """Exit status and rows of a run, in a process of its own: Triton's interpreter is chosen before its import."""
-    pytest.importorskip("triton")
     folders = [ROOT, ROOT / "kernels", ROOT / "index_store"]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, ROOT / "benchmarks/hostile_indexes.py", *arguments, "--out", out]

@@ -24,7 +24,6 @@ from tests.prefix_kernels.test_triton_compiles import launches
 
 @pytest.fixture
 def sanitize(bench: Any) -> Any:
-    pytest.importorskip("triton")
     return bench.sanitize
 
 

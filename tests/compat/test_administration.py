@@ -10,9 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
 

@@ -10,9 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_ext.compat.adoption import KNOWN_BACKENDS, adopt, is_adopted, refusal

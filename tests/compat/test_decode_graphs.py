@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from prefix_kernels.launching import block_of, recording
@@ -107,7 +104,6 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
     """A layer that must stay dense is found in the first capture; the second path of that size is captured all the
     same, and neither is replayed.
     """
-    pytest.importorskip("triton")
     steps = _steps()
     assert steps.uses_indexes
     assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE)
@@ -121,7 +117,6 @@ def test_a_refusal_while_graphs_are_captured_does_not_end_the_start() -> None:
 
 
 def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_selected() -> None:
-    pytest.importorskip("triton")
     steps = _steps(search_period=4)
     assert steps.paths_of(2) == (StepPath.CASCADE, StepPath.SPARSE, StepPath.KEPT)
     kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
@@ -135,7 +130,6 @@ def test_with_a_search_period_one_more_graph_attends_what_an_earlier_step_select
 
 def test_candidates_are_named_ahead_once_a_step_in_either_graph() -> None:
     """A selection is three launches on a CPU: each of two layers selects at one level or both; then all look ahead."""
-    pytest.importorskip("triton")
     steps = _steps(3, TwoLevelSpec(), method="two_level", select_ahead=True)
     kv = PagedKV(*(torch.zeros(1024, 2, 64) for _ in "kv"))
     steps.sparse._costs[block_of(2)] = COSTS

@@ -22,8 +22,6 @@ from tests.llama_model import BOS, NEEDLE, SYSTEM, TRAINS, WEATHER, llama_model
 from tests.server.harness import DISK
 from tests.server.jobs import Prebuilt, run_prebuild
 
-pytest.importorskip("sglang")
-
 pytestmark = [GROUP, pytest.mark.timeout(900)]
 
 DATE = {"date_string": "1 May 2031"}

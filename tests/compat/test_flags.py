@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("sglang")
 pytestmark = pytest.mark.usefixtures("mends")
 
 LAYERS, HEADS, DIM, SLOTS = 2, 2, 32, 64

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("sglang")
-
 from sglang_ext.compat import latent
 from sglang_ext.config import config_from_dict
 from tests.compat.sglang_process import GROUP, in_sglang

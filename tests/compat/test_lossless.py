@@ -7,11 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("sglang")
-
 from sglang_ext.compat.memory import (
     BUFFER_BYTES,
     BUILD_BYTES,

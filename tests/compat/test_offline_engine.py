@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-
 from sglang_ext.compat.engine import EngineDiedError, OfflineEngine
 from tests.compat.sglang_process import GROUP, in_sglang
 

@@ -10,9 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from prefix_kernels.residents import to_pages

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
-
-pytest.importorskip("sglang")
 
 from sglang_ext.methods.profile import load_profile
 from tests.compat.sglang_process import GROUP, in_sglang

@@ -11,8 +11,6 @@ from sglang_ext.compat.request_tokens import RequestTokens
 from tests.compat.sglang_process import GROUP, in_sglang
 from tests.llama_model import SYSTEM, TRAINS, WEATHER, llama_model
 
-pytest.importorskip("sglang")
-
 pytestmark = GROUP
 
 TOOLS = [WEATHER, TRAINS]

@@ -15,9 +15,6 @@ from types import AsyncGeneratorType, FunctionType, NoneType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchPrefixParams

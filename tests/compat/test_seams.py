@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-
 from sglang_ext.profiles import PROFILE_FILE
 from tests.compat.sglang_process import GROUP, in_sglang
 

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.compat import scheduler_hooks

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("sglang")
-
 from safetensors.torch import save_file
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput

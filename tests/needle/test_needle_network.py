@@ -6,16 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from needle_network import Needle, Shape, export, load  # noqa: E402
+from needle_network import Needle, Shape, export, load
 
-from scripts.needle import vocabulary as vocab  # noqa: E402
-from scripts.needle.tasks import make_document  # noqa: E402
+from scripts.needle import vocabulary as vocab
+from scripts.needle.tasks import make_document
 
 
 @pytest.fixture(scope="module")

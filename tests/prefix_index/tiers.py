@@ -21,8 +21,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import pytest
-
 from prefix_index import Copies, FileStore, IndexStore, SharedStore
 from prefix_index.remote import Blobs, ObjectBlobs, RemoteStore
 from prefix_index.service import Limits, StoreClient, StoreServer
@@ -50,7 +48,9 @@ def eventually(
 @functools.lru_cache(maxsize=1)
 def s3_endpoint() -> str:
     """A real S3 protocol over loopback: moto's server, in a thread that ends with this process."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
     atexit.register(server.stop)
@@ -60,7 +60,6 @@ def s3_endpoint() -> str:
 
 def new_bucket() -> ObjectBlobs:
     """An empty bucket, and a folder in it."""
-    pytest.importorskip("obstore")
     set_credentials()
     name, endpoint = f"bucket-{secrets.token_hex(6)}", s3_endpoint()
     request = urllib.request.Request(f"{endpoint}/{name}", method="PUT")

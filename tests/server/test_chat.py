@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.llama_model import SYSTEM, TRAINS, WEATHER, llama_model
 from tests.server.harness import EXACT_CONFIG
 
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.full
 
 TOOLS = [WEATHER, TRAINS]

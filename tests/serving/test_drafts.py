@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.drafts import AGAIN, LEARNT, OTHERWISE, TRIES, Drafting, DraftLengths, RoundTimes

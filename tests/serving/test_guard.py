@@ -230,7 +230,6 @@ def test_figures_that_cannot_be_sent_are_lost_and_the_answer_is_not(
 
 def test_a_batch_is_padded_to_the_size_that_its_tables_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps replay graphs, SGLang pads a batch to a captured size, and what selects reads so many rows."""
-    pytest.importorskip("triton")
     monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", lambda *_: 1.0)
     index, requests = blank_index(2), RequestTable()
     index.state = State.READY

@@ -96,7 +96,6 @@ def _alike(seed: int, **fields: Any) -> list[Any]:
 @pytest.fixture
 def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse step is as good as free."""
-    pytest.importorskip("triton")
     monkeypatch.setattr(sparse, "measure_us", lambda *_: 1.0)
     monkeypatch.setattr(sparse.StepCosts, "sparse_us", lambda *_: 0.0)
 
@@ -131,7 +130,6 @@ def test_two_ranks_have_indexes_of_the_same_own_tokens(seed: int, monkeypatch: p
 @pytest.mark.parametrize("seed", range(4))
 def test_two_ranks_take_one_path_in_every_step(seed: int, period: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's measured costs, loads and failures are its own; paths, groups and votes are the same."""
-    pytest.importorskip("triton")
     monkeypatch.setattr(sparse, "measure_us", _Clock(seed))
     joins = 0.2 if period == 1 else 0.05  # a batch that changes is searched
     one = _alike(seed, joins=joins, search_period=period)

@@ -85,7 +85,6 @@ def test_a_process_without_a_log_still_says_its_warnings(capfd: Any) -> None:
 
 
 def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sglang")
     from sglang_ext.compat.server_args import refuse
 
     with pytest.raises(SystemExit):

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from prefix_kernels.launching import block_of
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, Lines, StepCosts, numbers_of_groups
