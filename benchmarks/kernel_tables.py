@@ -50,7 +50,7 @@ def _table(rows: Sequence[Row]) -> str:
     failed = []
     columns = {_column(row): row["batch"] for row in rows}
     for row in rows:
-        name = _name(row)
+        name = named(row)
         if row["green"]:
             cells.setdefault((name, row["context"]), {})[_column(row)] = _cell(row)
             if row["case"] == "exact":
@@ -75,14 +75,8 @@ def _rival(rows: Sequence[Row]) -> str:
     return {"flashinfer": "FlashInfer"}.get(found, found)
 
 
-def _name(row: Row) -> str:
-    """The case, and of a rival whether it attends what `plain` did: older rows, without suffixes."""
-    return named(row) if row.get("suffix", 1) or row["case"] == "plain" else f"{row['case']}, plain"
-
-
 def _column(row: Row) -> str:
-    """Requests that share nothing have no groups to name."""
-    if row["groups"] == 1 or not row.get("suffix", 1):
+    if row["groups"] == 1:
         return f"batch {row['batch']}"
     return f"{row['groups']} groups of {row['batch'] // row['groups']}"
 
