@@ -60,7 +60,7 @@ def test_the_table_of_what_the_plugin_chooses_is_the_rows(bench: Any) -> None:
     assert {key: ms for key, ms in cells_shown.items() if ms} == chosen
 
 
-def test_the_sentences_about_four_layers_and_older_commits_are_the_rows(bench: Any) -> None:
+def test_the_sentences_about_four_layers_and_older_commits_are_the_rows() -> None:
     text = prose("benchmarks")
     after, before = (by_median(rows_of(path)) for path in (AFTER, BEFORE))
     ratios = [ms / before[key] for key, ms in after.items()]
@@ -140,7 +140,7 @@ def test_behind_the_longest_prefix_the_limits_are_met_over_three_starts(bench: A
             assert ours / stock <= limit
 
 
-def test_no_cell_of_the_grid_is_slower_by_more_than_two_percent(bench: Any) -> None:
+def test_no_cell_of_the_grid_is_slower_by_more_than_two_percent() -> None:
     measured = [*rows_of(ALONE), *rows_of(GRID)]
     rows = {(row["engine"], row["prefixes"], row["context"], row["batch"]): row["ms"] for row in measured}
     found = {key[1:]: ms / rows[("flashinfer", *key[1:])] for key, ms in rows.items() if key[0] == "auto"}

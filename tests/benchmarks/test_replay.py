@@ -41,10 +41,10 @@ def test_the_documented_figures_of_the_guard_are_the_rows() -> None:
     assert "served 9 tokens of the shipped model behind 16,384, then every answer was dense" in text
 
 
-def masks(seed: int, kept: float = 0.3) -> Masks:
+def masks(seed: int) -> Masks:
     """By anchor layer, [num_kv_heads, PREFIX]."""
     rng = np.random.default_rng(seed)
-    return {layer: rng.random((2, PREFIX)) < kept for layer in (1, 3, 4, 5)}
+    return {layer: rng.random((2, PREFIX)) < 0.3 for layer in (1, 3, 4, 5)}
 
 
 def selected(masks: Masks, position: int, rid: str = "trace-0") -> Selected:

@@ -56,8 +56,8 @@ def test_a_layer_takes_the_mean_over_its_heads_best_partners():
     assert layer_similarity(sim).item() == pytest.approx(0.85)
 
 
-def head_similarity(num_layers=6, heads=2):
-    return torch.rand(num_layers, num_layers, heads, heads, generator=torch.Generator().manual_seed(3))
+def head_similarity():
+    return torch.rand(6, 6, 2, 2, generator=torch.Generator().manual_seed(3))
 
 
 def test_a_plan_of_every_role():

@@ -305,7 +305,7 @@ def test_a_full_disk_at_the_end_is_said(calibrate: Any, tmp_path: Path, monkeypa
 
 
 def test_a_disk_that_is_full_meanwhile_ends_the_job_and_leaves_no_prompt_out(
-    calibrate: Any, profile_path: Path, state: Path, monkeypatch: Any
+    calibrate: Any, profile_path: Path, monkeypatch: Any
 ) -> None:
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))

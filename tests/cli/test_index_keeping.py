@@ -352,7 +352,7 @@ def test_import_does_not_lose_a_pin_that_cannot_be_read(
     assert kept(tmp_path / "other") == {shelf.entries[0].digest: Retention(pinned=True)}
 
 
-def test_a_store_whose_name_is_empty_is_not_the_default_one(index: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_whose_name_is_empty_is_not_the_default_one(index: Any) -> None:
     """As of a variable that is not set."""
     said = index("gc", "--yes", "--store", "")
     assert (said.status, "a folder, file:///FOLDER" in said.err) == (1, True)

@@ -30,9 +30,9 @@ def configurator(tmp_path: Path, config: str | None, **fields: Any) -> Any:
     return SimpleNamespace(**{"device": "cuda", "is_draft_worker": False, "server_args": record, **fields})
 
 
-def indexes_of(fixed: int, available: int = 20 * GIB) -> int:
+def indexes_of(fixed: int) -> int:
     """A twentieth of the pool that is left beside other promises and beside the indexes themselves."""
-    return (available - fixed) // 21
+    return (20 * GIB - fixed) // 21
 
 
 @pytest.mark.parametrize(

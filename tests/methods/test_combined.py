@@ -37,9 +37,8 @@ def built(data):
     return spec, make_builder(spec, LAYER).build_layer(KEYS, SAMPLES)
 
 
-def choose(data, arrays=None, q=Q, budget=40):
-    arrays = built(data)[1] if arrays is None else arrays
-    chosen = select(parse_spec(data), arrays, q, 300, budget, num_sink=3, sm_scale=0.3)
+def choose(data, budget=40):
+    chosen = select(*built(data), Q, 300, budget, num_sink=3, sm_scale=0.3)
     return [set(row.tolist()) for row in chosen.positions]
 
 

@@ -7,7 +7,7 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,9 @@ def reached(store: SharedStore) -> bool:
     return True
 
 
-def longest(store: SharedStore, tokens: Sequence[int] = LONG) -> int:
+def longest(store: SharedStore) -> int:
     """Of how many tokens the index is that it finds."""
-    found = find(store, tokens)
+    found = find(store, LONG)
     return 0 if found is None else found.identity.num_tokens
 
 

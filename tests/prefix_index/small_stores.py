@@ -84,14 +84,14 @@ def refused(what: str | Path, when: Callable[..., bool] = lambda *_: True, error
         yield
 
 
-def flip(path: Path, at: int, mask: int = 1) -> None:
-    """Changes bits where they lie, as a bad disk would: the file's times stay, and who has it mapped sees it."""
+def flip(path: Path, at: int) -> None:
+    """Changes a bit where it lies, as a bad disk would: the file's times stay, and who has it mapped sees it."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
-        file.write(bytes([byte ^ mask]))
+        file.write(bytes([byte ^ 1]))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 

@@ -227,9 +227,7 @@ def test_what_is_planted_by_the_name_of_a_lease(folder: Path, store: FileStore, 
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOLCK])
-def test_a_lock_that_the_system_does_not_give(
-    folder: Path, store: FileStore, error: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_the_system_does_not_give(store: FileStore, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the file system has no locks, a lease is one among the users of this store."""
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(error, "no lock")))
     if error == errno.EIO:

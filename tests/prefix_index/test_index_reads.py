@@ -195,7 +195,7 @@ def test_a_closed_index_and_one_closed_meanwhile(path: Path) -> None:
         index.read_many()
 
 
-def test_all_lie_in_one_buffer(index: IndexFile, payload: IndexPayload) -> None:
+def test_all_lie_in_one_buffer(index: IndexFile) -> None:
     nbytes = index.read_nbytes()
     assert nbytes % 4096 == 0
     found = [array for array in index.read_many().values() if array.nbytes]

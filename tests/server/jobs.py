@@ -103,19 +103,16 @@ def run_prebuild(
     folder: Path,
     prompts: Sequence[dict[str, Any]] | str,
     *,
-    store: Path | None = None,
-    config: dict[str, Any] | None = None,
-    timeout: float = JOB_SECONDS,
+    config: dict[str, Any],
     model: Path = MODEL,
     **changes: str | None,
 ) -> Prebuilt:
     """`sglang-ext prebuild` in a process of its own; `prompts` may be the text of the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    store = store or folder / "store"
-    file, report = folder / "prompts.jsonl", folder / f"report-{time.monotonic_ns()}.jsonl"
+    store, file, report = folder / "store", folder / "prompts.jsonl", folder / f"report-{time.monotonic_ns()}.jsonl"
     file.write_text(prompts if isinstance(prompts, str) else "".join(json.dumps(line) + "\n" for line in prompts))
     command = [*prebuild_command(file, store, report, config, model), *rendezvous()]
     command += flags_of(None, None, {"--" + k.replace("_", "-"): v for k, v in changes.items()})
-    status, output = run_job(command, folder / "prebuild.log", timeout)
+    status, output = run_job(command, folder / "prebuild.log")
     lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     return Prebuilt(store, status, lines, output)

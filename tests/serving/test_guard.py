@@ -139,7 +139,7 @@ def test_an_index_that_selects_badly_is_noticed_and_exact_from_then_on(start: An
     assert runtime.requests.of(later).reason == "quality_guard"
 
 
-def test_on_trial_exact_answers_are_served_until_it_has_passed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_trial_exact_answers_are_served_until_it_has_passed(start: Any) -> None:
     """`build: shared` without a profile."""
     runtime = start([PROMPT], **CONFIG, build="shared", quality_slo=9.0)
     ways = []

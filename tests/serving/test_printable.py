@@ -133,7 +133,7 @@ def test_reports_and_traces_hold_text(start: Any, tmp_path: Path) -> None:
 
 
 def test_a_trace_is_for_its_user_alone_and_bounded(
-    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(trace_folder=str(tmp_path / "new"))
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700

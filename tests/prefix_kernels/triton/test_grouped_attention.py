@@ -65,7 +65,6 @@ def of_kernels(*kernels: Kernel) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kernel", kernels, ids=names)
 
 
-KERNELS = of_kernels(PORTABLE, *HOPPERS[:1])
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")
 
 

@@ -10,9 +10,9 @@ from prefix_kernels.slot_lists import common_slots, copy_slot_lists
 MAX_LEN = 5000
 
 
-def table_of(device: torch.device, num_rows: int = 6) -> torch.Tensor:
+def table_of(device: torch.device) -> torch.Tensor:
     gen = torch.Generator().manual_seed(0)
-    return torch.randint(0, 10_000, (num_rows, MAX_LEN), generator=gen, dtype=torch.int32).to(device)
+    return torch.randint(0, 10_000, (6, MAX_LEN), generator=gen, dtype=torch.int32).to(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
