@@ -80,11 +80,6 @@ def _switch(context: str) -> None:
             current.switch_context(context)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Commits of before the day suite know no such mark."""
-    config.addinivalue_line("markers", "full: of `make test-all` only")
-
-
 # -- pytest: which test runs ---------------------------------------------------------------------------------
 
 

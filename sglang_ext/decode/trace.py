@@ -39,12 +39,12 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     Attributes:
         layer_plan: as `LayerPlan.to_dict` gives it.
         num_kv_heads: per layer.
-        dtype: of the model, as torch names it: "bfloat16". Empty in traces of before it was written down.
+        dtype: of the model, as torch names it: "bfloat16".
     """
 
     layer_plan: dict[str, Any]
     num_kv_heads: int
-    dtype: str = ""
+    dtype: str
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -177,25 +177,18 @@ class StepTrace:
             that an earlier process left is replaced.
         layer_plan: role of each layer.
         dtype: of the model.
-        max_bytes: of the file.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        layer_plan: LayerPlan,
-        dtype: torch.dtype,
-        max_bytes: int = MAX_BYTES,
-    ) -> None:
+    def __init__(self, folder: str, layer_plan: LayerPlan, dtype: torch.dtype) -> None:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         path = Path(folder) / f"steps-{os.getpid()}.trace"
         path.unlink(missing_ok=True)
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(opened, "wb", buffering=0)  # the process ends without a word
-        self._left, self._full = max_bytes, False
+        self._left, self._full = MAX_BYTES, False
         name = str(dtype).removeprefix("torch.")
         self._write(Start(layer_plan.to_dict(), layer_plan.num_kv_heads, name))
         logger.warning("sparse attention: steps of requests '%s...' are traced to %s: slower", TRACED, path)
