@@ -168,7 +168,7 @@ def force(served: Served, docs: Sequence[Document], in_flight: int, steps: int, 
         FileNotFoundError: dense was not measured with this folder of references.
     """
     before = served.state()
-    spans = {"all": (1, None), "full": (in_flight, None), "smaller": (1, in_flight - 1)}
+    spans = {"all": 1, "full": in_flight}
     found: dict[str, list[Agreement]] = {span: [] for span in spans}
     kl_documents = []
     for document in docs:
@@ -184,8 +184,7 @@ def force(served: Served, docs: Sequence[Document], in_flight: int, steps: int, 
         for out in outs:
             out.unlink()
         for span, rows in spans.items():
-            if rows[1] != 0:
-                found[span] += [one for pair in pairs if (one := agreement(*pair, *rows))]
+            found[span] += [one for pair in pairs if (one := agreement(*pair, rows))]
         kl_documents.append(statistics.fmean(one.kl for one in found["all"][-len(pairs) :]))
     means = {span: mean_agreement(own) for span, own in found.items() if own}
     return {**means, "kl_documents": kl_documents, **counted(before, served.state())}

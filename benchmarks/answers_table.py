@@ -173,12 +173,11 @@ def forced_table(rows: Sequence[Row]) -> str:
     head = ["configuration", "in flight", "tokens", "steps", "KL", "top-1", "the token's log-probability moves"]
     lines = []
     for (config, in_flight), (own, full) in forced(rows).items():
-        few = [f"{row['smaller']['kl']:.4f} ({row['smaller']['steps']})" for row in own if row.get("smaller")]
         lengths, steps = (str(row["length"]) for row in own), str(sum(one["steps"] for one in full))
         kl, top1 = (f"{one['kl']:.4f}" for one in full), (f"{one['top1']:.1%}" for one in full)
-        figures = map(" / ".join, (kl, top1, (f"{one['delta']:.3f}" for one in full), few))
+        figures = map(" / ".join, (kl, top1, (f"{one['delta']:.3f}" for one in full)))
         lines.append([config, str(in_flight), " / ".join(lengths), steps, *figures])
-    return table_of([*head, "KL, smaller groups (steps)"], lines)
+    return table_of(head, lines)
 
 
 def drafts_table(rows: Sequence[Row]) -> str:

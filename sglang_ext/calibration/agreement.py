@@ -90,13 +90,13 @@ class Agreement:
     delta: float
 
 
-def agreement(reference: Steps, other: Steps, least_rows: int = 1, most_rows: int | None = None) -> Agreement | None:
+def agreement(reference: Steps, other: Steps, least_rows: int = 1) -> Agreement | None:
     """Compare two requests over the same tokens. The first token is left out: prefill made it.
 
     Args:
         reference: whose tokens were forced on the other.
         other: of the same steps.
-        least_rows, most_rows: only steps of `other` that so many requests decoded together.
+        least_rows: only steps of `other` that so many requests or more decoded together.
 
     Returns:
         None where no step is left.
@@ -106,7 +106,7 @@ def agreement(reference: Steps, other: Steps, least_rows: int = 1, most_rows: in
     """
     if not np.array_equal(reference.tokens, other.tokens) or not np.array_equal(reference.ids, other.ids):
         raise ValueError("expected the reference's tokens forced on the other, got different ones; force them again")
-    kept = (other.rows >= least_rows) & (other.rows <= (most_rows or other.rows.max()))
+    kept = other.rows >= least_rows
     kept[0] = False
     if not kept.any():
         return None

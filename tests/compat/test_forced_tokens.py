@@ -45,7 +45,8 @@ def test_forced_requests_compare_over_the_references_tokens(tmp_path: Path, gene
         tokens = torch.tensor(own[i][1:])[:, None]
         assert found.delta == pytest.approx(float((p.gather(1, tokens) - q.gather(1, tokens)).abs().mean()), rel=1e-5)
         assert load_steps(out).rows.tolist() == [2] * STEPS
-        assert agreement(load_steps(reference), load_steps(out), 1, 1) is None, "both decoded together"
+        assert agreement(load_steps(reference), load_steps(out), 2) == found, "both decoded together"
+        assert agreement(load_steps(reference), load_steps(out), 3) is None
 
 
 def test_tokens_behind_the_top_are_one_bin(tmp_path: Path, generator: torch.Generator) -> None:
