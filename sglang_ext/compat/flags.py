@@ -235,6 +235,11 @@ def in_vain(record: Any, config: SparseAttnConfig) -> Iterator[str]:
             "expected SGLang's Python server, which has /sparse_attn, our state in /server_info and what responses say "
             f"of their decode steps; got {got}, which has none of these. Remove it to see or change them"
         )
+    if (workers := getattr(record, "tokenizer_worker_num", 1)) > 1:  # the state and `meta_info` are the scheduler's
+        yield (
+            "expected one tokenizer process, whose server has /sparse_attn and usage.sparse_attn; got "
+            f"--tokenizer-worker-num {workers}, which has neither. Remove it to see or change them"
+        )
 
 
 def tree_refusal(tree_cache: Any) -> str | None:

@@ -167,6 +167,15 @@ def test_a_grpc_server_says_so_too() -> None:
     assert "got --smg-grpc-mode" in said
 
 
+def test_several_tokenizer_workers_say_what_they_lack() -> None:
+    """The state and what `/generate` says come from the scheduler, so that they are there."""
+    assert {"tokenizer_worker_num"} <= set(ServerArgs.__annotations__)
+    [said] = flags.in_vain(SimpleNamespace(tokenizer_worker_num=2), SparseAttnConfig())
+    assert "got --tokenizer-worker-num 2, which has neither" in said
+    assert "/server_info" not in said
+    assert not [*flags.in_vain(SimpleNamespace(tokenizer_worker_num=1), SparseAttnConfig())]
+
+
 @OFFLOADS
 def test_another_prefix_cache_is_refused() -> None:
     assert "got SimpleNamespace" in str(flags.tree_refusal(SimpleNamespace()))
