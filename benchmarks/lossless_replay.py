@@ -85,8 +85,14 @@ def record(runtime: Any, attachment: Any) -> None:
             if one is not None and one.drafts != drafts:
                 one.kept = getattr(one, "kept", "") + judged(*tokens)
 
+    def judged_drafts(self: Any, tokens: int) -> dict[str, Any]:
+        kept = getattr(self, "kept", "")
+        while kept.count("1") > self.drafts[1]:  # behind the answer's end
+            kept = kept[: kept.rindex("1")]
+        return {**told(self, tokens), "kept": kept}
+
     runtime.verified = noted
-    attachment.told = lambda self, tokens: {**told(self, tokens), "kept": getattr(self, "kept", "")}
+    attachment.told = judged_drafts
 
 
 def replay(kept: str) -> None:

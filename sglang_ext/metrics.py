@@ -132,7 +132,7 @@ class Counters:
 
     Attributes:
         hits: requests that found an index, at admission.
-        drafted, accepted: tokens that lossless decode drafted, and those that exact steps said, too.
+        drafted, accepted: tokens that lossless decode drafted, and those that answers have.
 
     Args:
         num_layers: layers of the model.

@@ -383,6 +383,9 @@ def _update_finish_state(original: Callable[..., None], req: Any, new_accepted_l
             # What stands behind its end is no part of it: not in the prefix cache, nor in the next turn of a session.
             kept = req if hasattr(req, "kv_committed_len") else req.kv
             kept.kv_committed_len -= len(tokens) - number
+            attachment = _runtime.requests.of(req)
+            if attachment is not None and number < len(tokens):  # the last token of a round is no draft
+                attachment.cut(len(tokens) - number - 1, _runtime.counters)
             # All of them were counted before this is asked.
             req.reasoning_tokens = min(req.reasoning_tokens, len(req.output_ids))
             return

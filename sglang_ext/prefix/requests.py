@@ -95,7 +95,7 @@ class Attachment:
         prompt_len: tokens of its own prompt.
         steps: which way its decode steps went.
         offload_refusal: why its prefix is not copied to host memory, in a word; None where it is, or may be.
-        drafts: tokens that lossless decode drafted for it, and how many of them exact steps said, too.
+        drafts: tokens that lossless decode drafted for it, and how many of them its answer has.
         serial: unlike any other attachment's, also of a later request with the same id.
         reported: reasons that were already counted for this request, in this order.
     """
@@ -134,6 +134,12 @@ class Attachment:
         if reason not in self.reported:
             self.reported.append(reason)
             counters.count_fallback(reason)
+
+    def cut(self, drafts: int, counters: Counters) -> None:
+        """Of the drafts that were kept last, so many stand behind the end of its answer."""
+        if self.index is not None:  # else they were not counted
+            self.drafts = self.drafts[0], self.drafts[1] - drafts
+            counters.count_drafts(0, -drafts)
 
     def ended(self, tokens: int, counters: Counters) -> None:
         """It ended with so many output tokens."""

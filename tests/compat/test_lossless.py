@@ -13,6 +13,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.compat import flags, lossless_algorithm, lossless_worker
 from sglang_ext.decode.draws import Sampling
+from sglang_ext.metrics import Counters
+from sglang_ext.prefix.requests import Attachment, RequestTable
 from tests.compat.sglang_process import GROUP, in_sglang
 
 pytestmark = GROUP
@@ -111,7 +113,10 @@ def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
     load_plugins()
     from sglang_ext.compat import scheduler_hooks
 
-    scheduler_hooks._runtime = SimpleNamespace(planner=SimpleNamespace(drafts=False))
+    requests, counters = RequestTable(), Counters(1)
+    scheduler_hooks._runtime = SimpleNamespace(
+        planner=SimpleNamespace(drafts=False), requests=requests, counters=counters
+    )
     letters = SimpleNamespace(
         decode=lambda ids: "".join(chr(97 + one) for one in ids),
         encode=lambda text, **_: list(text),
@@ -129,13 +134,21 @@ def ended(ends: list[dict[str, Any]], tokens: list[int]) -> list[list[Any]]:
         req.tokenizer = letters
         kept = req if hasattr(req, "kv_committed_len") else SimpleNamespace()
         req.kv, kept.kv_committed_len = kept, 0
+        index: Any = SimpleNamespace()
+        attachment, drafted, before = Attachment("a", index=index), 0, counters.accepted
+        requests.add(req, attachment)
         for one in rounds:
             if not req.finished():
+                attachment.drafts = tuple(count + len(one) - 1 for count in attachment.drafts)
+                counters.accepted += len(one) - 1
                 req.output_ids.extend(one)
                 req.update_reasoning_tokens(one, thought)
                 kept.kv_committed_len += len(one)
+                had = len(req.output_ids) - len(one)
                 req.update_finish_state(len(one))
+                drafted += min(len(one) - 1, len(req.output_ids) - had)
         ids = list(req.output_ids)
+        assert attachment.drafts[1] == counters.accepted - before == drafted, "of drafts those that the answer has"
         assert ids == list(req.output_ids_through_stop)
         reason = req.finished() and str(req.finished_reason.to_json())
         return [reason, ids, kept.kv_committed_len, req.reasoning_tokens]

@@ -94,6 +94,8 @@ def _ends_alike(server: Server, prompt: str) -> None:
         assert drafted["output_ids"] == dense["output_ids"]
         for name in ("finish_reason", "completion_tokens"):
             assert drafted["meta_info"][name] == dense["meta_info"][name]
+        [told] = drafted["meta_info"]["sparse_attn"]
+        assert told.get("accepted", 0) < drafted["meta_info"]["completion_tokens"], "the first token is no draft"
 
 
 def _draws(server: Server, whole: str, hostile: str) -> None:
