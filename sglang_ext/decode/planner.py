@@ -568,7 +568,7 @@ class DecodePlanner:
             "compared": len(self._tracker.prefixes),
             "kept_steps": self._kept_steps,
             "plans": sum(one.plans for one in self._backends),
-            "buffer_bytes": sum(one.nbytes for one in self._backends),
+            "buffer_bytes": sum(one.nbytes for one in {*self._backends, *([self.guard.exact] if self.guard else ())}),
             "sparse": self.uses_indexes,
             "refusal": self.refusal,
             "cache_rank": None if self.cache_rank is None else self.cache_rank.snapshot(),

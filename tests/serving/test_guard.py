@@ -97,7 +97,7 @@ def guard_of(runtime: Runtime) -> dict[str, Any]:
 
 
 def test_what_is_reported_is_what_torch_computes_and_changes_nothing(start: Any) -> None:
-    outs = []
+    outs, buffers = [], []
     for fields in ({"guard_every": 0}, EVERY):
         runtime = start([PROMPT], **CONFIG, **fields)
         for rid in ("r0", "r1"):
@@ -106,6 +106,8 @@ def test_what_is_reported_is_what_torch_computes_and_changes_nothing(start: Any)
         steps = Steps(runtime, ["r0", "r1"])
         outs.append([steps.step(seed) for seed in range(12)])
         assert [guarded for guarded, _ in outs[-1]] == [fields is EVERY] * 12
+        buffers.append(runtime.snapshot()["decode"]["buffer_bytes"])
+    assert buffers[1] - buffers[0] == runtime.planner.guard.exact.nbytes > 0, "it has its own, where no step is shared"
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(*outs, strict=True))
     (found,) = guard_of(runtime)["indexes"].values()
     assert found["guarded"] == 10, "figures come two steps later"
