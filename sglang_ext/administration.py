@@ -275,7 +275,7 @@ def _explain(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
         on_device, prefix_len = runtime.residency.resident().get(entry.digest), entry.identity.num_tokens
         records, factor = None if planner.guard is None else planner.guard.records, 1
         if records is not None:
-            standing, factor = records.standing(entry.digest), records.factor(entry.digest)
+            standing, factor = records.standing(entry.digest, entry.created), records.factor(entry.digest)
         sparse = planner.sparse
         budget = runtime.config.budget(prefix_len) if sparse is None else sparse.budget(prefix_len, factor)
     costs = planner.costs_alone(len(ids) + 1, prefix_len, budget or 0)

@@ -204,7 +204,7 @@ class SparseRuntime:
             found = self.directory.lookup(namespace, prompt)
             hashes = found.hashes
             attachment = Attachment(rid, found.reason, found.entry)
-            if found.entry is not None and self._kept_away(found.entry.digest):
+            if found.entry is not None and self._kept_away(found.entry.digest, found.entry.created):
                 attachment.reason = "quality_guard"  # nothing is loaded for it
             elif found.entry is not None:
                 if counted:
@@ -220,11 +220,11 @@ class SparseRuntime:
         attachment.prompt_len = len(prompt)
         self.requests.add(request, attachment)
 
-    def _kept_away(self, digest: str) -> bool:
+    def _kept_away(self, digest: str, created: float) -> bool:
         """Whether the guard has an index decode dense now. Several ranks vote on that instead (`Readiness`)."""
         if self.planner.guard is None or self.ranks.size > 1:
             return False
-        return self.planner.guard.records.standing(digest) is Standing.DENSE
+        return self.planner.guard.records.standing(digest, created) is Standing.DENSE
 
     def _serves(self, attachment: Attachment) -> bool:
         """Whether steps select by a request's index, as far as is known now."""
@@ -233,7 +233,7 @@ class SparseRuntime:
             return False
         if attachment.index is None and self.residency.state(entry.digest) is State.FAILED:
             return False  # of one with a slot, `ready` knows
-        return planner.guard is None or planner.guard.records.standing(entry.digest) is Standing.SERVING
+        return planner.guard is None or planner.guard.records.standing(entry.digest, entry.created) is Standing.SERVING
 
     def slot_taken(self, request: Hashable, *, offloaded: bool = False) -> Attachment | None:
         """A request has a slot: until it gives it back it holds its index, and its prefill may be recorded. One that

@@ -89,6 +89,10 @@ class Record:
         self.errors.clear()
         self.tried.clear()
 
+    def precedes(self, created: float) -> bool:
+        """Whether it is of an earlier build than the one that was made then."""
+        return 0.0 < self.created < created
+
     def serve(self) -> None:
         """One step more that it serves."""
         self.steps += 1
@@ -199,7 +203,7 @@ class QualityRecords:
         record = self.known.get(digest)
         if record is None or created <= record.created:
             return
-        if record.created:
+        if record.precedes(created):
             record = self.known[digest] = Record(record.prefix_len, self._first(), record.epoch + 1)
         record.created = created
 
@@ -210,15 +214,16 @@ class QualityRecords:
             record.factor = 1
             record.become(Standing.SERVING if serves else Standing.TRIAL)
 
-    def blocks(self, digest: str, *, may_end: bool = True) -> bool:
+    def blocks(self, digest: str, created: float, *, may_end: bool = True) -> bool:
         """Whether an index decodes dense now.
 
         Args:
             digest: of the index.
+            created: when it was made: one that is newer than what was measured serves.
             may_end: whether one whose time is over is on trial from here on; else it stays dense until that is asked.
         """
         record = self.known.get(digest)
-        if record is None or record.standing is not Standing.DENSE:
+        if record is None or record.standing is not Standing.DENSE or record.precedes(created):
             return False
         self.known.move_to_end(digest)
         if not may_end or self.clock() < record.until:
@@ -227,10 +232,10 @@ class QualityRecords:
         self._tell("tried_again", digest, record, "its time is over")
         return False
 
-    def standing(self, digest: str) -> Standing:
-        """Of an index, as its next request would find it. Changes nothing, unlike `blocks` and `of`."""
+    def standing(self, digest: str, created: float) -> Standing:
+        """Of an index that was made then, as its next request would find it. Changes nothing; `blocks`, `of` do."""
         record = self.known.get(digest)
-        if record is None:
+        if record is None or record.precedes(created):
             return self._first()
         over = record.standing is Standing.DENSE and self.clock() >= record.until
         return Standing.TRIAL if over else record.standing

@@ -235,8 +235,8 @@ class RequestTable:
 class Guarded(Protocol):
     """Indexes that the quality guard keeps away from requests."""
 
-    def blocks(self, digest: str, *, may_end: bool = True) -> bool:
-        """Whether an index is unused now; `may_end`: whether asking may end that."""
+    def blocks(self, digest: str, created: float, *, may_end: bool = True) -> bool:
+        """Whether an index that was made then is unused now; `may_end`: whether asking may end that."""
 
 
 class Readiness:
@@ -394,7 +394,7 @@ class Readiness:
         if (
             index is not None
             and self._guarded is not None
-            and self._guarded.blocks(index.entry.digest, may_end=may_end)
+            and self._guarded.blocks(index.entry.digest, index.entry.created, may_end=may_end)
         ):
             self.give_up(attachment, "quality_guard")
             index = None

@@ -67,7 +67,7 @@ def test_what_is_remembered_is_bounded() -> None:
 def _index(state: State, digest: str = A) -> Any:
     return SimpleNamespace(
         state=state, reason="index_memory", detail="", loaded=None, begun=0.0, prefix_len=64,
-        entry=SimpleNamespace(digest=digest),
+        entry=SimpleNamespace(digest=digest, created=1.0),
     )  # fmt: skip
 
 

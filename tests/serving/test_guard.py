@@ -15,6 +15,7 @@ from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.prefix.requests import Attachment, RequestTable
 from sglang_ext.prefix.residency import State
+from tests.index_faults import replaced
 from tests.serving.admitting import (
     DIM,
     GQA,
@@ -139,6 +140,14 @@ def test_an_index_that_selects_badly_is_noticed_and_exact_from_then_on(start: An
     assert runtime.counters.hits == hits, "nothing is loaded for it"
     assert Steps(runtime, ["r2"]).step(0) == (False, None)
     assert runtime.requests.of(later).reason == "quality_guard"
+    runtime.slot_freed(later, 0, finished=True)
+    # Another build of it was never compared.
+    [entry] = runtime.store.list()
+    replaced(runtime.store, entry.digest, lambda _arrays: None, created=entry.created + 5)
+    runtime.directory.rescan()
+    runtime.came("r3")
+    assert Steps(runtime, ["r3"]).step(0)[1] is not None, "its build serves"
+    assert runtime.snapshot()["fallbacks"] == {"quality_guard": 3}, "no request more"
 
 
 def test_on_trial_exact_answers_are_served_until_it_has_passed(start: Any) -> None:

@@ -51,13 +51,13 @@ def test_an_index_beyond_the_bound_gets_more_budget_on_trial_then_is_dense_and_i
     found.add("d", Sample(0, BAD, BAD))  # of a step that had begun before
     assert add(found, BAD, LEAST_SAMPLES) is Standing.TRIAL
     assert found.factor("d") == 4
-    assert not found.blocks("d")
+    assert not found.blocks("d", 0.0)
     assert add(found, BAD, LEAST_SAMPLES) is Standing.DENSE
-    assert found.blocks("d")
+    assert found.blocks("d", 0.0)
     clock.now = 59.9
-    assert found.blocks("d")
+    assert found.blocks("d", 0.0)
     clock.now = 60.0
-    assert not found.blocks("d")
+    assert not found.blocks("d", 0.0)
     assert add(found, GOOD, LEAST_SAMPLES) is Standing.SERVING
     assert found.factor("d") == 4, "tried again from the raised budget"
     assert found.events == {"raised": 2, "dense": 1, "tried_again": 1, "accepted": 1}
@@ -73,8 +73,8 @@ def test_a_budget_that_cannot_grow_ends_dense_until_one_asks_who_may_end_that() 
         found.add("short", Sample(0, GOOD, BAD))
     assert (found.of("short", 399).standing, found.factor("short")) == (Standing.DENSE, 1), "never more than a half"
     clock.now = 60.0
-    assert found.blocks("short", may_end=False)
-    assert not found.blocks("short")
+    assert found.blocks("short", 0.0, may_end=False)
+    assert not found.blocks("short", 0.0)
 
 
 def test_without_a_bound_it_is_measured_only() -> None:
@@ -125,11 +125,11 @@ def test_the_least_recent_of_too_many_indexes_is_forgotten_unless_it_is_asked_fo
     found = records(most=100)
     add(found, BAD, LEAST_SAMPLES)
     for name in ("e", "f", "g"):
-        assert found.blocks("d")
+        assert found.blocks("d", 0.0)
         found.of(name, 1000)
     assert found.of("g", 0).prefix_len == 1000
     assert found.of("e", 5).prefix_len == 5, "new"
-    assert not found.blocks("d"), "dense ones are, too"
+    assert not found.blocks("d", 0.0), "dense ones are, too"
 
 
 def test_a_burst_is_as_long_whatever_a_guarded_step_turns_out_to_cost() -> None:
@@ -159,6 +159,13 @@ def test_another_budget_and_another_build_begin_anew() -> None:
     assert add(found, BAD, LEAST_SAMPLES) is Standing.TRIAL
     found.made("d", 5.0)
     assert found.of("d", 1000).standing is Standing.TRIAL, "an old build that requests still hold"
+    add(found, BAD, 3 * LEAST_SAMPLES)
+    for created, dense in ((0.0, True), (5.0, True), (6.0, True), (7.0, False)):
+        assert found.blocks("d", created) is dense
+        assert found.standing("d", created) is (Standing.DENSE if dense else Standing.SERVING)
+    assert found.of("d", 1000).standing is Standing.DENSE, "it is not there yet"
+    add(unknown := records(most=100), BAD, LEAST_SAMPLES)
+    assert unknown.blocks("d", 5.0), "several ranks do not know which build was measured"
 
 
 def test_an_early_step_that_may_not_be_guarded_is_owed() -> None:
