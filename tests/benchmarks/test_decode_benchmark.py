@@ -247,6 +247,11 @@ def test_what_a_request_keeps_is_recorded_as_it_is_replayed(bench: Any) -> None:
     assert [request.told(1)["kept"] for request in (idle, lost)] == ["", ""]
     again = bench.lossless_replay.Replay(told["kept"])
     assert [again.counts([drafted]) for drafted in (4, 4, 2)] == [[4], [1], [0]]
+    counted: Any = counters
+    runtime.verified(["one"], [3], [3])
+    one.cut(2, counted)
+    told = one.told(1)
+    assert (told["drafted"], told["accepted"], told["kept"]) == (13, 6, "11111001"), "no draft behind the answer's end"
 
 
 def test_drafts_are_kept_by_a_share_by_bits_or_as_recorded(bench: Any, tmp_path: Path, capsys: Any) -> None:
