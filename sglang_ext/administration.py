@@ -214,7 +214,7 @@ def _indexes(runtime: SparseRuntime, _: Nothing) -> dict[str, Any]:
     stored = {entry.digest for entry in entries}
     hit = (digest for digest, _ in runtime.index_hits.most_common() if digest in by_digest)
     shown = list(dict.fromkeys([*resident, *hit, *by_digest]))[:MOST_SHOWN]
-    guard, saved_us = runtime.planner.guard, runtime.planner.saved_us
+    guard, saved_us = runtime.planner.guard, runtime.planner.account.saved_us
     judged = {} if guard is None else guard.snapshot()["indexes"]
     rows = []
     for digest in shown:

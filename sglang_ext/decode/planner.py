@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from prefix_kernels.grouped_attention import AttentionShape, check_dtypes
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
-from sglang_ext.config import PAGE_TOKENS
+from sglang_ext.decode.account import StepAccount, note, note_guarded
+from sglang_ext.decode.backends import Backends, make_backends, refusal_of
 from sglang_ext.decode.base import DecodeBackend
-from sglang_ext.decode.cache_rank.client import CacheRank, cache_rank_for
+from sglang_ext.decode.cache_rank.client import CacheRank
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
 from sglang_ext.decode.costs import MARGIN, StepCosts
 from sglang_ext.decode.grouping import SlotTracker
-from sglang_ext.decode.guard import GuardedStep, QualityGuard
-from sglang_ext.decode.select_op import ListSizes, OpContext, SelectOp, graph_refusal, make_op
-from sglang_ext.decode.sparse import SparseDecode, SparsePlan
+from sglang_ext.decode.guard import GuardedStep
+from sglang_ext.decode.sparse import SparseDecode
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import DecodeBatch, HostPrefix, StepPath
 from sglang_ext.methods.base import IndexSpec
@@ -32,7 +29,7 @@ from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.metrics import Counters
 from sglang_ext.model_view import ModelView
 from sglang_ext.options import DecodePath, Exactness, SparseAttnConfig
-from sglang_ext.prefix.requests import ALONE, CASCADE, SPARSE, Attachment, RequestTable
+from sglang_ext.prefix.requests import ALONE, CASCADE, Attachment, RequestTable
 from sglang_ext.prefix.residency import ResidentIndex
 from sglang_ext.prefix.suffix_index import SuffixRules
 from sglang_ext.ranks import Ranks
@@ -41,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH = 128
 """Requests of a batch, at most: the buffers grow with it. Larger batches decode on SGLang's own backend."""
-
-_ARENA_POOLS = 2
-"""Slots of all lists over those of the KV pool: every slot twice, as lists of requests that are not grouped overlap."""
 
 _MEMBERS = 32
 """Requests of the group that decides how little may be shared: fewer must share more to be worth it."""
@@ -94,7 +88,7 @@ class DecodePlanner:
         guard: compares steps with indexes now and then; None where it is off.
         refusal: why no step is attended here; None where some may be.
         forced: whether a ready index is used whatever it costs: `decode_path` is sparse, or there are no decode graphs.
-        saved_us: by digest of an index, microseconds that it saved by measured costs, a step's by the tokens not read.
+        account: what steps count as.
         drafts: of lossless decode, whether the next step drafts; None where steps by an index answer.
         ahead: whether that step is left out where no index serves it, see `drafting`.
         paused: whether an operator leaves all steps to SGLang for now; what is known of slots is kept up.
@@ -129,105 +123,25 @@ class DecodePlanner:
         self._min_saved = config.min_shared_tokens
         self._suffix_rules = SuffixRules.of(config)
         self._anchors = layer_plan.anchor_layers
-        self._view, self._requests, self._counters = view, requests, counters
-        self._kept_steps = 0
+        self._view, self._requests, self.account = view, requests, StepAccount(counters)
         self._costs: dict[int, StepCosts] = {}
         self.drafts = False if config.exactness is Exactness.VERIFY else None
         self.ahead = False
         self._drafted = False
         self._rounds_search = config.search_period is None and not config.select_ahead
         self.paused = False
-        self.saved_us: defaultdict[str, float] = defaultdict(float)
-        self.cascade: CascadeDecode | None = None
-        self.sparse: SparseDecode | None = None
-        self.guard: QualityGuard | None = None
-        on_gpu = view.device.type == "cuda"
         self._tracker = SlotTracker(
             min(view.max_requests, MAX_BATCH),
             config.min_shared_tokens // _MEMBERS,
             view.device,
             lockstep=ranks.size > 1,
         )
-        shares = on_gpu if config.share_prefixes is None else config.share_prefixes
-        self.refusal: str | None = _turned_off(config, view, shares=shares)
-        if self.refusal is not None:
-            logger.info("sparse attention: decode steps are left to SGLang's own backend: %s", self.refusal)
-        elif on_gpu:
-            try:
-                check_dtypes(view.dtype, view.kv_dtype, view.device)
-            except ValueError as error:
-                self.refuse(str(error))
-        if self.refusal is not None:
-            return
-        shape = AttentionShape(
-            view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
-        )
-        arena_size, costs = _ARENA_POOLS * view.num_slots, self._costs
-        if shares:
-            graphs = view.decode_graphs
-            self.cascade = CascadeDecode(shape, self._tracker, arena_size, view.device, costs, captured=graphs)
-        if host is not None:
-            arena_size += host.num_pages * PAGE_TOKENS  # whose slots are not the pool's
-        if config.decode_path is not DecodePath.CASCADE:
-            self.sparse = self._sparse(shape, config, spec, layer_plan, arena_size, costs, ranks, host)
-        guarded = config.guard_every and self._anchors  # where no layer selects, there is nothing to compare
-        if self.sparse is not None and guarded and self.drafts is None:
-            exact = self.cascade or CascadeDecode(shape, self._tracker, self._room(arena_size), view.device)
-            backends = self.sparse, exact, self._tracker.max_batch, view.device
-            publish = counters.set_guard
-            self.guard = QualityGuard(config, layer_plan, *backends, trial=trial, ranks=ranks, publish=publish)
-
-    def _room(self, arena_size: int) -> int:
-        """Slots of a step's lists. Without graphs a ready index is always used: each request alone has room."""
-        alone = self._tracker.max_batch * self._view.req_to_token.shape[1]
-        return arena_size if self._view.decode_graphs else max(arena_size, alone)
-
-    def _sparse(
-        self,
-        shape: AttentionShape,
-        config: SparseAttnConfig,
-        spec: IndexSpec,
-        layer_plan: LayerPlan,
-        arena_size: int,
-        costs: dict[int, StepCosts],
-        ranks: Ranks,
-        host: HostKV | None,
-    ) -> SparseDecode | None:
-        """What attends by indexes; None, and a warning, where decode graphs cannot hold it or its spec."""
-        view, graphs = self._view, self._view.decode_graphs
-        longest = view.req_to_token.shape[1]
-
-        def context(sizes: ListSizes) -> OpContext:
-            return OpContext(shape, config, len(layer_plan), sizes, view.device)
-
-        def made(sizes: ListSizes) -> SelectOp:
-            return make_op(spec, context(sizes), captured=graphs)
-
-        message = graph_refusal(spec.method) if graphs else None
-        if message is None:
-            try:
-                sparse = SparseDecode(
-                    shape,
-                    config,
-                    made,
-                    layer_plan,
-                    self._tracker,
-                    arena_size=self._room(arena_size),
-                    max_prefix_len=longest,
-                    device=view.device,
-                    costs=costs,
-                    captured=graphs,
-                    beside=self.cascade.attentions if self.cascade is not None else None,
-                    ranks=ranks,
-                    host=host,
-                )
-            except ValueError as error:
-                message = str(error)
-            else:
-                sparse.cache_rank = cache_rank_for(spec, context(sparse.sizes), sparse.op, captured=graphs)
-                return sparse
-        logger.warning("sparse attention: indexes are not used: %s", message)
-        return None
+        self.refusal = refusal_of(config, view)
+        made = Backends()
+        if self.refusal is None:
+            inputs = config, view, spec, layer_plan, ranks, self._tracker, self._costs
+            made = make_backends(*inputs, trial=trial, host=host, publish=counters.set_guard)
+        self.cascade, self.sparse, self.guard = made
 
     def refuse(self, why: str) -> None:
         """Serve no step from now on; the log says why, once."""
@@ -269,7 +183,7 @@ class DecodePlanner:
         """A decode step with rows whose prefix lies in host memory is none of `prepare`: all rows attend exactly."""
         for attachment in map(self._requests.get, rids):
             if attachment is not None:
-                attachment.count(attachment.reason or "offloaded", self._counters)
+                attachment.count(attachment.reason or "offloaded", self.account.counters)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -295,8 +209,8 @@ class DecodePlanner:
         if step is None and self.ahead:
             return None
         if step is None or step.backend is not self.sparse:
-            self._counters.count_step(0, len(rids), 0)
-        self._counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
+            self.account.counters.count_step(0, len(rids), 0)
+        self.account.counters.count_cascade(len(rids) if step is not None and step.backend is self.cascade else 0)
         return step
 
     @contextmanager
@@ -364,8 +278,8 @@ class DecodePlanner:
         if path is None:
             return None
         saved = self._saved_us(batch, self.cascade.cost_us(exact))
-        self._counters.count_groups(path.counted, len(exact.groups), saved)
-        _note(CASCADE, range(len(batch.serials)), batch, attachments)
+        self.account.counters.count_groups(path.counted, len(exact.groups), saved)
+        note(CASCADE, range(len(batch.serials)), batch, attachments)
         return PlannedStep(self.cascade, path)
 
     def _selecting(
@@ -382,7 +296,7 @@ class DecodePlanner:
         if plan is None or path is None:
             self.sparse.skip(None if pays else plan)
             if not hosted:  # `offloaded` says more
-                self._count_fallback("no_room" if plan is None or pays else "cost_model", attachments, batch.indexes)
+                self.account.fallback("no_room" if plan is None or pays else "cost_model", attachments, batch.indexes)
             return None
         guarded = None if guard is None else guard.begin(plan, batch)
         if guard is not None and guard.must:
@@ -390,18 +304,14 @@ class DecodePlanner:
             if guarded is None:
                 return None
             if guard.exact is self.cascade:
-                _note(CASCADE, range(len(batch.serials)), batch, attachments)
-            _note_guarded(guarded, batch, attachments)
+                note(CASCADE, range(len(batch.serials)), batch, attachments)
+            note_guarded(guarded, batch, attachments)
             return PlannedStep(guard.exact, StepPath.CASCADE, guarded)
         self._drafted = self.drafts is True
-        self._count_sparse(plan, path, batch, cost)
-        found = () if self.drafts else zip(plan.reads, plan.selects.prefixes, strict=False)
-        for read, prefix in found:  # then those of suffixes
-            _note(SPARSE, prefix.rows, batch, attachments, read.budget)
+        saved_us = self._saved_us(batch, cost)
+        self.account.sparse(self.sparse, plan, path, batch, attachments, saved_us, drafts=self._drafted)
         if guarded is not None:
-            _note_guarded(guarded, batch, attachments)
-        surplus = [True if row in plan.surplus else None for row in range(len(batch.serials))]
-        self._count_fallback("no_room", attachments, surplus)
+            note_guarded(guarded, batch, attachments)
         return PlannedStep(self.sparse, path, guarded)
 
     def _admitted(
@@ -416,7 +326,7 @@ class DecodePlanner:
         if hosted and self.guard.tries(admitted):
             admitted = [None for _ in ready]
         waits = [True if one is not index else None for one, index in zip(ready, admitted, strict=True)]
-        self._count_fallback("quality_guard", attachments, waits)
+        self.account.fallback("quality_guard", attachments, waits)
         return admitted
 
     def costs_alone(self, tokens: int, prefix_len: int, budget: int) -> dict[str, float | None]:
@@ -463,13 +373,13 @@ class DecodePlanner:
         known = [serial for serial in serials if serial is not None]
         several = len(set(known)) < len(known) and self.drafts is not False  # rows of a request and its drafts
         if len(rids) != forward_batch.batch_size or several:  # padded or beam batches
-            self._count_fallback("unsupported_mode", attachments, attachments)
+            self.account.fallback("unsupported_mode", attachments, attachments)
             return None
         if lens is None and self._view.decode_graphs:
-            self._count_fallback("unsupported_mode", attachments, attachments)
+            self.account.fallback("unsupported_mode", attachments, attachments)
             return None
         if len(rids) > self._tracker.max_batch:
-            self._count_fallback("no_room", attachments, [usable(one, waits=False) for one in attachments])
+            self.account.fallback("no_room", attachments, [usable(one, waits=False) for one in attachments])
             return None
         if self.refusal is not None:
             for one in attachments:
@@ -486,7 +396,7 @@ class DecodePlanner:
         assert self.sparse is not None
         short = [one is not None and n <= one.prefix_len for one, n in zip(ready, batch.seq_lens, strict=True)]
         if any(short):  # rows shorter than their own prompts: nothing we know of does this
-            self._count_fallback("index_mismatch", attachments, [True if one else None for one in short])
+            self.account.fallback("index_mismatch", attachments, [True if one else None for one in short])
             ready = [None if one else index for one, index in zip(short, ready, strict=True)]
         batch = replace(batch, indexes=ready)
         if self._suffix_rules is None or not self._anchors:
@@ -503,29 +413,6 @@ class DecodePlanner:
                 slots = batch.req_to_token[batch.req_pool_indices[row : row + 1]][0, begin : begin + own.prefix_len]
                 own.complete(self._anchors, self._view.kv, slots.to(torch.int64), self._view.dtype)
         return replace(batch, suffix=suffix)
-
-    def _count_fallback(
-        self, reason: str, attachments: Sequence[Attachment | None], concerned: Sequence[object]
-    ) -> None:
-        """For each request that it concerns."""
-        for one, concerns in zip(attachments, concerned, strict=True):
-            if one is not None and concerns is not None:
-                one.count(reason, self._counters)
-
-    def _count_sparse(self, plan: SparsePlan, path: StepPath, batch: DecodeBatch, cost: float | None) -> None:
-        assert self.sparse is not None
-        self._kept_steps += path is StepPath.KEPT
-        rows, sparse = len(batch.serials), sum(one.rows for one in plan.reads)
-        saved_us = self._saved_us(batch, cost)
-        self._counters.count_groups(path.counted, len(plan.reads), saved_us)
-        spared = [one.rows * one.prefix_len - one.budget for one in plan.reads]
-        for index, tokens in zip(plan.indexes, spared, strict=False):  # then those of suffixes
-            if saved_us and isinstance(index, ResidentIndex):
-                self.saved_us[index.entry.digest] += saved_us * tokens / max(1, sum(spared))
-        self._counters.count_step(sparse, rows - sparse, max(one.rows for one in plan.reads))
-        prefix = sum(one.rows * one.prefix_len for one in plan.reads)
-        self._counters.count_attended(self.sparse.attended(plan), prefix)
-        self._counters.count_attended_suffix(*self.sparse.attended_suffix(plan))
 
     # -- graphs --------------------------------------------------------------------------------------------
 
@@ -549,8 +436,11 @@ class DecodePlanner:
                 if costs is not None:
                     logger.info(
                         "sparse attention: measured for batches of %d: a layer attends 65,536 tokens in %.0f us, and "
-                        "selects among them in %.0f us", size, costs.attend(65536, 1), costs.select(65536, 1),
-                    )  # fmt: skip
+                        "selects among them in %.0f us",
+                        size,
+                        costs.attend(65536, 1),
+                        costs.select(65536, 1),
+                    )
             elif self.cascade is not None:
                 one = torch.ones(1, dtype=torch.int64, device=self._view.device)
                 self.cascade.warm(DecodeBatch([None], [1], self._view.req_to_token, one - 1, one))
@@ -566,35 +456,10 @@ class DecodePlanner:
         return {
             "requests": len(self._tracker),
             "compared": len(self._tracker.prefixes),
-            "kept_steps": self._kept_steps,
+            "kept_steps": self.account.kept_steps,
             "plans": sum(one.plans for one in self._backends),
             "buffer_bytes": sum(one.nbytes for one in {*self._backends, *([self.guard.exact] if self.guard else ())}),
             "sparse": self.uses_indexes,
             "refusal": self.refusal,
             "cache_rank": None if self.cache_rank is None else self.cache_rank.snapshot(),
         }
-
-
-def _note(
-    way: int, rows: Iterable[int], batch: DecodeBatch, attachments: Sequence[Attachment | None], selected: int = 0
-) -> None:
-    """For the responses: rows of a step that go this way, and the tokens of the prefix that they select."""
-    for row in rows:
-        one = attachments[row]
-        if one is not None and batch.seq_lens[row] > one.prompt_len > 0:
-            one.steps.note(batch.seq_lens[row] - one.prompt_len, way, selected)
-
-
-def _note_guarded(guarded: GuardedStep, batch: DecodeBatch, attachments: Sequence[Attachment | None]) -> None:
-    """Behind `_note` of the same step."""
-    for row in chain.from_iterable(guarded.rows.values()):
-        one = attachments[row]
-        if one is not None and batch.seq_lens[row] > one.prompt_len > 0:
-            one.steps.guarded(batch.seq_lens[row] - one.prompt_len)
-
-
-def _turned_off(config: SparseAttnConfig, view: ModelView, *, shares: bool) -> str | None:
-    """Which setting leaves all steps to SGLang; None: no one does."""
-    if config.decode_path is DecodePath.STOCK:
-        return "decode_path is stock"
-    return "share_prefixes is off" if view.decode_graphs and not shares else None

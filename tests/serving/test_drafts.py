@@ -129,12 +129,12 @@ def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
         steps.drafts = False
         assert path(*exact) is (StepPath.CASCADE if number >= 2 else None), "slots are known from the third round on"
     for ahead, wanted in ((False, StepPath.CASCADE), (True, None)):
-        counted = steps._counters.figures()
+        counted = steps.account.counters.figures()
         with steps.drafting(ahead=ahead):
             assert path(["r0", "r1"], [0, 1], [PREFIX + 2] * 2) is StepPath.SPARSE
-            with_index = steps._counters.figures()
+            with_index = steps.account.counters.figures()
             assert path_of(steps, whole, lambda _one, **_: None) is wanted, "with lengths that are bounds only indexes"
-        assert (steps._counters.figures() == with_index) == ahead, "what is not run is not counted"
+        assert (steps.account.counters.figures() == with_index) == ahead, "what is not run is not counted"
         assert with_index != counted
     steps.paused = True
     assert steps.drafters(whole, usable) == [None, None]

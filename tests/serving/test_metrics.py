@@ -90,16 +90,16 @@ def test_what_steps_save_is_told_against_each_row_attending_its_own_tokens() -> 
     """By COSTS: 3 layers of 1 us a token; a search of 2 * 200 us, of which a step in four has its part."""
     batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse", min_shared_tokens=64)
     settled(batches, 0, 1)
-    figures = batches.steps._counters.figures()
+    figures = batches.steps.account.counters.figures()
     cascade = figures["groups"]["cascade"]
     assert cascade >= 1
     assert figures["saved_seconds"]["cascade"] == pytest.approx(cascade * 3 * 128 / 1e6)
     batches.step(0, 1)
-    figures = batches.steps._counters.figures()
+    figures = batches.steps.account.counters.figures()
     assert figures["groups"] == {"sparse": 1, "cascade": cascade}
     selecting = (128 + 2) + 2 * (32 + 2) + 400
     assert figures["saved_seconds"]["sparse"] == pytest.approx((3 * 2 * 129 - selecting) / 1e6)
-    (of_index,) = batches.steps.saved_us.values()
+    (of_index,) = batches.steps.account.saved_us.values()
     assert of_index == pytest.approx(3 * 2 * 129 - selecting)
 
 
@@ -117,7 +117,7 @@ def test_what_a_step_loses_takes_nothing_from_what_others_save(exported: Exporte
 def test_a_step_pays_some_microseconds_for_what_is_exported(rows: int) -> None:
     """The counting of a step and what it saves, which needs costs; the quickest of some rounds of them."""
     batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse")
-    planner, counters = batches.steps, batches.steps._counters
+    planner, counters = batches.steps, batches.steps.account.counters
     lines = Lines({groups: Line(5.0, 0.01) for groups in (1, 4, 16, 64, 128)})
     for size in (4, 128):
         planner.cascade._costs[size] = COSTS.__class__(lines, lines, 1, 2, 0)

@@ -109,7 +109,7 @@ def test_an_index_on_trial_is_tried_where_it_pays_once_its_groups_stay(period: i
             guard.runs()
             guard.ran()
     assert guard.records.events == ({"accepted": 1} if passes else {})
-    assert (batches.steps._counters.sparse_steps > 0) == passes
+    assert (batches.steps.account.counters.sparse_steps > 0) == passes
 
 
 def test_explain_charges_a_search_as_steps_that_follow_each_other_do() -> None:
@@ -158,14 +158,14 @@ def test_rows_that_lists_have_no_room_for_are_counted_and_attended_beside_the_ot
     batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse", search_period=1)
     batches.steps.sparse._lists.entries = 3 * 32
     assert batches.step(0, 1, 2, 3) is StepPath.SPARSE
-    counters = batches.steps._counters
+    counters = batches.steps.account.counters
     assert (counters.sparse_rows, counters.dense_rows, counters.fallbacks) == (3, 1, {"no_room": 1})
 
 
 def test_a_batch_that_is_too_large_says_so() -> None:
     batches = Batches(["dense", "anchor", "anchor"], decode_path="sparse")
     assert batches.step(*range(ROWS + 1)) is None
-    assert batches.steps._counters.fallbacks == {"no_room": ROWS + 1}
+    assert batches.steps.account.counters.fallbacks == {"no_room": ROWS + 1}
 
 
 #: 2 layers attend all, 4 select, 2 reuse.
