@@ -69,13 +69,13 @@ def judged(drafted: int, accepted: int) -> str:
     return "1" * accepted + "0" * (accepted < drafted)
 
 
-def record(runtime: Any, attachment: Any) -> None:
+def record(forwards: Any, attachment: Any) -> None:
     """What a response says of lossless decode has `kept`, too: the request's drafts, as `Replay` takes them.
 
     Args:
-        runtime, attachment: the plugin's classes. What they count is recorded: nothing of requests that ended.
+        forwards, attachment: the plugin's classes. What they count is recorded: nothing of requests that ended.
     """
-    verified, told = runtime.verified, attachment.told
+    verified, told = forwards.verified, attachment.told
 
     def noted(self: Any, rids: Sequence[str], *counts: Sequence[int]) -> None:
         found = [self.requests.get(rid) for rid in rids]
@@ -91,7 +91,7 @@ def record(runtime: Any, attachment: Any) -> None:
             kept = kept[: kept.rindex("1")]
         return {**told(self, tokens), "kept": kept}
 
-    runtime.verified = noted
+    forwards.verified = noted
     attachment.told = judged_drafts
 
 
@@ -112,7 +112,7 @@ def register() -> None:
     if SETTINGS in os.environ:
         replay(os.environ[SETTINGS])
         return
+    from sglang_ext.forwards import Forwards
     from sglang_ext.prefix.requests import Attachment
-    from sglang_ext.runtime import SparseRuntime
 
-    record(SparseRuntime, Attachment)
+    record(Forwards, Attachment)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sglang_ext.runtime import SparseRuntime
+    from sglang_ext.forwards import Forwards
 
 #: Backends that are adopted, by class name. Others are refused at start, by name.
 KNOWN_BACKENDS = (
@@ -34,12 +34,12 @@ _INNER = "_sparse_attn_inner"
 LayerRefusal = Callable[[Any, dict[str, Any]], "str | None"]
 
 
-def _replays_ours(runtime: SparseRuntime, forward_batch: Any) -> bool:
+def _replays_ours(forwards: Forwards, forward_batch: Any) -> bool:
     """Whether the running step replays a decode graph of ours. Only the view of a batch that SGLang makes for a replay
     has an actual mode: a step without a graph may still fall back to the inner backend, in any layer.
     """
     mode = getattr(forward_batch, "actual_forward_mode", None)
-    if mode is None or runtime.path is None or runtime.eager or not runtime.view.decode_graphs:
+    if mode is None or forwards.path is None or forwards.eager or not forwards.view.decode_graphs:
         return False
     if not (mode.is_decode() and forward_batch.forward_mode.is_decode()):
         return False
@@ -69,12 +69,12 @@ def _unknown(names: Sequence[str], known: Sequence[str]) -> str | None:
     )
 
 
-def adopt(backend: Any, runtime: SparseRuntime, layer_refusal: LayerRefusal) -> Any:
-    """Make `backend` route its forward through `runtime`; returns the same object.
+def adopt(backend: Any, forwards: Forwards, layer_refusal: LayerRefusal) -> Any:
+    """Make `backend` route its forward through `forwards`; returns the same object.
 
     Args:
         backend: what SGLang built, and `refusal` does not refuse.
-        runtime: where layers go while a step has a plan.
+        forwards: where layers go while a step has a plan.
         layer_refusal: (layer, extra keyword arguments) -> why it must stay dense, or None.
     """
     inner = type(backend)
@@ -93,8 +93,8 @@ def adopt(backend: Any, runtime: SparseRuntime, layer_refusal: LayerRefusal) -> 
 
         The only method that RadixAttention calls per layer.
         """
-        why = layer_refusal(layer, kwargs) if runtime.planned else None
-        out = runtime.attend(q, k, v, layer, forward_batch, save_kv_cache, why)
+        why = layer_refusal(layer, kwargs) if forwards.planned else None
+        out = forwards.attend(q, k, v, layer, forward_batch, save_kv_cache, why)
         return inner.forward(self, q, k, v, layer, forward_batch, save_kv_cache, **kwargs) if out is None else out
 
     def init_forward_metadata_out_graph(self: Any, forward_batch: Any, in_capture: bool = False) -> None:
@@ -102,11 +102,11 @@ def adopt(backend: Any, runtime: SparseRuntime, layer_refusal: LayerRefusal) -> 
         replayed.
 
         No kernel of the inner backend is in such a graph: a layer that had to stay dense in a capture ends all planning
-        (`SparseRuntime.attend`), so a step with a plan replays a graph whose layers are all ours. The plan stands
+        (`Forwards.attend`), so a step with a plan replays a graph whose layers are all ours. The plan stands
         before SGLang prepares the replay, and chooses its graph behind this. Kernels of known backends need nothing of
         an earlier step's: what a later step of SGLang's own reads is made in that step.
         """
-        if in_capture or not _replays_ours(runtime, forward_batch):
+        if in_capture or not _replays_ours(forwards, forward_batch):
             inner.init_forward_metadata_out_graph(self, forward_batch, in_capture=in_capture)
 
     # One base only: then the object's layout stays what it is, which assigning __class__ asks for.

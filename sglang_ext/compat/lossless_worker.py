@@ -154,7 +154,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         ahead, self._ahead = self._ahead, None
         if batch.forward_mode.is_decode():
             result, may = self._round(batch, ahead, on_publish)
-            scheduler_hooks.runtime().rounds.ended(max(self._rounds[-1][1]))
+            scheduler_hooks.runtime().forwards.rounds.ended(max(self._rounds[-1][1]))
             if on_publish is not None:
                 self._ahead = self._draft_ahead(batch, may, result)
         else:
@@ -170,7 +170,8 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
         last = batch.spec_info.accept_tokens
         if ahead is None or ahead.rids != [req.rid for req in batch.reqs]:
             # What was launched for another batch took its time all the same.
-            scheduler_hooks.runtime().rounds.begin(int(batch.seq_lens_cpu.sum()) + len(rows), anew=ahead is None)
+            known = int(batch.seq_lens_cpu.sum()) + len(rows)
+            scheduler_hooks.runtime().forwards.rounds.begin(known, anew=ahead is None)
             ahead = None
         draws = self._draws(batch) if ahead is None else ahead.draws
         may, drafts = self._drafts(batch, last, draws, ahead, overlaps=on_publish is not None)
@@ -203,7 +204,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
     def on_verify_complete_cpu(self, accepted: list[int], batch_size: int = 0) -> None:
         """SGLang has a round's outcome on the host: of each request, drafts that were kept."""
         rids, drafted = self._rounds.popleft()
-        scheduler_hooks.runtime().verified(rids, drafted, accepted)
+        scheduler_hooks.runtime().forwards.verified(rids, drafted, accepted)
 
     def _draws(self, batch: Any) -> Draws:
         """Of a round of its requests."""
@@ -214,12 +215,12 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
     ) -> tuple[list[Drafting | None], list[list[Tensor]]]:
         """Per request, what it may draft, and its drafted tokens, each [] int64."""
         drafts: list[list[Tensor]] = [[] for _ in batch.reqs]
-        runtime = scheduler_hooks.runtime()
+        forwards = scheduler_hooks.runtime().forwards
         lens = batch.seq_lens + 1, batch.seq_lens_cpu + 1
         step = _Rows([req.rid for req in batch.reqs], len(batch.reqs), batch.req_pool_indices, *lens)
-        may = runtime.begin_round(step)
+        may = forwards.begin_round(step)
         if ahead is None:
-            wanted = runtime.rounds.drafts(self._allowed(batch, may, lens[1]))
+            wanted = forwards.rounds.drafts(self._allowed(batch, may, lens[1]))
         else:  # as was chosen then: asked again, an index that drafts badly may want to draft nothing this time
             chosen = [one and one._replace(most=count) for one, count in zip(may, ahead.wanted, strict=True)]
             wanted = [0 if one is None else one.most for one in self._allowed(batch, chosen, lens[1])]
@@ -238,7 +239,7 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
                 said = self._draft(self._step(batch, rows, [depth] * len(rows), tokens), rows, depth, draws)
             for row, token in zip(rows, said, strict=True):
                 drafts[row].append(token)
-            if runtime.took not in (StepPath.SPARSE, StepPath.KEPT):
+            if forwards.took not in (StepPath.SPARSE, StepPath.KEPT):
                 break  # it was an exact step, no faster than verifying
         return may, drafts
 
@@ -261,11 +262,11 @@ class LosslessWorker(BaseSpecWorker):  # type: ignore[misc]
             may: what its requests may draft.
             result: of the round, as the scheduler takes it. Only the device knows how many tokens were kept.
         """
-        runtime = scheduler_hooks.runtime()
+        rounds = scheduler_hooks.runtime().forwards.rounds
         most = batch.seq_lens_cpu + torch.tensor(self._rounds[-1][1]) + 1  # tokens of each, at most
-        runtime.rounds.begin(int(most.sum()) + len(most))
+        rounds.begin(int(most.sum()) + len(most))
         least = batch.seq_lens_cpu + 2  # of each, with the one token that a round keeps at least
-        wanted = runtime.rounds.drafts(self._allowed(batch, may, least))
+        wanted = rounds.drafts(self._allowed(batch, may, least))
         ahead = _Ahead([req.rid for req in batch.reqs], wanted, self._draws(batch), {})
         rows = [row for row, count in enumerate(wanted) if count]
         limit = int(self.model_runner.model_config.context_len)

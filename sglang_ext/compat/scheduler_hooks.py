@@ -80,12 +80,12 @@ def around_attn_backend_wrapper(original: Callable[..., Any], runner: Any, full_
     if settings.config.build is Build.CAPTURE:
         from sglang_ext.compat.residual_stream import observe_residual_stream
 
-        observe_residual_stream(runner.model, _runtime.observe)
+        observe_residual_stream(runner.model, _runtime.forwards.observe)
     logging.getLogger(_DECODE_LINES).addFilter(_Shares(_runtime.counters))
     logger.info("sparse attention: on %s; %s", type(wrapped).__name__, summary(_runtime))
     for message in flags.in_vain(resolved(runner.server_args), settings.config):
         logger.warning("sparse attention: %s", message)
-    return adopt(wrapped, _runtime, view.layer_refusal)
+    return adopt(wrapped, _runtime.forwards, view.layer_refusal)
 
 
 class _Shares(logging.Filter):
@@ -123,16 +123,16 @@ def around_capture_one_shape(
     ours = _runtime is not None and _runtime.view.runner is runner.model_runner and runner.captured_req_width == 1
     paths = _runtime.planner.paths_of(size) if ours else ()
     for path in paths:
-        with _runtime.capturing(size, path):
+        with _runtime.forwards.capturing(size, path):
             original(runner, size, forward, stream_idx, _label_of(path.value, variant_label), *more)
     return original(runner, size, forward, stream_idx, variant_label, *more)
 
 
 def after_resolve_lora_variant(label: str | None, runner: Any, _forward_batch: Any) -> str | None:
     """The label of the graph that a step replays: SGLang tells graphs of one size apart by it, for LoRA."""
-    if _runtime is None or _runtime.view.runner is not runner.model_runner or _runtime.path is None:
+    if _runtime is None or _runtime.view.runner is not runner.model_runner or _runtime.forwards.path is None:
         return label
-    return _label_of(_runtime.path.value, label)
+    return _label_of(_runtime.forwards.path.value, label)
 
 
 def _label_of(path: str, label: str | None) -> str:
@@ -326,12 +326,13 @@ def around_model_runner_forward(
     """
     if _runtime is None or _runtime.view.runner is not runner:
         return original(runner, forward_batch, *args, **kwargs)
-    with _runtime.step(forward_batch):
-        if _runtime.planner.ahead and _runtime.path is None:
+    forwards = _runtime.forwards
+    with forwards.step(forward_batch):
+        if forwards.planner.ahead and forwards.path is None:
             return None
         forward = partial(original, runner, forward_batch, *args, **kwargs)
-        output = _runtime.forward(forward, partial(next_tokens, runner))
-        _runtime.prefilled(in_graph=bool(getattr(output, "can_run_graph", False)))
+        output = forwards.run(forward, partial(next_tokens, runner))
+        forwards.prefilled(in_graph=bool(getattr(output, "can_run_graph", False)))
         return output
 
 
@@ -353,7 +354,7 @@ def keep_waiting(runner: Any) -> None:
 
 def after_can_run_graph(can: Any, runner: Any, _forward_batch: Any) -> Any:
     """No graph holds a step that is attended twice, or exactly behind host memory."""
-    eager = _runtime is not None and _runtime.view.runner is runner.model_runner and _runtime.eager
+    eager = _runtime is not None and _runtime.view.runner is runner.model_runner and _runtime.forwards.eager
     return False if eager else can
 
 

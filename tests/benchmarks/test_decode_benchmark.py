@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sglang_ext.decode.drafts import DraftLengths
+from sglang_ext.forwards import Forwards
 from sglang_ext.prefix.requests import Attachment
-from sglang_ext.runtime import SparseRuntime
 from tests.benchmarks.results import RESULTS, ROOT, cells, document, documented_table, prose, rows_of
 
 ALONE, GRID, BEFORE, AFTER, DEFAULT = (
@@ -228,9 +228,9 @@ def test_which_drafts_are_kept_is_replayed(bench: Any) -> None:
 
 def test_what_a_request_keeps_is_recorded_as_it_is_replayed(bench: Any) -> None:
     """Not of a request that ended, as rounds run ahead, nor drafts behind one that was dropped."""
-    runtime_class = type("Runtime", (SimpleNamespace,), {"verified": SparseRuntime.verified})
+    forwards_class = type("Recording", (SimpleNamespace,), {"verified": Forwards.verified})
     attachment_class = type("Recorded", (Attachment,), {})
-    bench.lossless_replay.record(runtime_class, attachment_class)
+    bench.lossless_replay.record(forwards_class, attachment_class)
     index = SimpleNamespace(entry=SimpleNamespace(digest="index"))
     one, idle, lost = (
         attachment_class("one", index=index),
@@ -239,9 +239,9 @@ def test_what_a_request_keeps_is_recorded_as_it_is_replayed(bench: Any) -> None:
     )
     counters, rounds = SimpleNamespace(count_drafts=lambda *_: None), SimpleNamespace(lengths=DraftLengths(7))
     requests = {request.rid: request for request in (one, idle, lost)}
-    runtime = runtime_class(requests=requests, counters=counters, rounds=rounds)
+    forwards = forwards_class(requests=requests, counters=counters, rounds=rounds)
     for drafted, accepted in ((4, 4), (4, 1), (2, 0)):
-        runtime.verified(["ended", "one", "idle", "lost"], [5, drafted, 0, 3], [5, accepted, 0, 2])
+        forwards.verified(["ended", "one", "idle", "lost"], [5, drafted, 0, 3], [5, accepted, 0, 2])
     told = one.told(1)
     assert (told["drafted"], told["accepted"], told["kept"]) == (10, 5, "1111100")
     assert [request.told(1)["kept"] for request in (idle, lost)] == ["", ""]

@@ -151,10 +151,10 @@ def test_what_the_inner_backend_reads_is_made_but_for_a_replay_of_our_graphs(
         made.append((forward_batch, in_capture))
 
     monkeypatch.setattr(type(backend), "init_forward_metadata_out_graph", make)
-    runtime = SimpleNamespace(path=None, eager=False, view=SimpleNamespace(decode_graphs=True))
+    forwards = SimpleNamespace(path=None, eager=False, view=SimpleNamespace(decode_graphs=True))
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    adopted = adopt(backend, runtime, lambda layer, kwargs: None)
+    adopted = adopt(backend, forwards, lambda layer, kwargs: None)
     decode, idle, verify = ForwardMode.DECODE, ForwardMode.IDLE, ForwardMode.TARGET_VERIFY
     view = _replay_view(decode, decode)
 
@@ -166,7 +166,7 @@ def test_what_the_inner_backend_reads_is_made_but_for_a_replay_of_our_graphs(
 
     assert makes(view), "no plan"
     for path in StepPath:
-        runtime.path = path
+        forwards.path = path
         assert not makes(view)
         assert makes(view, in_capture=True)
         assert makes(_replay_view(decode, idle)), "no decode step"
@@ -174,10 +174,10 @@ def test_what_the_inner_backend_reads_is_made_but_for_a_replay_of_our_graphs(
         assert makes(object.__new__(ForwardBatch)), "no graph"
         capturing = True
         assert makes(view), "SGLang captures the preparation, for steps of all kinds"
-        capturing, runtime.eager = False, True
+        capturing, forwards.eager = False, True
         assert makes(view), "attended twice, or from host memory"
-        runtime.eager = False
-    runtime.path = None
+        forwards.eager = False
+    forwards.path = None
     assert makes(view), "a later step of SGLang's own"
 
 
@@ -205,8 +205,8 @@ def test_known_backends_override_forward_only_in_ways_that_the_wrapper_delegates
 
     stand_in = type(inner.__name__, (inner,), {"forward": record})
     backend.__class__ = stand_in
-    runtime = SimpleNamespace(planned=False, attend=lambda *a: None)
-    adopted = adopt(backend, runtime, lambda layer, kwargs: pytest.fail("not asked without a plan"))
+    forwards = SimpleNamespace(planned=False, attend=lambda *a: None)
+    adopted = adopt(backend, forwards, lambda layer, kwargs: pytest.fail("not asked without a plan"))
     assert adopted.forward(1, 2, 3, "layer", "fb", False, sinks=5) == "inner"
     assert calls == [(adopted, (1, 2, 3, "layer", "fb", False), {"sinks": 5})]
     assert adopted.forward(q=1, k=2, v=3, layer="layer", forward_batch="fb") == "inner"

@@ -28,11 +28,12 @@ from tests.serving.planning import planner
 
 
 class Runtime:
-    """What the hooks ask of the runtime; keeps what happens in order."""
+    """What the hooks ask of the runtime and its forwards; keeps what happens in order."""
 
     def __init__(self, runner: Any, largest: int) -> None:
         self.view = SimpleNamespace(runner=runner)
         self.planner = SimpleNamespace(paths_of=lambda size: tuple(StepPath) if size <= largest else ())
+        self.forwards = self
         self.path: StepPath | None = None
         self.events: list[Any] = []
 
@@ -183,6 +184,6 @@ def test_a_draft_ahead_that_no_index_serves_is_not_run(
     runtime: Any = Runtime(model := object(), largest=32)
     runtime.planner.ahead, runtime.path = ahead, path
     runtime.step, runtime.prefilled = (lambda _batch: nullcontext()), (lambda **_of: None)
-    runtime.forward = lambda forward, _tokens_of: forward()
+    runtime.run = lambda forward, _tokens_of: forward()
     found = hooked(runtime).around_model_runner_forward(lambda *_of: "output", model, "batch")
     assert found == ("output" if runs else None)

@@ -126,7 +126,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> A
         yield
         model.drafting = model.ahead = False
 
-    class Runtime(SimpleNamespace):
+    class Forwards(SimpleNamespace):
         took = property(lambda _self: model.took)
 
     def begin_round(step: Any) -> list[Drafting | None]:
@@ -136,8 +136,8 @@ def worker(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> A
         return [None if rid.startswith("dense") else Drafting(tried[rid], 0.9) for rid in step.rids]
 
     planner = SimpleNamespace(drafting=drafting)
-    runtime = Runtime(rounds=Rounds(rng, most), begin_round=begin_round, planner=planner)
-    monkeypatch.setattr(scheduler_hooks, "_runtime", runtime)
+    forwards = Forwards(rounds=Rounds(rng, most), begin_round=begin_round)
+    monkeypatch.setattr(scheduler_hooks, "_runtime", SimpleNamespace(forwards=forwards, planner=planner))
     monkeypatch.setattr(lossless_worker, "record_stream_for_v2_verify", lambda *_of: None)
     monkeypatch.setattr(lossless_worker.ForwardBatch, "init_new", lambda step, _runner, **_more: step)
     target = SimpleNamespace(model_runner=model, set_hicache_consumer=lambda _index: None)

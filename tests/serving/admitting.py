@@ -139,11 +139,11 @@ def prefill_layers(runtime: SparseRuntime, batch: Any, count: int, gen: torch.Ge
     """All layers of a prefill step, which SGLang attends itself."""
     for number in range(LAYERS):
         q = torch.randn(count, KV_HEADS * GQA * DIM, generator=gen)
-        assert runtime.attend(q, None, None, layer_of(number), batch, True, None) is None
+        assert runtime.forwards.attend(q, None, None, layer_of(number), batch, True, None) is None
 
 
 def prefill(runtime: SparseRuntime, rid: str, count: int, first: int = 0) -> None:
-    with runtime.step(batch := extend_batch(rid, count, first)):
+    with runtime.forwards.step(batch := extend_batch(rid, count, first)):
         prefill_layers(runtime, batch, count)
 
 
@@ -163,8 +163,8 @@ def decode_batch(runtime: SparseRuntime, rids: list[str], lens: list[int], rows:
 
 def planned(runtime: SparseRuntime, rids: list[str], lens: list[int]) -> bool:
     """Whether a decode step is attended here; its layers do not run."""
-    with runtime.step(decode_batch(runtime, rids, lens)):
-        return runtime.planned
+    with runtime.forwards.step(decode_batch(runtime, rids, lens)):
+        return runtime.forwards.planned
 
 
 def layer_of(number: int) -> Any:
@@ -179,7 +179,7 @@ def decode_layers(
     for number in range(LAYERS):
         q = scale * torch.randn(batch.batch_size, KV_HEADS * GQA * DIM, generator=gen)
         k, v = (torch.randn(batch.batch_size, KV_HEADS * DIM, generator=gen) for _ in "kv")
-        yield number, q, k, runtime.attend(q, k, v, layer_of(number), batch, True, None)
+        yield number, q, k, runtime.forwards.attend(q, k, v, layer_of(number), batch, True, None)
 
 
 def check_dense(out: torch.Tensor, q: torch.Tensor, kv: PagedKV, slots: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ def run_step(runtime: SparseRuntime, batch: Any) -> list[bool]:
     """Whether each layer of a decode step is attended here; if so, its output is compared with dense attention."""
     attended = []
     gen = torch.Generator().manual_seed(int(batch.seq_lens_cpu.sum()))
-    with runtime.step(batch):
+    with runtime.forwards.step(batch):
         for number, q, k, result in decode_layers(runtime, batch, gen):
             attended.append(result is not None)
             if result is None:

@@ -54,8 +54,8 @@ class Steps:
         self.lens = [length + 1 for length in self.lens]
         outs: list[torch.Tensor] = []
         recall, error = [], []
-        with runtime.step(batch):
-            guarded = runtime.eager
+        with runtime.forwards.step(batch):
+            guarded = runtime.forwards.eager
             for number, q, _, out in decode_layers(runtime, batch, gen, 3.0):
                 if out is None:
                     return False, None
@@ -188,13 +188,13 @@ def test_next_tokens_are_compared_by_one_forward_more(start: Any) -> None:
     exact: list[bool] = []
 
     def forward() -> Any:
-        exact.append(not runtime.eager)
-        return torch.tensor([7 if runtime.eager or len(exact) < 9 else 8])
+        exact.append(not runtime.forwards.eager)
+        return torch.tensor([7 if runtime.forwards.eager or len(exact) < 9 else 8])
 
     for _ in range(8):
         batch = decode_batch(runtime, ["r0"], steps.lens)
-        with runtime.step(batch):
-            assert runtime.forward(forward, lambda out: out).tolist() == [7]
+        with runtime.forwards.step(batch):
+            assert runtime.forwards.run(forward, lambda out: out).tolist() == [7]
         steps.lens = [length + 1 for length in steps.lens]
     assert exact == [True, False, False, False, False] * 2
     (found,) = guard_of(runtime)["indexes"].values()

@@ -109,7 +109,7 @@ def test_a_step_whose_token_is_dropped_is_not_told(start: Any) -> None:
     runtime.slot_freed(request, 0, finished=False, tokens=5)  # the fifth's result has not come yet
     runtime.slot_taken(request)
     assert noted(range(6, 8)) == {"sparse": 6, "cascade": 0, "dense": 1}
-    runtime.begin_round(decode_batch(runtime, ["a"], [attachment.prompt_len + 3]))
+    runtime.forwards.begin_round(decode_batch(runtime, ["a"], [attachment.prompt_len + 3]))
     assert attachment.steps.counts(8) == {"sparse": 2, "cascade": 0, "dense": 5}
 
 

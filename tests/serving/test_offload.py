@@ -51,7 +51,7 @@ def offloaded(start: Any, request: pytest.FixtureRequest) -> Runtime:
     runtime.view.caches = [pools.kv(layer, *SCALES) for layer in range(LAYERS)]
     runtime.view.req_to_token = torch.arange(16, 16 + 8 * 120, dtype=torch.int32).reshape(8, 120)
     options = Offload(host_bytes=16, min_tokens=16, staging_tokens=32)
-    runtime.offload = Offloading(options, runtime.view, pools, range(0), 16)
+    runtime.offload = runtime.forwards.offload = Offloading(options, runtime.view, pools, range(0), 16)
     runtime.came("r0", [*PROMPT, 1])
     assert ours(runtime, ["r0"], [65]), "an index serves it"
     ours(runtime, ["r0"], [66])  # its prefix is copied out
@@ -77,13 +77,13 @@ def test_a_step_with_such_a_row_attends_all_rows_exactly(offloaded: Runtime) -> 
     runtime, batch = offloaded, decode_batch(offloaded, ["r0", "r1"], [67, 68])
     table = runtime.view.req_to_token
     slots = [table[0, :67].long(), torch.cat([table[0, :64], table[1, 64:68]]).long()]
-    with runtime.step(batch):
-        assert runtime.eager
-        assert runtime.path is None
+    with runtime.forwards.step(batch):
+        assert runtime.forwards.eager
+        assert runtime.forwards.path is None
         for number, q, _, found in decode_layers(runtime, batch):
             for row, own in enumerate(slots):
                 check_dense(found[row], q[row], runtime.view.kv(number), own)
-    assert not runtime.eager
+    assert not runtime.forwards.eager
     state = runtime.snapshot()
     assert state["fallbacks"] == {"offloaded": 2}
     assert state["offload"]["users"] == 1
@@ -96,12 +96,12 @@ def test_no_layer_of_such_a_step_is_left_to_sglang(offloaded: Runtime) -> None:
     runtime, q = offloaded, torch.randn(1, KV_HEADS * GQA * DIM)
     batch = decode_batch(runtime, ["r1"], [68], [1])
     message = "expected layer 0 to be attended from host memory; it has a logit cap"
-    with pytest.raises(RuntimeError, match=message), runtime.step(batch):
-        runtime.attend(q, None, None, layer_of(0), batch, True, "a logit cap")
-    with pytest.raises(RuntimeError, match=r"layers \[1, 2\] were not"), runtime.step(batch):
-        assert runtime.attend(q, None, None, layer_of(0), batch, True, None) is not None
+    with pytest.raises(RuntimeError, match=message), runtime.forwards.step(batch):
+        runtime.forwards.attend(q, None, None, layer_of(0), batch, True, "a logit cap")
+    with pytest.raises(RuntimeError, match=r"layers \[1, 2\] were not"), runtime.forwards.step(batch):
+        assert runtime.forwards.attend(q, None, None, layer_of(0), batch, True, None) is not None
     batch.forward_mode.name = "TARGET_VERIFY"
-    with pytest.raises(RuntimeError, match="got TARGET_VERIFY"), runtime.step(batch):
+    with pytest.raises(RuntimeError, match="got TARGET_VERIFY"), runtime.forwards.step(batch):
         raise AssertionError("no layer may run")
 
 
@@ -144,11 +144,11 @@ def extended(runtime: Runtime, counts: list[int], cap: float = 0.5, first: int =
     own = [table[row, 64 : first + 1 + n].long() for row, count in zip(rows, counts, strict=True) for n in range(count)]
     group = OracleGroup(index, table[0, :64], list(range(counts[0])))
     others = [torch.cat([table[0, :64].long(), one]) for one in own[counts[0] :]]
-    with runtime.step(batch):
+    with runtime.forwards.step(batch):
         for number in range(LAYERS):
             q = 3 * torch.randn(total, KV_HEADS * GQA * DIM)
             k, v = (torch.randn(total, KV_HEADS * DIM) for _ in "kv")
-            out = runtime.attend(q, k, v, layer_of(number), batch, True, None)
+            out = runtime.forwards.attend(q, k, v, layer_of(number), batch, True, None)
             heads = q.view(total, KV_HEADS * GQA, DIM)
             expected = oracle.run(
                 heads, runtime.view.kv(number), [group], [*own[: counts[0]], *others], number, DIM**-0.5

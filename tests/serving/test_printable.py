@@ -143,7 +143,7 @@ def test_a_trace_is_for_its_user_alone_and_bounded(
     left.write_bytes(b"x" * 100)
     left.chmod(0o644)
     runtime = start(trace_folder=str(folder))
-    runtime._trace._left = 100
+    runtime.forwards.trace._left = 100
     for number in range(20):
         prefill(runtime, [f"trace-{number}"], [0], [10])
     (path,) = folder.iterdir()

@@ -58,13 +58,13 @@ def test_a_layer_that_must_stay_dense_is_counted_and_ends_what_is_attended_here(
     for number in range(2):
         ours(runtime, ["r0", "r1"], [66 + number, 70 + number])
     layer, batch = SimpleNamespace(layer_id=1, scaling=1.0), decode_batch(runtime, ["r0", "r1"], [68, 72])
-    with pytest.raises(RuntimeError, match="out of memory"), runtime.step(batch):
+    with pytest.raises(RuntimeError, match="out of memory"), runtime.forwards.step(batch):
         raise RuntimeError("out of memory")
-    assert not runtime.planned, "a step ends with its forward, also one that fails"
-    with runtime.step(batch):
-        assert runtime.planned
-        assert runtime.attend(torch.zeros(2, 64), None, None, layer, batch, True, "a sliding window") is None
-        assert not runtime.planned
+    assert not runtime.forwards.planned, "a step ends with its forward, also one that fails"
+    with runtime.forwards.step(batch):
+        assert runtime.forwards.planned
+        assert runtime.forwards.attend(torch.zeros(2, 64), None, None, layer, batch, True, "a sliding window") is None
+        assert not runtime.forwards.planned
     assert not ours(runtime, ["r0", "r1"], [69, 73])
     state = runtime.snapshot()
     assert state["decode"]["refusal"] == "layer 1 has a sliding window"
@@ -83,10 +83,10 @@ def test_what_was_found_is_too_old_behind_a_mixed_step_but_not_behind_a_prefill(
         if between:
             batch = extend_batch("r0", 1, length)
             batch.forward_mode = mode(between)
-            with runtime.step(batch):
+            with runtime.forwards.step(batch):
                 prefill_layers(runtime, batch, 1)
-        with runtime.step(decode_batch(runtime, ["r0"], [length])):
-            found.append(runtime.path)
+        with runtime.forwards.step(decode_batch(runtime, ["r0"], [length])):
+            found.append(runtime.forwards.path)
     assert found[4:] == [StepPath.KEPT, StepPath.KEPT, StepPath.SPARSE, StepPath.KEPT]
 
 

@@ -59,16 +59,16 @@ class Traffic:
         runtime.admit(request, rid, tokens, NAMESPACE, repeats=repeats)
         for first in range(cached, len(tokens), chunk):
             count = min(chunk, len(tokens) - first)
-            with runtime.step(batch := extend_batch(rid, count, first)):
+            with runtime.forwards.step(batch := extend_batch(rid, count, first)):
                 prefill_layers(runtime, batch, count, self.gen)
-                runtime.prefilled(in_graph=False)
+                runtime.forwards.prefilled(in_graph=False)
 
     def decode(self, rid: str, length: int) -> bool:
         """One step; whether an index served it."""
         _, row = self.requests[rid]
         batch = decode_batch(self.runtime, [rid], [length], [row])
-        with self.runtime.step(batch):
-            return self.runtime.planned
+        with self.runtime.forwards.step(batch):
+            return self.runtime.forwards.planned
 
     def end(self, rid: str, finished: bool = True) -> None:
         request, row = self.requests[rid]
@@ -368,7 +368,7 @@ def test_a_capture_that_broke_leaves_room(start: Any) -> None:
     for rid in ("a", "b"):
         runtime.admit(Request(), rid, list(range(ord(rid), ord(rid) + 80)), NAMESPACE)
         for first in (0, 60):  # tokens 30 to 59 never come
-            with runtime.step(extend_batch(rid, 30, first)):
+            with runtime.forwards.step(extend_batch(rid, 30, first)):
                 pass
     assert runtime.builds.recorder.num_captures == 0
 
@@ -424,9 +424,9 @@ def test_what_only_opted_out_requests_prefilled_is_said_to_need_another_prefill(
     traffic = Traffic(start(build_after_hits=1))
     opted_out = Request()
     traffic.runtime.admit(opted_out, "out", [*PROMPT, 1], NAMESPACE, ("by_request", "as asked"))
-    with traffic.runtime.step(batch := extend_batch("out", 65)):
+    with traffic.runtime.forwards.step(batch := extend_batch("out", 65)):
         prefill_layers(traffic.runtime, batch, 65, traffic.gen)
-        traffic.runtime.prefilled(in_graph=False)
+        traffic.runtime.forwards.prefilled(in_graph=False)
     traffic.prefill("a", [*PROMPT, *range(100, 118)], 64)
     assert traffic.decode_until("a", 83, lambda: counts(traffic.runtime)["failed"] == 1)
     (line,) = report(traffic.runtime)

@@ -92,7 +92,7 @@ def test_with_several_ranks_it_ends_the_process(start: Any, monkeypatch: pytest.
     runtime = start(share_prefixes=True, min_shared_tokens=32)
     _admit(runtime, PROMPT)
     monkeypatch.setattr(runtime.planner.cascade, "plan", _raises)
-    runtime.ranks = SimpleNamespace(size=2)
+    runtime.forwards.ranks = SimpleNamespace(size=2)
     with pytest.raises(BrokenError):
         ours(runtime, ["r0"], [66])
 

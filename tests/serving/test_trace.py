@@ -22,7 +22,7 @@ def prefill(runtime: SparseRuntime, rids: list[str], starts: list[int], lens: li
     batch = SimpleNamespace(
         forward_mode=mode("extend"), rids=rids, extend_prefix_lens_cpu=starts, extend_seq_lens_cpu=torch.tensor(lens)
     )
-    with runtime.step(batch):
+    with runtime.forwards.step(batch):
         pass
 
 
@@ -31,7 +31,7 @@ def decode(runtime: SparseRuntime, rids: list[str], lens: list[int], queries: li
     each layer: [rows, num_qo_heads, DIM].
     """
     batch = decode_batch(runtime, rids, lens)
-    with runtime.step(batch):
+    with runtime.forwards.step(batch):
         for _, q, _, _ in decode_layers(runtime, batch):
             if queries is not None:
                 queries.append(q.view(len(rids), KV_HEADS * GQA, DIM))
