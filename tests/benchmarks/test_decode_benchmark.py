@@ -248,7 +248,7 @@ def test_what_a_request_keeps_is_recorded_as_it_is_replayed(bench: Any) -> None:
     again = bench.lossless_replay.Replay(told["kept"])
     assert [again.counts([drafted]) for drafted in (4, 4, 2)] == [[4], [1], [0]]
     counted: Any = counters
-    runtime.verified(["one"], [3], [3])
+    forwards.verified(["one"], [3], [3])
     one.cut(2, counted)
     told = one.told(1)
     assert (told["drafted"], told["accepted"], told["kept"]) == (13, 6, "11111001"), "no draft behind the answer's end"
