@@ -65,7 +65,7 @@ BESIDE_RANKS: Fields = (
 _BESIDE_OFFLOAD: Fields = (
     *_MIXED,
     ("speculative_algorithm", None, "speculative decoding (--speculative-algorithm)"),
-    ("disable_radix_cache", False, "a server without a prefix cache (--disable-radix-cache)"),
+    ("disable_radix_cache", False, "--disable-radix-cache"),
     ("radix_cache_backend", None, "another prefix cache (--radix-cache-backend)"),
     ("enable_hierarchical_cache", False, "HiCache (--enable-hierarchical-cache)"),
     ("hicache_storage_backend", None, "HiCache's storage (--hicache-storage-backend)"),

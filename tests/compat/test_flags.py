@@ -119,6 +119,8 @@ def test_a_match_that_sglang_takes_back_does_not_go_with_offload(monkeypatch: py
 def test_what_does_not_go_with_offload_is_named() -> None:
     _each_is_named(flags._BESIDE_OFFLOAD, lambda record: flags.offload_refusal(record, OFFLOAD), tp_size=2)
     assert flags.offload_refusal(SimpleNamespace(enable_lora=True), SparseAttnConfig()) is None
+    message = str(flags.offload_refusal(SimpleNamespace(disable_radix_cache=True), OFFLOAD))
+    assert "expected no --disable-radix-cache beside offload" in message
     assert {field for field, *_ in flags._BESIDE_OFFLOAD} >= {
         *("enable_mixed_chunk", "speculative_algorithm", "disable_radix_cache", "radix_cache_backend", "enable_lora"),
         *("enable_hierarchical_cache", "hicache_storage_backend", "enable_lmcache", "enable_flexkv", "kv_canary"),
