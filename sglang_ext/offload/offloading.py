@@ -531,9 +531,9 @@ class Offloading:
 
     def tell_longest(self, context_len: int) -> None:
         """Log, at the start, which prefixes are too long for the residents; `selects` is in place."""
-        step = 1024
-        fits = [tokens for tokens in range(step, context_len, step) if self.selects(tokens)]
-        if len(fits) < (context_len - 1) // step:
+        asked = range(PAGE_TOKENS, context_len, PAGE_TOKENS)
+        fits = [tokens for tokens in asked if self.selects(tokens)]
+        if len(fits) < len(asked):
             logger.warning(
                 "sparse attention: offload: prefixes of more than about %d tokens stay on the device, as their steps "
                 "select more tokens than %d: raise offload.resident_tokens, or lower the budget",
