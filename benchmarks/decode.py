@@ -237,9 +237,10 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
         try:
             for row in wanted:
                 size = f"{row['prefixes']:3d} x {row['context']:6d} tokens, batch {row['batch']:3d}"
+                of_row = f"{engine:10s} {row['path']:6s} {size}"
                 tokens, pool = cell.room(row)
                 if tokens > pool:
-                    print(f"{engine:10s} {row['path']:6s} {size}: left out, {tokens} tokens in a KV pool of {pool}")
+                    print(f"{of_row}: left out, {tokens} tokens in a KV pool of {pool}", flush=True)
                     continue
                 cell.prefixes(row["context"], row["prefixes"])
                 before = cell.counted()
@@ -250,8 +251,7 @@ def measure(args: argparse.Namespace, engine: str, start: int) -> None:
                     row["cache_rank"] = cell.state()["decode"]["cache_rank"]
                 engines.append(args.out, row)
                 print(
-                    f"{engine:10s} {row['path']:6s} {size}: "
-                    f"{row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
+                    f"{of_row}: {row['ms']:8.3f} ms ({row['ms_p10']:.3f} to {row['ms_p90']:.3f}), {ours}",
                     flush=True,
                 )
         finally:

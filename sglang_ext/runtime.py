@@ -111,7 +111,7 @@ class SparseRuntime:
         self.ready = Readiness(config, self.requests, self.counters, self.ranks, self._release, guarded)
         if self.ranks.size > 1:
             check_alike(self.ranks, self._facts())
-        self.builds = self._recording(profile)
+        builds = self._recording(profile)
         rounds = Rounds(config.draft_tokens, view.device, forced=self.planner.forced)
         trace = None if config.trace_folder is None else StepTrace(config.trace_folder, plan, view.dtype)
         self.forwards = Forwards(
@@ -122,7 +122,7 @@ class SparseRuntime:
             ready=self.ready,
             planner=self.planner,
             offload=self.offload,
-            builds=self.builds,
+            builds=builds,
             rounds=rounds,
             trace=trace,
         )
@@ -155,6 +155,11 @@ class SparseRuntime:
             "kind of device": view.device.type,
             "pages of host memory": None if self.offload is None else self.offload.host_kv().num_pages,
         }
+
+    @property
+    def builds(self) -> Recording | None:
+        """See `Forwards`."""
+        return self.forwards.builds
 
     # -- admission and the life of a request ---------------------------------------------------------------
 
@@ -269,7 +274,7 @@ class SparseRuntime:
             )
         if self.builds is not None:
             self.builds.close()
-            self.builds = self.forwards.builds = None
+            self.forwards.builds = None
         if self.offload is not None:
             self.offload.drop(forever=True)
 

@@ -67,63 +67,60 @@ def _shares(config: SparseAttnConfig, view: ModelView) -> bool:
     return view.device.type == "cuda" if config.share_prefixes is None else config.share_prefixes
 
 
-def make_backends(
-    config: SparseAttnConfig,
-    view: ModelView,
-    spec: IndexSpec,
-    layer_plan: LayerPlan,
-    ranks: Ranks,
-    tracker: SlotTracker,
-    costs: dict[int, StepCosts],
-    *,
-    trial: bool,
-    host: HostKV | None,
-    publish: Callable[[dict[str, Any]], None],
-) -> Backends:
+class Given(NamedTuple):
+    """What backends are made of.
+
+    Attributes:
+        config, view, spec, layer_plan, ranks, host: as of `DecodePlanner`.
+        tracker: of the slots that requests share.
+        costs: by size of batch; filled when they are measured.
+    """
+
+    config: SparseAttnConfig
+    view: ModelView
+    spec: IndexSpec
+    layer_plan: LayerPlan
+    ranks: Ranks
+    host: HostKV | None
+    tracker: SlotTracker
+    costs: dict[int, StepCosts]
+
+
+def make_backends(given: Given, *, trial: bool, publish: Callable[[dict[str, Any]], None]) -> Backends:
     """All that the settings ask for, where steps are not refused. Where indexes cannot be used the log says why.
 
     Args:
-        config, view, spec, layer_plan, ranks, trial, host: as of `DecodePlanner`.
-        tracker: of the slots that requests share.
-        costs: by size of batch; filled when they are measured.
+        trial: as of `DecodePlanner`.
         publish: takes the guard's figures.
     """
+    config, view, tracker = given.config, given.view, given.tracker
     shape = AttentionShape(
         view.num_qo_heads, view.num_kv_heads, view.head_dim, view.v_head_dim, view.dtype, view.kv_dtype
     )
     arena_size, graphs = _ARENA_POOLS * view.num_slots, view.decode_graphs
     cascade = sparse = None
     if _shares(config, view):
-        cascade = CascadeDecode(shape, tracker, arena_size, view.device, costs, captured=graphs)
-    if host is not None:
-        arena_size += host.num_pages * PAGE_TOKENS  # whose slots are not the pool's
+        cascade = CascadeDecode(shape, tracker, arena_size, view.device, given.costs, captured=graphs)
+    if given.host is not None:
+        arena_size += given.host.num_pages * PAGE_TOKENS  # whose slots are not the pool's
     if not graphs:  # a ready index is always used: each request alone has room
         arena_size = max(arena_size, tracker.max_batch * view.req_to_token.shape[1])
     if config.decode_path is not DecodePath.CASCADE:
-        sparse = _make_sparse(shape, config, view, spec, layer_plan, ranks, tracker, costs, arena_size, cascade, host)
-    selects = layer_plan.anchor_layers  # where no layer does, there is nothing to compare
+        sparse = _make_sparse(given, shape, arena_size, cascade)
+    selects = given.layer_plan.anchor_layers  # where no layer does, there is nothing to compare
     if sparse is None or not config.guard_every or not selects or config.exactness is Exactness.VERIFY:
         return Backends(cascade, sparse)
     exact = cascade or CascadeDecode(shape, tracker, arena_size, view.device)
     backends = sparse, exact, tracker.max_batch, view.device
-    guard = QualityGuard(config, layer_plan, *backends, trial=trial, ranks=ranks, publish=publish)
+    guard = QualityGuard(config, given.layer_plan, *backends, trial=trial, ranks=given.ranks, publish=publish)
     return Backends(cascade, sparse, guard)
 
 
 def _make_sparse(
-    shape: AttentionShape,
-    config: SparseAttnConfig,
-    view: ModelView,
-    spec: IndexSpec,
-    layer_plan: LayerPlan,
-    ranks: Ranks,
-    tracker: SlotTracker,
-    costs: dict[int, StepCosts],
-    arena_size: int,
-    cascade: CascadeDecode | None,
-    host: HostKV | None,
+    given: Given, shape: AttentionShape, arena_size: int, cascade: CascadeDecode | None
 ) -> SparseDecode | None:
     """What attends by indexes; None, and a warning, where decode graphs cannot hold it or its spec."""
+    config, view, spec, layer_plan = given.config, given.view, given.spec, given.layer_plan
     graphs = view.decode_graphs
 
     def context(sizes: ListSizes) -> OpContext:
@@ -140,15 +137,15 @@ def _make_sparse(
                 config,
                 made,
                 layer_plan,
-                tracker,
+                given.tracker,
                 arena_size=arena_size,
                 max_prefix_len=view.req_to_token.shape[1],
                 device=view.device,
-                costs=costs,
+                costs=given.costs,
                 captured=graphs,
                 beside=cascade.attentions if cascade is not None else None,
-                ranks=ranks,
-                host=host,
+                ranks=given.ranks,
+                host=given.host,
             )
         except ValueError as error:
             message = str(error)

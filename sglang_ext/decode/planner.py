@@ -14,7 +14,7 @@ from torch import Tensor
 from prefix_kernels.launching import block_of
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.account import StepAccount, note, note_guarded
-from sglang_ext.decode.backends import Backends, make_backends, refusal_of
+from sglang_ext.decode.backends import Backends, Given, make_backends, refusal_of
 from sglang_ext.decode.base import DecodeBackend
 from sglang_ext.decode.cache_rank.client import CacheRank
 from sglang_ext.decode.cascade import CascadeDecode, CascadePlan
@@ -139,8 +139,8 @@ class DecodePlanner:
         self.refusal = refusal_of(config, view)
         made = Backends()
         if self.refusal is None:
-            inputs = config, view, spec, layer_plan, ranks, self._tracker, self._costs
-            made = make_backends(*inputs, trial=trial, host=host, publish=counters.set_guard)
+            given = Given(config, view, spec, layer_plan, ranks, host, self._tracker, self._costs)
+            made = make_backends(given, trial=trial, publish=counters.set_guard)
         self.cascade, self.sparse, self.guard = made
 
     def refuse(self, why: str) -> None:

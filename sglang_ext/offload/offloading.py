@@ -42,6 +42,8 @@ _Request = TypeVar("_Request", bound=Hashable)
 
 _RETRY_STEPS = 128
 """Decode steps, until room is looked for again for a prefix that had none."""
+_ASKED = 1024
+"""Most lengths of prefixes that the start asks about."""
 COPY_BYTES = 256 << 20
 """Most bytes that one decode step copies out: some 5 ms of a PCIe 5 link."""
 
@@ -531,7 +533,8 @@ class Offloading:
 
     def tell_longest(self, context_len: int) -> None:
         """Log, at the start, which prefixes are too long for the residents; `selects` is in place."""
-        asked = range(PAGE_TOKENS, context_len, PAGE_TOKENS)
+        step = PAGE_TOKENS * -(-context_len // (PAGE_TOKENS * _ASKED))
+        asked = range(step, context_len, step)
         fits = [tokens for tokens in asked if self.selects(tokens)]
         if len(fits) < len(asked):
             logger.warning(

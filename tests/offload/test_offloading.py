@@ -225,6 +225,20 @@ def test_why_a_prefix_stays_on_the_device(tokens: int, reason: str) -> None:
     assert served.offloading.snapshot()["free_pages"] == 6
 
 
+@pytest.mark.parametrize(
+    ("context_len", "fits", "said"),
+    [(1024, 208, "208"), (32767, 32, "32"), (1 << 20, 100_000, "99328"), (1024, 1024, "")],
+)
+def test_the_start_says_which_prefixes_are_too_long(
+    context_len: int, fits: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served, asked = Served(), []
+    served.offloading.selects = lambda tokens: asked.append(tokens) or tokens <= fits
+    served.offloading.tell_longest(context_len)
+    assert (f"prefixes of more than about {said} tokens stay" in caplog.text) if said else not caplog.text
+    assert len(asked) <= 1024, "however long prompts may be"
+
+
 def test_of_two_running_requests_one_has_room_and_keeps_it() -> None:
     """Neither is a user of what it copies: each step would copy a page and drop the other's."""
     served = Served(num_pages=8)
