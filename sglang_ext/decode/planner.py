@@ -356,8 +356,10 @@ class DecodePlanner:
         return whole is not None and selecting is not None and selecting < MARGIN * whole
 
     def _saved_us(self, batch: DecodeBatch, cost: float | None) -> float:
-        """By measured costs, microseconds less than if each row attended its own slots; 0 where none were measured."""
-        if cost is None or self.cascade is None:
+        """By measured costs, microseconds less than if each row attended its own slots; 0 where none were measured, and
+        in lossless decode, whose rows are drafts, too.
+        """
+        if cost is None or self.cascade is None or self.drafts is not None:
             return 0.0
         alone = self.cascade.cost_us(CascadePlan((), len(batch.seq_lens), sum(batch.seq_lens), 0))
         return 0.0 if alone is None else alone - cost

@@ -115,6 +115,17 @@ def test_drafts_of_several_rounds_use_one_search() -> None:
     assert [each.round(2) for _ in range(3)] == [searched] * 3, "without a period each round has one search"
 
 
+def test_no_attention_time_counts_as_saved_by_rounds() -> None:
+    """Drafts may all be dropped, and rows of one request are no requests that would have attended alone."""
+    drafted = Drafted()
+    assert [drafted.round(2) for _ in range(4)][-1] == [StepPath.SPARSE, StepPath.KEPT]
+    figures = drafted.steps.account.counters.figures()
+    assert figures["groups"]["cascade"] > 0
+    nothing = {"sparse": 0.0, "cascade": 0.0}
+    assert (figures["saved_seconds"], figures["lost_seconds"]) == (nothing, nothing)
+    assert drafted.steps.account.saved_us == {}
+
+
 def test_only_drafting_steps_select_and_rows_of_drafts_are_no_beams() -> None:
     """By costs selecting never pays here: that a round drafts was decided before."""
     drafted = Drafted()
