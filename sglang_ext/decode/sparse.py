@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from prefix_kernels.grouped_attention import AttentionShape, Segment
 from prefix_kernels.launching import block_of
@@ -417,8 +418,11 @@ class SparseDecode(DecodeBackend[SparsePlan]):
         return pack_lists([selection_group(self._config, *one) for one in groups], self._shape.num_kv_heads)
 
     def run(self, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
-        """See the base; by the layer's role."""
+        """See the base; by the layer's role. A batch that SGLang runs without a graph is padded as its tables are."""
         assert self._active is not None
+        rows, size = q.shape[0], self._active.size
+        if rows < size:
+            return self.run(pad(q, (0, 0, 0, 0, 0, size - rows)), kv, layer, sm_scale)[:rows]
         kernels, arena, counts = self._active, self._buffers.arena, self._lists.counts(layer)
         lists, head_map = self._lists.of(layer), self._lists.head_maps[layer]
         out = q.new_empty(q.shape[0], q.shape[1], kv.v_cache.shape[2])

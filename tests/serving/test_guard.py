@@ -239,18 +239,23 @@ def test_figures_that_cannot_be_sent_are_lost_and_the_answer_is_not(
     assert (runtime.snapshot()["guard"]["steps"], runtime.snapshot()["fallbacks"]) == (2, {})
 
 
-def test_a_batch_is_padded_to_the_size_that_its_tables_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps replay graphs, SGLang pads a batch to a captured size, and what selects reads so many rows."""
+@pytest.mark.parametrize("fields", [EVERY, {"guard_every": 0}], ids=["guarded", "no graph"])
+def test_a_batch_is_padded_to_the_size_that_its_tables_are_of(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps replay graphs, SGLang pads a batch to a captured size, and what selects reads so many rows. With
+    --disable-cuda-graph-padding it runs a batch of another size than was captured without a graph.
+    """
     monkeypatch.setattr("sglang_ext.decode.sparse.measure_us", lambda *_: 1.0)
     index, requests = blank_index(2), RequestTable()
     index.state = State.READY
-    config = config_from_dict({"share_prefixes": True, "decode_path": "sparse", "min_top_k": 16, **EVERY})
+    config = config_from_dict({"share_prefixes": True, "decode_path": "sparse", "min_top_k": 16, **fields})
     planned = planner(config, requests, Counters(2), LayerPlan.default(2, 1), 4, 1)
     for size in (4, 1):
         capture_all(planned, size)
     _held = [entered(requests, Attachment(f"r{number}", index=index)) for number in range(3)]
     step = planned.prepare(forward_of(["r0", "r1", "r2"], [0, 1, 2], [PREFIX + 1] * 3), lambda *_, **__: index)
-    assert step.guarded is not None
+    assert (step.guarded is not None) == (fields is EVERY)
     rows: list[int] = []
     monkeypatch.setattr(planned.sparse.op, "run", lambda size, q, *_: rows.extend((size, len(q))))
     kv = planned._view.kv(0)
