@@ -34,12 +34,14 @@ class Step:
         chunks: of what is recorded.
         staged: of a step with rows whose prefix lies in host memory, that is attended exactly.
         virtual: whether it has such rows: nothing but what was planned may attend them.
+        captured: whether SGLang captures a decode graph of it.
     """
 
     planned: PlannedStep | None = None
     chunks: Sequence[Chunk] = ()
     staged: StagedStep | None = None
     virtual: bool = False
+    captured: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -197,7 +199,7 @@ class Forwards:
     def capturing(self, size: int, path: StepPath) -> Iterator[None]:
         """Within the block SGLang captures a decode graph of a path, for batches of that size."""
         with self.planner.capturing(size, path) as planned:
-            self._step = Step(planned)
+            self._step = Step(planned, captured=True)
             try:
                 yield
             finally:
@@ -269,8 +271,8 @@ class Forwards:
         try:
             return step.planned.run(heads, kv, layer.layer_id, scale).flatten(1)
         except Exception as error:
-            if step.virtual or (self.view.decode_graphs and step.planned.guarded is None):
-                raise  # no one else may attend it; or a graph is being captured: the start fails
+            if step.virtual or step.captured:
+                raise  # no one else may attend it; or the start fails
             self._step_failed(forward_batch.rids, error)
             self._step = Step(None, step.chunks)
             return None

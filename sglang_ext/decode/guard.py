@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from prefix_kernels.types import PagedKV
 from sglang_ext.decode.cascade import CascadeDecode
@@ -71,7 +70,6 @@ class GuardedStep:
         sparse: attends by the step's indexes.
         exact: attends all of it.
         figures: are written.
-        size: requests of the batch, padded as its tables are.
         rows: of each index, by its digest.
         epochs: of each index.
         serves_exact: whether its answer counts: an index of the step is on trial.
@@ -81,17 +79,15 @@ class GuardedStep:
     sparse: SparseDecode
     exact: CascadeDecode
     figures: Figures
-    size: int
     rows: dict[str, list[int]]
     epochs: dict[str, int]
     serves_exact: bool
     predicts: bool
 
     def run(self, q: Tensor, kv: PagedKV, layer: int, sm_scale: float) -> Tensor:
-        """As `DecodeBackend.run`, but of a batch without padding, which tables of graphs do not know."""
+        """As `DecodeBackend.run`."""
         rows = q.shape[0]
-        padded = pad(q, (0, 0, 0, 0, 0, self.size - rows)) if rows < self.size else q
-        selected, exact = (one.run(padded, kv, layer, sm_scale)[:rows] for one in (self.sparse, self.exact))
+        selected, exact = (one.run(q, kv, layer, sm_scale) for one in (self.sparse, self.exact))
         lost = self.sparse.lse[:rows] - self.exact.lse[:rows]
         self.figures.recall[layer, :rows] = lost.exp().clamp(max=1.0).nan_to_num(0.0).mean(dim=1)
         wanted = exact.float().flatten(1)
@@ -240,7 +236,6 @@ class QualityGuard:
             self._sparse,
             self.exact,
             self._figures,
-            plan.kernels.size,
             rows,
             {digest: record.epoch for digest, record in zip(rows, records, strict=True)},
             serves_exact=trial,

@@ -103,7 +103,7 @@ def run_prebuild(
     folder: Path,
     prompts: Sequence[dict[str, Any]] | str,
     *,
-    config: dict[str, Any],
+    config: dict[str, Any] | None = None,
     model: Path = MODEL,
     **changes: str | None,
 ) -> Prebuilt:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serving.admitting import OTHER, PROMPT, Runtime, decode_batch, ours, run_step
+from sglang_ext.decode.types import StepPath
+from tests.serving.admitting import OTHER, PROMPT, Runtime, decode_batch, decode_layers, ours, run_step
 from tests.serving.test_cascade import Server
 from tests.sparse_server import Server as SparseServer
 
@@ -53,10 +54,13 @@ def test_its_requests_decode_dense_and_the_others_as_before(
     assert runtime.snapshot()["index_users"] == 1
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 def test_a_layer_that_fails_in_the_middle_leaves_the_rest_to_sglang(
-    start: Any, monkeypatch: pytest.MonkeyPatch
+    start: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came before stays; the failing layer's own keys and values are written twice, the same ones."""
+    """What came before stays; the failing layer's own keys and values are written twice, the same ones. So it is where
+    steps replay graphs, of a step that SGLang runs without one.
+    """
     runtime = start([PROMPT])
     _admit(runtime, PROMPT)
     run = runtime.planner.sparse.run
@@ -65,6 +69,7 @@ def test_a_layer_that_fails_in_the_middle_leaves_the_rest_to_sglang(
         return _raises() if layer == 1 else run(q, kv, layer, *rest)
 
     monkeypatch.setattr(runtime.planner.sparse, "run", fails_late)
+    monkeypatch.setattr(runtime.view, "decode_graphs", graphs)
     assert run_step(runtime, decode_batch(runtime, ["r0"], [66])) == [True, False, False]
 
 
@@ -138,3 +143,16 @@ def test_tables_that_were_half_written_are_written_again(kind: str, monkeypatch:
             with pytest.raises(BrokenError):
                 server.step([3, 4])
         assert server.step(after), "and is compared with the oracle"
+
+
+def test_a_layer_that_fails_while_a_graph_is_captured_fails_the_start(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a graph would be replayed with a layer that is SGLang's, whose preparation is left out."""
+    runtime = start([PROMPT])
+    _admit(runtime, PROMPT)
+    monkeypatch.setattr(runtime.planner.sparse, "measure", lambda *_: None)
+    monkeypatch.setattr(runtime.planner.sparse, "run", _raises)
+    layers = decode_layers(runtime, decode_batch(runtime, ["r0"], [66]), torch.Generator())
+    with runtime.forwards.capturing(1, StepPath.SPARSE), pytest.raises(BrokenError):
+        next(iter(layers))
