@@ -201,20 +201,18 @@ def test_rm_of_a_file_in_the_wrong_place_says_that_it_is_still_there(shelf: Any,
 # -- the terminal ------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_whose_name_is_no_text_is_listed_all_the_same(tmp_path: Path, program: Any) -> None:
+def test_a_folder_whose_name_is_no_text_is_listed_all_the_same(tmp_path: Path, index: Any, program: Any) -> None:
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/N\xe9")
     with FileStore(folder, create=True) as store:
         digest = store.put(sample_payload(sample_identity(range(32)))).digest
     (Path(folder) / digest[:2] / f"{'0' * 64}.pfxindex").write_bytes(b"not ours")
     for words in (["ls"], ["show", digest], ["verify"], ["du"], ["export", "--all", "--to", folder + "/out"]):
-        for flags in ([], ["--json"]):
-            ran = program("index", *words, *flags, "--store", folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            out, err = ran.communicate(timeout=120)
-            assert b"Traceback" not in err, (words, err)
-            if flags:
-                assert all(isinstance(json.loads(line), dict) for line in out.decode().splitlines())
-    line = json.loads(program("index", "ls", "--json", "--store", folder, stdout=subprocess.PIPE).communicate()[0])
-    assert line["path"].endswith(f"N\\xe9/{digest[:2]}/{digest}.pfxindex")
+        index(*words, "--store", folder)
+        assert all(isinstance(line, dict) for line in index(*words, "--json", "--store", folder).lines)
+    ran = program("index", "ls", "--json", "--store", folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = ran.communicate(timeout=120)
+    assert b"Traceback" not in err
+    assert json.loads(out)["path"].endswith(f"N\\xe9/{digest[:2]}/{digest}.pfxindex")
 
 
 def test_an_interrupt_while_modules_are_imported_ends_with_130_and_no_traceback(

@@ -200,7 +200,7 @@ def test_the_command_serves_and_tells(tmp_path: Path) -> None:
             assert [(t.name, t.max_bytes) for t in told.tiers] == [("dram", 1 << 20), ("ssd", 1 << 30)]
             assert told.leases == [OTHER.digest]
             assert any("(test)" in text for text in told.clients)
-            assert not any("before this service started" in text for text in status().clients), "who asks is no client"
+            assert not any("before this service started" in text for text in told.clients), "who asks is no client"
             shown = status_of()
             assert f"pid {served.pid}" in shown
             assert "1 leases held" in shown
