@@ -108,7 +108,7 @@ def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path
     status, said = calibrate(*words)
     assert status == 0, said
     assert "4 measured, 0 left out; anchors 1; recommended" in said
-    assert "uses no index with this profile" not in said
+    assert "with this profile no layer selects" not in said
     profile = load_profile(profile_path)
     check_profile(profile, MODEL)
     with pytest.raises(ProfileError, match="it was calibrated with other RoPE settings"):
@@ -120,6 +120,14 @@ def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path
     assert (recommended.method, recommended.keep_ratio) == ("token_index", 0.05), "not judged: as asked for"
     assert (profile.calibration.prompts, profile.calibration.description) == (4, "made up")
     assert profile.calibration.tokens == 4 * 3
+
+
+def test_a_profile_under_which_no_layer_selects_is_said_to_be_one(calibrate: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sglang_ext.calibration.fit.MIN_ORACLE_RECALL", 1.1)
+    status, said = calibrate()
+    assert status == 0, said
+    assert "near-uniform KV head attend everything: layer 1 head 0, layer 1 head 1, layer 2 head 0" in said
+    assert "with this profile no layer selects: calibrate on longer prompts" in said
 
 
 def test_an_interrupted_run_goes_on_where_it_was(
