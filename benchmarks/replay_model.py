@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from scripts.needle_network import Needle, rms_norm
 from sglang_ext.decode.trace import Selected
 from sglang_ext.methods.layer_plan import LayerMode, LayerPlan
+from sglang_ext.prefill.prompt_tokens import count_common
 
 ROWS = 256
 """That are computed at a time: memory grows with rows times tokens."""
@@ -46,7 +46,7 @@ class Replayer:
                 f"steps, {len(prompt)} and {len(tokens)} tokens"
             )
         before = list(prompt[:-1])
-        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, self._known, strict=False))))
+        same = count_common(before, self._known)
         self._known = before[:same]
         for start in range(same, len(before), ROWS):
             self._advance(before[start : start + ROWS], start, None)

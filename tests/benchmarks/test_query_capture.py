@@ -11,12 +11,9 @@ from torch import Tensor
 from scripts.needle_network import load as load_network
 from sglang_ext.methods.layer_plan import LayerPlan
 from tests.benchmarks.results import ROOT
+from tests.planted import randn
 
 SHIPPED = ROOT / "models" / "needle"
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +65,9 @@ def test_what_is_captured_is_what_the_models_own_network_computes(
 
 def test_the_error_is_that_of_gathered_attention(bench: Any) -> None:
     """Planted: 2 KV heads of 3 query heads, 512 prefix tokens, 20 behind."""
-    keys, values, queries = drawn(2, 532, 16, seed=8), drawn(2, 532, 16, seed=9), drawn(6, 16, seed=11)
+    keys, values, queries = randn(2, 532, 16, seed=8), randn(2, 532, 16, seed=9), randn(6, 16, seed=11)
     of = bench.offload_churn.output_error
-    best = drawn(2, 512, seed=12).topk(64).indices
+    best = randn(2, 512, seed=12).topk(64).indices
     selected = torch.zeros(2, 512, dtype=torch.bool).scatter_(1, best, True)
     found = of(keys, values, queries, 0.25, selected[None])
     for head in range(2):
