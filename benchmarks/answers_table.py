@@ -119,7 +119,7 @@ def differences(
     return {group: (one, groups[group]) for group, one in said.items() if one}
 
 
-def answers_table(rows: Sequence[Row], against: str = "dense") -> str:
+def answers_table(rows: Sequence[Row], against: str) -> str:
     """A line for each suite, configuration and number of requests in flight, with KL and time where they are known."""
     lengths = {tuple(row["length"] for row in own) for own, _ in forced(rows).values()}
     one_head = len(lengths) == 1

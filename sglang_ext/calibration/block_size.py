@@ -15,7 +15,7 @@ TAU = 0.98
 """Recall retention of the paper's study (AB-Sparse, Figure 4)."""
 
 
-def block_sizes_by_tau(recall: Tensor, tau: float = TAU) -> Tensor:
+def block_sizes_by_tau(recall: Tensor, tau: float) -> Tensor:
     """The largest block size that keeps tau of the recall at the smallest one (Eq. 2).
 
     Args:

@@ -49,7 +49,7 @@ def channel_contribution(q_max: Tensor, k_max: Tensor) -> Tensor:
     return q_max.view(num_layers, num_kv_heads, -1, head_dim).mean(dim=2) * k_max
 
 
-def top_channels(contribution: Tensor, num_channels: int = NUM_CHANNELS_GQA) -> Tensor:
+def top_channels(contribution: Tensor, num_channels: int) -> Tensor:
     """The channels with the greatest contribution.
 
     Args:

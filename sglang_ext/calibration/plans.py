@@ -30,7 +30,7 @@ def layer_similarity(head_similarity: Tensor) -> Tensor:
     return head_similarity.amax(dim=3).mean(dim=2)
 
 
-def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, first_layer: int = 0) -> tuple[int, ...]:
+def choose_anchors(similarity: Tensor, importance: Tensor, num_anchors: int, first_layer: int) -> tuple[int, ...]:
     """The best `num_anchors` anchors, in O(num_layers^2 * num_anchors) steps.
 
     The paper's base case adds S[1][1] once more to every choice (dp[1][1] = S[1][1], and the first sum begins

@@ -126,7 +126,7 @@ class BackgroundBuilder:
         share: float,
         device: torch.device,
         done: Callable[[Build, dict[str, Any]], None],
-        parts: Parts | None = None,
+        parts: Parts | None,
     ) -> None:
         self._parts = parts
         self._waiting: list[Build] = []

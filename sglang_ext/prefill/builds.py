@@ -52,13 +52,12 @@ class PrefillBuilds(Recording):
         config: SparseAttnConfig,
         view: ModelView,
         model: ModelFingerprint,
-        profile: Profile | None = None,
-        ranks: Ranks | None = None,
+        profile: Profile | None,
+        ranks: Ranks,
     ) -> None:
         super().__init__(config, view)
-        self._ranks = ranks or Ranks()
-        self._parts = Parts.of_server(self._ranks)
-        self._heads = heads_of_rank(model.num_kv_heads, self._ranks.rank, self._ranks.size)
+        self._ranks, self._parts = ranks, Parts.of_server(ranks)
+        self._heads = heads_of_rank(model.num_kv_heads, ranks.rank, ranks.size)
         self._model = model
         self._factory = IndexFactory(store, config, profile)
         self._files: KVFiles | None = None

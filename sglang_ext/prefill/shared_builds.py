@@ -72,7 +72,7 @@ class SharedBuilds(Recording):
         view: ModelView,
         model: ModelFingerprint,
         profile: Profile | None,
-        parts: Parts | None = None,
+        parts: Parts | None,
     ) -> None:
         super().__init__(config, view)
         self._model = model

@@ -263,7 +263,7 @@ class Readiness:
         counters: Counters,
         ranks: Ranks,
         release: Callable[[Attachment], None],
-        guarded: Guarded | None = None,
+        guarded: Guarded | None,
     ) -> None:
         self._config = config
         self._requests = requests
