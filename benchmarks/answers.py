@@ -51,7 +51,7 @@ from tqdm import tqdm
 from scripts.needle.tasks import TASKS
 from scripts.servers import keep_ratio_between, post, server_state
 from sglang_ext.calibration.agreement import Agreement, agreement, check_generated, load_steps
-from sglang_ext.cli.arguments import sglang_option
+from sglang_ext.cli.arguments import tp_size
 
 DENSE = "dense"
 SUITES = ("forced", "documents", "ruler", "own", "times")
@@ -415,7 +415,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"expected at most {FORCED_QUESTIONS} in flight for forced and times, got {max(args.in_flight)}")
     if args.steps < 2:
         parser.error(f"expected --steps of at least 2, as prefill makes the first token, got {args.steps}")
-    if "forced" in args.suites and any(sglang_option(args.sglang_flags, name) for name in ("--tp-size", "--tp")):
+    if "forced" in args.suites and tp_size(args.sglang_flags) > 1:
         parser.error("expected one rank for forced: each of several would write down its steps; leave --tp-size out")
     return args
 

@@ -125,10 +125,12 @@ def test_the_command_takes_configurations_by_name_or_json(bench: Any, capsys: An
     args = bench.answers.parse(["--config", "dense", "--config", 'tenth={"keep_ratio": 0.1}'])
     assert args.config == [("dense", {}), ("tenth", {"keep_ratio": 0.1})]
     refused = {"--config tenth": "NAME=JSON", "--config tenth={": "NAME=JSON", "--in-flight 32": "for forced"}
-    for words, message in {**refused, "-- --tp-size 2": "for forced"}.items():
+    refused |= {f"-- {flag} 2": "for forced" for flag in ("--tp-size", "--tp", "--tensor-parallel-size")}
+    for words, message in refused.items():
         with pytest.raises(SystemExit):
             bench.answers.parse(words.split())
         assert message in capsys.readouterr().err
+    assert bench.answers.parse(["--", "--tp", "1"]).sglang_flags == ["--tp", "1"]
 
 
 @pytest.fixture(scope="module")
