@@ -40,10 +40,11 @@ def _started(capacity: int, num_tokens: int, seed: int = 0, late: tuple[int, int
 
 
 def _feed(recorder: QueryRecorder, rid: str, num_tokens: int, chunks: list[int], first: int = 0) -> None:
+    queries = [_queries(num_tokens, layer) for layer in range(LAYERS)]
     for size in chunks:
         step = recorder.begin_step([rid], [first], [size], CPU)
-        for layer in range(LAYERS):
-            recorder.record(step, layer, _queries(num_tokens, layer)[first : first + size])
+        for layer, of_layer in enumerate(queries):
+            recorder.record(step, layer, of_layer[first : first + size])
         first += size
 
 
