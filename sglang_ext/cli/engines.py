@@ -49,12 +49,12 @@ def reported(events: Path, rid: str) -> dict[str, Any]:
     """What the scheduler process wrote of a request (`build_report`), which it does when the request gives its slot
     back; a failure where it wrote nothing in time.
     """
-    deadline = time.monotonic() + REPORT_TIMEOUT_S
+    deadline, written = time.monotonic() + REPORT_TIMEOUT_S, json.dumps(rid)
     while time.monotonic() < deadline:
         if events.exists():
             # Behind the last end of a line somebody may be writing.
             for text in events.read_text().rpartition("\n")[0].splitlines():
-                if rid not in text:
+                if written not in text:
                     continue  # a long job has many lines, and looks often
                 event: dict[str, Any] = json.loads(text)
                 if event.pop("rid") == rid:

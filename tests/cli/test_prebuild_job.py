@@ -272,6 +272,15 @@ def test_an_index_gets_its_prompts_id_as_its_name_and_keeps_the_pin_that_somebod
             assert other.list()[0].retention == Retention(pinned=True, name="tools")
 
 
+def test_an_id_is_any_text(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's report of it has other characters in their place."""
+    monkeypatch.setattr("sglang_ext.cli.engines.REPORT_TIMEOUT_S", 1.0)
+    named = 'Köln "am" \\Rhein'
+    status, lines, store = job(Prompt(id=named, input_ids=prompt(1)))
+    assert (status, became(lines)) == (0, {named: "built"})
+    assert [entry.retention.name for entry in store.list()] == [named]
+
+
 def test_no_prompt_lists_the_store(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileStore, "list", lambda _: pytest.fail("which takes 36 ms where 17,000 indexes are"))
     assert became(job(1, 2, pin=True)[1]) == {"1": "built", "2": "built"}
