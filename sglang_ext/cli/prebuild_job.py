@@ -34,7 +34,7 @@ from sglang_ext.compat.engine import EngineDiedError, unknown_ids
 from sglang_ext.config import PAGE_TOKENS, Settings
 from sglang_ext.offload.kv_files import kv_file_name
 from sglang_ext.options import Build, DecodePath
-from sglang_ext.prefill.builder import covered_tokens, profile_digest
+from sglang_ext.prefill.builder import covered_tokens, profile_digest, short_refusal
 from sglang_ext.prefill.prompt_tokens import prefix_tokens
 from sglang_ext.prefill.prompts import LineNumber, Prompt
 
@@ -227,10 +227,8 @@ class PromptBuilder:
                 "raise --context-length or shorten the prompt"
             )
             return _failed("too_long", detail)
-        least = max(self._config.min_sparse_prompt_len, self._config.build_align)
-        if num_tokens < least:
-            detail = f"expected at least {least} tokens (min_sparse_prompt_len), got {num_tokens}"
-            return {"status": "skipped", "reason": "short_prefix", "detail": detail}
+        if (short := short_refusal(num_tokens, self._config)) is not None:
+            return {"status": "skipped", "reason": "short_prefix", "detail": short}
         return None
 
 

@@ -29,7 +29,7 @@ from sglang_ext.methods.profile import Profile
 from sglang_ext.model_view import ModelView
 from sglang_ext.offload.kv_files import KVFiles, of_slots
 from sglang_ext.options import SparseAttnConfig
-from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, give_back
+from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, give_back, short_refusal
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.recorder import Admission, Capture, Recording
 from sglang_ext.ranks import Ranks
@@ -78,10 +78,9 @@ class PrefillBuilds(Recording):
         self.discard(rid)
         if request.again:
             return
-        least = self._config.min_sparse_prompt_len
         tokens = covered_tokens(len(prompt), self._config.build_align)
-        if refusal is None and tokens < least:
-            refusal = "short_prefix", f"expected at least min_sparse_prompt_len={least} tokens, got {len(prompt)}"
+        if refusal is None and (short := short_refusal(len(prompt), self._config)) is not None:
+            refusal = "short_prefix", short
         if refusal is not None:
             self._tell(rid, status="skipped", reason=refusal[0], detail=refusal[1])
             return

@@ -20,7 +20,7 @@ from sglang_ext.methods.profile import Profile
 from sglang_ext.model_view import ModelView
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.background_build import IDLE_S, BackgroundBuilder, Build, Piece
-from sglang_ext.prefill.builder import IndexFactory, covered_tokens
+from sglang_ext.prefill.builder import IndexFactory, covered_tokens, short_refusal
 from sglang_ext.prefill.parts import Parts
 from sglang_ext.prefill.prefixes import HitCounter, QuerySample, QuerySamples
 from sglang_ext.prefill.recorder import Admission, Chunk, Recording
@@ -242,9 +242,8 @@ class SharedBuilds(Recording):
         tokens = covered_tokens(len(prompt), self._config.build_align)
         if self._off:
             return f"builds ended with an error: {self._off}; restart the server"
-        if tokens < self._config.min_sparse_prompt_len:
-            least = self._config.min_sparse_prompt_len
-            return f"expected at least min_sparse_prompt_len={least} tokens, got {tokens}; build of a longer prompt"
+        if (short := short_refusal(len(prompt), self._config)) is not None:
+            return f"{short}; build of a longer prompt"
         self._hits.ask_for(namespace, page_hashes(prompt[:tokens], PAGE_TOKENS))
         return None
 

@@ -281,6 +281,18 @@ def test_an_id_is_any_text(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [entry.retention.name for entry in store.list()] == [named]
 
 
+def test_a_prompt_that_is_cut_to_less_than_an_index_serves_is_not_prefilled(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = msgspec.structs.replace(CONFIG, min_sparse_prompt_len=40, build_align=32)
+    monkeypatch.setitem(globals(), "CONFIG", config)
+    status, (cut, built), _ = job(*(Prompt(id=str(count), input_ids=prompt(1)[:count]) for count in (63, 64)))
+    assert (status, cut["status"], cut["reason"], built["status"]) == (0, "skipped", "short_prefix", "built")
+    told = "expected at least min_sparse_prompt_len=40 tokens, got 32 (63 cut to a multiple of build_align=32)"
+    assert cut["detail"] == told
+    assert job.made.prefilled == ["prebuild-1-64"]
+
+
 def test_no_prompt_lists_the_store(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileStore, "list", lambda _: pytest.fail("which takes 36 ms where 17,000 indexes are"))
     assert became(job(1, 2, pin=True)[1]) == {"1": "built", "2": "built"}

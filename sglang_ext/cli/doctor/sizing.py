@@ -17,7 +17,7 @@ from sglang_ext.decode.select_op import graph_refusal
 from sglang_ext.methods import method_specs
 from sglang_ext.methods.layer_plan import heads_of_rank
 from sglang_ext.options import KV_PER_INDEX_BYTE, SparseAttnConfig
-from sglang_ext.prefill.builder import covered_tokens, need_queries
+from sglang_ext.prefill.builder import covered_tokens, need_queries, short_refusal
 from sglang_ext.prefill.recorder import sampled_tokens
 from sglang_ext.prefill.sizes import IndexSizes, index_sizes
 from sglang_ext.prefix.residency import STAGING_BYTES
@@ -58,11 +58,8 @@ def compute_sizes(args: argparse.Namespace) -> Sizes:
     if profile is not None:
         check_profile(profile, model)
     tokens = covered_tokens(args.tokens, config.build_align)
-    if tokens < config.min_sparse_prompt_len:
-        raise ValueError(
-            f"expected --tokens of at least {config.min_sparse_prompt_len} (min_sparse_prompt_len), got {args.tokens}; "
-            "shorter prompts have no index"
-        )
+    if (short := short_refusal(args.tokens, config)) is not None:
+        raise ValueError(f"--tokens: {short}; shorter prompts have no index")
     index = index_sizes(config, profile, model, tokens, args.tp)
     heads = max(len(heads_of_rank(model.num_kv_heads, rank, args.tp)) for rank in range(args.tp))
     itemsize = getattr(torch, model.kv_dtype).itemsize
