@@ -36,8 +36,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]
     assert status == 0, output[-3000:]
     found = [json.loads(line) for line in Path(work / "rows.jsonl").read_text().splitlines()]
     assert all(row["all"]["steps"] == 16 * 23 for row in found)
-    for row in found[1:]:  # with overlap a step runs ahead of each request's end
-        assert row["sparse_rows"] in (16 * 23, 16 * 24)
+    for row in found[1:]:  # with overlap a step runs ahead of a request's end, unless a prefill takes its place
+        assert 16 * 23 <= row["sparse_rows"] <= 16 * 24
         assert row["dense_rows"] == 0
     return {row["config"]: row["all"] for row in found}
 
