@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import pkgutil
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +30,25 @@ def _answer(answers: Connection, function: str, arguments: tuple[Any, ...]) -> N
         answers.send((None, traceback.format_exc()))
 
 
+def _started(target: Callable[..., None], theirs: Connection, *arguments: Any) -> Any:
+    """A fork, without environment variables of SGLang and of pytest, in which nothing is downloaded."""
+    process = _forks.Process(target=target, args=(theirs, *arguments))
+    with pytest.MonkeyPatch.context() as environment:  # the process that forks keeps the one of its start
+        for name in [name for name in os.environ if name.startswith(("SGLANG_", "PYTEST_"))]:
+            environment.delenv(name)
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        process.start()
+    theirs.close()
+    return process
+
+
+def _answered(mine: Connection, function: str) -> Any:
+    assert mine.poll(600), f"{function} did not end in 600 s"
+    found, error = mine.recv()
+    assert error is None, error
+    return found
+
+
 def in_sglang(function: str, *arguments: Any) -> Any:
     """Call a function there. Environment variables of SGLang and of pytest are unset, and nothing is downloaded.
 
@@ -39,21 +60,46 @@ def in_sglang(function: str, *arguments: Any) -> Any:
         What the function returned.
     """
     mine, theirs = _forks.Pipe(duplex=False)
-    process = _forks.Process(target=_answer, args=(theirs, function, arguments))
-    with pytest.MonkeyPatch.context() as environment:  # the process that forks keeps the one of its start
-        for name in [name for name in os.environ if name.startswith(("SGLANG_", "PYTEST_"))]:
-            environment.delenv(name)
-        environment.setenv("HF_HUB_OFFLINE", "1")
-        process.start()
-    theirs.close()
+    process = _started(_answer, theirs, function, arguments)
     try:
-        assert mine.poll(600), f"{function} did not end in 600 s"
-        found, error = mine.recv()
+        return _answered(mine, function)
     except EOFError:
         process.join()
         pytest.fail(f"{function} ended with exit status {process.exitcode} before it answered")
     finally:
         process.kill()
         process.join()
-    assert error is None, error
-    return found
+
+
+def _answer_all(calls: Connection) -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    forks = multiprocessing.get_context("fork")
+    while True:
+        try:
+            function, arguments = calls.recv()
+        except EOFError:
+            return
+        process = forks.Process(target=_answer, args=(calls, function, arguments))
+        process.start()
+        process.join()
+        if process.exitcode:
+            calls.send((None, f"{function} ended with exit status {process.exitcode}"))
+
+
+@contextmanager
+def plugged_sglang() -> Iterator[Callable[..., Any]]:
+    """`in_sglang` for many calls, each a fork of one process that has loaded the plugins, which takes SGLang 2 s."""
+    mine, theirs = _forks.Pipe()
+    process = _started(_answer_all, theirs)
+
+    def call(function: str, *arguments: Any) -> Any:
+        mine.send((function, arguments))
+        return _answered(mine, function)
+
+    try:
+        yield call
+    finally:
+        mine.close()
+        process.join()

@@ -1,6 +1,6 @@
 """`doctor` and `explain` on indexes that prebuild made of the shipped model: each cause of a miss is named.
 
-The commands run in a process that has SGLang imported (`sglang_process`), as a terminal runs them.
+The commands run in forks of a process that has SGLang imported and its plugins loaded (`sglang_process`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from prefix_index import FileStore
-from tests.compat.sglang_process import GROUP, in_sglang
+from tests.compat.sglang_process import GROUP
 from tests.llama_model import BOS, NEEDLE, SYSTEM, TRAINS, WEATHER, llama_model
 from tests.server.harness import DISK
 from tests.server.jobs import Prebuilt, run_prebuild
@@ -31,10 +32,11 @@ CONFIG: dict[str, Any] = {**DISK, "method": "token_index"}
 CPU = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
 
 
-def run_cli(words: list[str]) -> tuple[int, str, str]:
+def run_cli(words: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
     """(status, standard output, standard error) of a command."""
     from sglang_ext.cli import main
 
+    os.environ.update(environment)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -44,11 +46,22 @@ def run_cli(words: list[str]) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-def told(words: list[str]) -> tuple[int, Any]:
-    """(status, what is said) of a command with `--json`."""
-    status, out, err = in_sglang(f"{__name__}:run_cli", words)
-    assert status in (0, 1), err
-    return status, json.loads(out)
+@pytest.fixture
+def command(plugged: Any) -> Any:
+    """Runs a command as `run_cli` does."""
+    return lambda words, **environment: plugged(f"{__name__}:run_cli", words, environment)
+
+
+@pytest.fixture
+def told(command: Any) -> Any:
+    """Runs a command with `--json`: (status, what is said)."""
+
+    def run(words: list[str], **environment: str) -> tuple[int, Any]:
+        status, out, err = command(words, **environment)
+        assert status in (0, 1), err
+        return status, json.loads(out)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +83,7 @@ def built(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Prebuilt:
 
 
 @pytest.fixture
-def explain(model: Path, built: Prebuilt, tmp_path: Path) -> Any:
+def explain(told: Any, model: Path, built: Prebuilt, tmp_path: Path) -> Any:
     """Runs `explain --json` on the store, or another one: what it says."""
 
     def run(prompt: Any, *words: str, store: Path = built.store, config: Any = CONFIG, flags: Any = CPU) -> Any:
@@ -167,11 +180,11 @@ def test_a_prompt_that_is_too_short(explain: Any) -> None:
     assert "the prompt ends after" in first["verdict"]
 
 
-def test_tokens_that_the_model_does_not_have(model: Path, built: Prebuilt, tmp_path: Path) -> None:
+def test_tokens_that_the_model_does_not_have(command: Any, model: Path, built: Prebuilt, tmp_path: Path) -> None:
     file = tmp_path / "asked.json"
     file.write_text(json.dumps({"input_ids": [5, 1 << 70]}))
     words = ["explain", "--model-path", str(model), "--store", str(built.store), "--messages", str(file), "--", *CPU]
-    status, _, err = in_sglang(f"{__name__}:run_cli", words)
+    status, _, err = command(words)
     assert status == 2
     assert re.search(rf"expected token ids in 0\.\.\d+ \(the model's vocabulary\), got {1 << 70} at position 1", err)
 
@@ -193,11 +206,11 @@ def test_an_index_that_has_left(explain: Any, built: Prebuilt, tmp_path: Path) -
 
 
 @pytest.fixture
-def doctor(model: Path) -> Any:
+def doctor(told: Any, model: Path) -> Any:
     """Runs `doctor --json`: (status, findings by what they are about)."""
 
-    def run(*words: str, flags: Any = CPU) -> Any:
-        status, said = told(["doctor", "--model-path", str(model), *words, "--json", "--", *flags])
+    def run(*words: str, flags: Any = CPU, **environment: str) -> Any:
+        status, said = told(["doctor", "--model-path", str(model), *words, "--json", "--", *flags], **environment)
         return status, {one["what"]: one for one in said["findings"]}
 
     return run
@@ -236,11 +249,9 @@ def test_a_retention_that_is_damaged_is_no_reason_to_remove_its_index(
 
 
 @pytest.mark.parametrize("build", ["off", "shared"])
-def test_without_a_store_nothing_is_missed(
-    doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    status, found = doctor("--sparse-attn-config", json.dumps({**CONFIG, "build": build}))
+def test_without_a_store_nothing_is_missed(doctor: Any, tmp_path: Path, build: str) -> None:
+    config = json.dumps({**CONFIG, "build": build})
+    status, found = doctor("--sparse-attn-config", config, XDG_CACHE_HOME=str(tmp_path))
     assert (status, found["store"]["verdict"]) == (0, "ok")
     assert "none named" in found["store"]["found"]
     assert not list(tmp_path.rglob("store")), "a look makes no folder"
@@ -272,7 +283,7 @@ def test_a_gpu_that_is_not_there(doctor: Any) -> None:
     assert "expected a GPU for --device cuda, found none" in found["start"]["found"]
 
 
-def test_sizes_are_those_of_the_built_indexes(model: Path, built: Prebuilt) -> None:
+def test_sizes_are_those_of_the_built_indexes(told: Any, model: Path, built: Prebuilt) -> None:
     words = ["doctor", "--size", str(model), "--prompts", "3", "--tokens", str(built.line("line")["prompt_tokens"])]
     words += ["--sparse-attn-config", json.dumps(CONFIG), "--json", "--", *CPU]
     status, said = told(words)

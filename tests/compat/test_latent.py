@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.compat import latent
 from sglang_ext.config import config_from_dict
-from tests.compat.sglang_process import GROUP, in_sglang
+from tests.compat.sglang_process import GROUP
 from tests.compat.test_kv_scales import model_runner
 from tests.mla_model import HEADS, LAYERS, NEEDLE, NOPE, RANK, ROPE, mla_model
 
@@ -50,9 +50,11 @@ def previewed(model: str, flags: list[str]) -> tuple[Any, str | None]:
     ],
     ids=["served", "two backends"],
 )
-def test_a_checkpoint_tells_its_latent_keys(flags: list[str], refused: str | None, tmp_path: Path) -> None:
+def test_a_checkpoint_tells_its_latent_keys(
+    plugged: Any, flags: list[str], refused: str | None, tmp_path: Path
+) -> None:
     flags = ["--attention-backend", "torch_native", *flags]
-    model, why = in_sglang(f"{__name__}:previewed", str(mla_model(tmp_path / "model")), flags)
+    model, why = plugged(f"{__name__}:previewed", str(mla_model(tmp_path / "model")), flags)
     assert (model.num_layers, model.num_kv_heads, model.head_dim, model.v_head_dim) == (LAYERS, 1, RANK + ROPE, RANK)
     assert model.kv_width == RANK + ROPE
     assert why is None if refused is None else refused in str(why)
@@ -93,12 +95,12 @@ def started(model: str, flags: list[str], hopper: bool = False) -> tuple[list[st
     ids=["on a GPU", "on a CPU", "named", "another model"],
 )
 def test_a_backend_that_nobody_names_is_one_that_attends_latent_keys(
-    flags: list[str], mla: bool, backend: str, chosen: bool, tmp_path: Path
+    plugged: Any, flags: list[str], mla: bool, backend: str, chosen: bool, tmp_path: Path
 ) -> None:
     """On Hopper SGLang itself takes another one."""
     model = mla_model(tmp_path / "model") if mla else NEEDLE
     flags = [*flags, "--sparse-attn-store", str(tmp_path)]
-    found, said, status = in_sglang(f"{__name__}:started", str(model), flags, True)
+    found, said, status = plugged(f"{__name__}:started", str(model), flags, True)
     assert (found, status) == ([backend] * 2, None), said
     assert (f"--attention-backend {backend}, as none is named" in said) == chosen
 
@@ -117,10 +119,10 @@ def test_a_backend_that_nobody_names_is_one_that_attends_latent_keys(
     ids=["backend", "two backends", "fp8", "ranks that build"],
 )
 def test_what_an_mla_model_does_not_go_with_ends_the_start_before_weights_are_loaded(
-    flags: list[str], said: str, tmp_path: Path
+    plugged: Any, flags: list[str], said: str, tmp_path: Path
 ) -> None:
     flags = ["--device", "cuda", "--sparse-attn-store", str(tmp_path), *flags]
-    _, found, status = in_sglang(f"{__name__}:started", str(mla_model(tmp_path / "model")), flags)
+    _, found, status = plugged(f"{__name__}:started", str(mla_model(tmp_path / "model")), flags)
     assert status == 2, found
     assert said in found
 
@@ -137,9 +139,9 @@ def on_a_gpu(model: str, shared_memory: int) -> str | None:
 
 @pytest.mark.parametrize(("shared_memory", "message"), [(166912, None), (101376, "got 101376 bytes")])
 def test_a_preview_tells_whether_the_gpu_that_is_there_has_room(
-    shared_memory: int, message: str | None, tmp_path: Path
+    plugged: Any, shared_memory: int, message: str | None, tmp_path: Path
 ) -> None:
-    found = in_sglang(f"{__name__}:on_a_gpu", str(mla_model(tmp_path / "model")), shared_memory)
+    found = plugged(f"{__name__}:on_a_gpu", str(mla_model(tmp_path / "model")), shared_memory)
     assert found is None if message is None else message in str(found)
 
 
