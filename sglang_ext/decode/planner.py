@@ -285,7 +285,9 @@ class DecodePlanner:
     def _selecting(
         self, batch: DecodeBatch, attachments: Sequence[Attachment | None], exact: CascadePlan | None, *, hosted: bool
     ) -> PlannedStep | None:
-        """A step by the batch's indexes; None, and the reason is counted: there is no room, or it does not pay."""
+        """A step by the batch's indexes; None, and the reason is counted: there is no room, it does not pay, or it must
+        be compared and cannot.
+        """
         assert self.sparse is not None
         plan, guard = self.sparse.plan(batch), None if hosted else self.guard
         # On trial an index has one step now and then: it is tried where it pays in steps that follow each other.
@@ -302,6 +304,7 @@ class DecodePlanner:
         if guard is not None and guard.must:
             self.sparse.skip()
             if guarded is None:
+                self.account.fallback("quality_guard", attachments, batch.indexes)
                 return None
             if guard.exact is self.cascade:
                 note(CASCADE, range(len(batch.serials)), batch, attachments)

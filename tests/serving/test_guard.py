@@ -225,6 +225,17 @@ def test_a_guarded_step_that_fails_costs_its_own_requests_and_tells_nothing(
     assert (state["guard"]["indexes"], state["guard"]["steps"]) == ({}, 0)
 
 
+def test_a_trial_whose_exact_step_has_no_room_is_dense_and_says_why(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = start([PROMPT], **CONFIG)
+    runtime.came("r0")
+    monkeypatch.setattr(runtime.planner.guard, "tries", lambda _indexes: True)
+    monkeypatch.setattr(runtime.planner.guard.exact, "begin", lambda *_: None)
+    assert Steps(runtime, ["r0"]).step(0) == (False, None)
+    assert runtime.snapshot()["fallbacks"] == {"quality_guard": 1}
+
+
 def test_figures_that_cannot_be_sent_are_lost_and_the_answer_is_not(
     start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
