@@ -455,3 +455,18 @@ def test_another_request_under_an_id_that_was_searched_in_vain_is_searched(begun
     given = build.given
     traffic.prefill("x", [*PROMPT, 9, 9], 64)
     assert traffic.decode_until("x", 67, lambda: build.given > given)
+
+
+def test_nothing_is_built_any_more_once_no_step_may_use_an_index(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is an index that nobody looks up taken for one that has left the store."""
+    runtime = start(build_after_hits=1)
+    traffic = sharing(runtime, "ab")
+    assert traffic.decode_until("b", 83, lambda: counts(runtime)["built"] == 1)
+    runtime.forwards.refuse("layer 1 has a sliding window", "unsupported_layer")
+    for number in range(3):
+        traffic.prefill(f"x{number}", [*PROMPT, *range(300 * number, 300 * number + 18)], 64)
+        traffic.prefill(f"y{number}", [*range(500, 564), number, 2], 64 if number else 0)
+        traffic.end(f"x{number}")
+        traffic.end(f"y{number}")
+    assert (counts(runtime)["open"], counts(runtime)["evicted"]) == ([], 0)
+    assert "left the store" not in caplog.text
