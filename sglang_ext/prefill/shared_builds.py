@@ -31,6 +31,8 @@ LEAST_COMPUTED = 8
 """A prefill leaves a sample if it computed one of so many of its prompt's tokens; the others were in the cache."""
 MAX_CAPTURES = 4
 """Prefills recorded at a time, and samples on their way to host memory: as long as they lie in device memory."""
+SHOWN_S = 60.0
+"""In which a store shows to look-ups what another process has put into it: a remote one is listed now and then."""
 _SETTLED = 2
 """Decode steps after which a request's slots no longer change: the prefix cache may replace those of a duplicate."""
 
@@ -263,8 +265,10 @@ class SharedBuilds(Recording):
         self._builder.tidy()
         while not self._ended.empty():
             build, status = self._ended.get()
-            if status in ("built", "exists"):
+            if status == "built":
                 build.prefix.built_at = time.monotonic()
+            elif status == "exists":  # somebody else's, which look-ups may not find yet
+                build.prefix.built_at = time.monotonic() + SHOWN_S
             elif status == "left":  # rank 0 stores it as soon as all ranks have left theirs
                 build.prefix.built_at = time.monotonic() + IDLE_S
             elif status == "skipped":  # somebody else builds it: the next request that hits it asks again

@@ -470,3 +470,22 @@ def test_nothing_is_built_any_more_once_no_step_may_use_an_index(start: Any, cap
         traffic.end(f"y{number}")
     assert (counts(runtime)["open"], counts(runtime)["evicted"]) == ([], 0)
     assert "left the store" not in caplog.text
+
+
+def test_an_index_of_another_server_that_look_ups_do_not_show_yet_has_not_left_the_store(
+    start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service or a remote store says at once that it is there, and is listed seconds later."""
+    runtime = start(build_after_hits=1)
+    traffic = sharing(runtime, "ab")
+    monkeypatch.setattr(runtime.store, "contains", lambda identity: True)
+    assert traffic.decode_until("b", 83, lambda: bool(report(runtime)))
+    for number, rid in enumerate("cd"):
+        traffic.prefill(rid, [*PROMPT, *range(1000 * number, 1000 * number + 18)], 64)
+    assert report(runtime)[0]["status"] == "exists"
+    assert (counts(runtime)["evicted"], counts(runtime)["open"]) == (0, [])
+    assert "left the store" not in caplog.text
+    (known,) = runtime.builds._hits._known.values()
+    known.built_at -= shared_builds.SHOWN_S
+    traffic.prefill("e", [*PROMPT, 7, 8], 64)
+    assert counts(runtime)["evicted"] == 1, "nobody has it any more"
