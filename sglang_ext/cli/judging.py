@@ -173,11 +173,11 @@ class Judge:
                     )
                 self._tokenize(engine.tokens, engine.context_len)
                 for number, prefix in enumerate(self._prefixes):
-                    engine.generate([_plain(prefix, 1)])
+                    engine.generate([_plain(number, prefix, 1)])
                     references = [path for at, path in self._dense() if at == number]
                     outs = references if folder is None else [folder / path.name for path in references]
                     requests = [
-                        {"input_ids": ids, **forcing(out, STEPS, reference=None if folder is None else path, seed=row)}
+                        _behind(number, ids, forcing(out, STEPS, reference=None if folder is None else path, seed=row))
                         for row, (ids, out, path) in enumerate(zip(self._asked[number], outs, references, strict=True))
                     ]
                     for out, reply in zip(outs, engine.generate(requests), strict=True):
@@ -210,11 +210,11 @@ class Judge:
 
     def _times(self, engine: Any) -> list[float]:
         """Milliseconds of a step behind the longest prompt: what more tokens take."""
-        asked = max(self._asked, key=lambda rows: len(rows[0]))
+        number, asked = max(enumerate(self._asked), key=lambda pair: len(pair[1][0]))
 
         def seconds(tokens: int) -> float:
             begun = time.perf_counter()
-            engine.generate([_plain(ids, tokens) for ids in asked])
+            engine.generate([_plain(number, ids, tokens) for ids in asked])
             return time.perf_counter() - begun
 
         seconds(SHORT)
@@ -227,6 +227,13 @@ def _machine(sglang_flags: Sequence[str]) -> list[str | None]:
     return [__version__, versions.installed(), versions.installed("torch"), device]
 
 
-def _plain(ids: Sequence[int], tokens: int) -> dict[str, Any]:
+def _plain(number: int, ids: Sequence[int], tokens: int) -> dict[str, Any]:
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    return {"input_ids": list(ids), "sampling_params": sampling}
+    return _behind(number, ids, {"sampling_params": sampling})
+
+
+def _behind(number: int, ids: Sequence[int], fields: dict[str, Any]) -> dict[str, Any]:
+    """A request of that prompt, which shares nothing with others': not even a beginning that all have (a BOS, a chat
+    template's) may come from the prefix cache, or no index is built of the prefix.
+    """
+    return {"input_ids": list(ids), "extra_key": f"judged-{number}", **fields}

@@ -31,6 +31,7 @@ class Engine:
 
     context_len, tokens = 10_000, TextTokens(lambda text: [ord(one) for one in text])
     started: list[str]
+    cached: list[list[tuple[Any, ...]]]
     model = msgspec.to_builtins(sample_model())
     loses_a_token = False
     ends_behind = 99
@@ -39,6 +40,7 @@ class Engine:
         return {"sparse_rows": 1, "dense_rows": 0, "model": self.model}
 
     def generate(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.cached.append([(one.get("extra_key"), *one["input_ids"]) for one in requests])
         steps = requests[0]["sampling_params"]["max_new_tokens"]
         params = [one["sampling_params"].get("custom_params", {}) for one in requests]
         answers: list[list[int]] = [[] for _ in requests]
@@ -54,6 +56,7 @@ class Engine:
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Engine, "started", [], raising=False)
+    monkeypatch.setattr(Engine, "cached", [], raising=False)
 
     @contextmanager
     def engine(_model: str, _flags: Any, _store: str, config: str, _graphs: Any) -> Iterator[Engine]:
@@ -112,3 +115,16 @@ def test_a_model_that_was_not_measured_is_not_judged(judge: Any, monkeypatch: py
     monkeypatch.setattr(Engine, "model", msgspec.to_builtins(sample_model(rope_digest="e" * 64)))
     with pytest.raises(ValueError, match=r"the model that was measured, got another \(model.rope_digest"):
         judge()
+
+
+def test_the_first_request_of_a_prompt_finds_nothing_in_the_prefix_cache(judge: Any) -> None:
+    """Where texts begin alike, with a BOS or a chat template's tokens, none but the first got an index."""
+    judge([[CalibrationPrompt(id=str(number), text=f"a {number}")] for number in range(2)])
+    dense, candidate = Engine.cached[:4], Engine.cached[4:]
+    for first, rows, second, others, *times in (dense, candidate):
+        (prefix,), (other,) = first, second
+        assert prefix[1:3] == other[1:3], "their texts begin alike"
+        assert prefix[0] != other[0], "so the cache has to keep them apart"
+        assert {one[: len(prefix)] for one in rows} == {prefix}, "and what is asked has the prefix"
+        assert {one[: len(other)] for one in others} == {other}
+        assert {one[0] for step in times for one in step} <= {prefix[0], other[0]}
