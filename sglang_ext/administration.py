@@ -430,7 +430,7 @@ def _in_store(runtime: SparseRuntime, how: Callable[[IndexStore], object]) -> st
 
 def _build(runtime: SparseRuntime, given: Wanted) -> dict[str, Any]:
     """Have an index built from the next requests that begin with the prompt, whatever was counted."""
-    if why := runtime.ready.stale or (_OFF if runtime.ready.off else None):
+    if why := runtime.planner.refusal or runtime.ready.stale or (_OFF if runtime.ready.off else None):
         raise CommandError(CONFLICT, f"expected a server that builds beside serving; this one does not: {why}")
     if not isinstance(runtime.builds, SharedBuilds):
         raise CommandError(

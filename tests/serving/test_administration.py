@@ -269,6 +269,8 @@ def test_build_makes_the_next_request_leave_an_index(start: Callable[..., Runtim
     assert (line["status"], line["num_tokens"]) == ("built", 48)
     traffic.prefill("other", OTHER, 0)
     assert len(told(runtime, "indexes")["indexes"]) == 1
+    runtime.forwards.refuse("layer 1 has a sliding window")
+    assert "layer 1 has a sliding window" in refused(runtime, CONFLICT, "build", input_ids=OTHER), "nothing is built"
 
 
 def test_what_weights_that_changed_leave_without_indexes_is_said(start: Callable[..., Runtime]) -> None:
