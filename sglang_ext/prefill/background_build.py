@@ -194,10 +194,14 @@ class BackgroundBuilder:
                 handed = self._handed.get(timeout=PARTS_S if self._waiting else LOOK_S)
                 if handed is None:
                     break
+                begun = time.monotonic()
                 try:
                     with nullcontext() if stream is None else torch.cuda.stream(stream):
                         self._take(handed, stream)
                 finally:
+                    now = time.monotonic()
+                    for build in list(self.open):  # what waits for this thread is not idle
+                        build.latest = min(now, build.latest + now - begun)
                     if handed.piece is not None:
                         self.ready = True
                 del handed  # and with it the keys

@@ -444,6 +444,23 @@ def test_a_build_that_could_go_on_is_not_idle(begun: tuple[Traffic, Build]) -> N
     assert build.given == given
 
 
+@pytest.mark.parametrize("slow", ["store", "share"])
+def test_a_build_that_waits_for_the_builder_is_not_idle(start: Any, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """The store takes another one, or pieces are far between, for longer than a build may be without any."""
+    monkeypatch.setattr(background_build, "LOOK_S", 0.05)
+    monkeypatch.setattr(background_build, "IDLE_S", 0.3)
+    runtime = start(build_after_hits=1)
+    builder = runtime.builds._builder
+    traffic, other = Traffic(runtime), list(range(500, 564))
+    for rid, tokens in (("a", PROMPT), ("b", PROMPT), ("x", other), ("y", other)):
+        traffic.prefill(rid, [*tokens, ord(rid), 2], 0 if rid in "ax" else 64)
+    real = builder._stored if slow == "store" else builder._add
+    monkeypatch.setattr(builder, real.__name__, lambda *given: (real(*given), time.sleep(0.5))[0])
+    opened = list(builder.open)
+    assert eventually(lambda: [traffic.decode(rid, 67) for rid in "by"] and all(build.closed for build in opened))
+    assert [line["status"] for line in report(runtime)] == ["built", "built"]
+
+
 def test_another_request_under_an_id_that_was_searched_in_vain_is_searched(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     for rid in "ab":
