@@ -100,7 +100,11 @@ def check_ranges(config: SparseAttnConfig) -> None:
         ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, _FRACTION),
         ("build_share", 0.0 < config.build_share <= 1.0, _FRACTION),
         ("guard_share", 0.0 < config.guard_share <= 1.0, _FRACTION),
-        ("quality_slo", config.quality_slo is None or config.quality_slo > 0.0, "an error above 0, or null"),
+        (
+            "quality_slo",
+            config.quality_slo is None or 0.0 < config.quality_slo < float("inf"),
+            "a finite error above 0, or null",
+        ),
         ("quality_recovery_s", 1.0 <= config.quality_recovery_s < float("inf"), "a finite time of at least 1 second"),
         (
             "sum_every",
@@ -248,9 +252,23 @@ def decode_config(text: str | None) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
     try:
-        return json.loads(source)
+        raw = json.loads(source, object_pairs_hook=_distinct)
+        json.dumps(raw, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        todo = f"{error.object[error.start]!a} is half a character: save or type it as UTF-8."
+        raise _fail("text in Unicode", source[:200], todo) from error
     except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits, too
         raise _fail("a JSON object", source[:200], f"JSON error: {error}.") from error
+    return raw
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which each key counts. Raises ValueError where one stands there twice."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"key {name!r} stands there twice, remove one")
+    return dict(pairs)
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:

@@ -147,6 +147,23 @@ def test_a_missing_file_is_refused_with_its_path_and_one_that_is_no_text(tmp_pat
             parsed(f"@{file}")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"keep_ratio": 0.5, "top_k": 9, "keep_ratio": 0.1}', ["'keep_ratio' stands there twice"]),
+        ('{"offload": {"host_bytes": 99, "host_bytes": 98}}', ["'host_bytes' stands there twice"]),
+        (r'{"trace_folder": "x\ud800"}', ["text in Unicode", r"'\ud800' is half a character"]),
+        ('{"top_k": "caf\udce9"}', ["text in Unicode", r"'\udce9'", "save or type it as UTF-8"]),  # typed in Latin-1
+        ('{"quality_slo": Infinity}', ["quality_slo to be a finite error", "inf"]),  # the scheduler would get null
+    ],
+)
+def test_text_of_which_something_would_be_lost_is_refused(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
 def test_a_missing_store_folder_is_refused_and_not_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected an existing folder.*mkdir -p"):
         make_settings(None, str(tmp_path / "none"))
