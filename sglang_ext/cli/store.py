@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -163,7 +164,7 @@ def run_status(args: argparse.Namespace) -> int:
     except IndexStoreError as error:
         return refuse("store status", printable(str(error)), 1)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(status), indent=2).decode())
+        print(json.dumps(msgspec.to_builtins(status), indent=2))
         return 0
     print(f"service   pid {status.pid}, up {status.uptime_s:.0f} s, at {status.endpoint}")
     print(f"indexes   {status.indexes} usable, {status.problems} problems (sglang-ext index verify)")

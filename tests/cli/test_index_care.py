@@ -215,6 +215,15 @@ def test_a_folder_whose_name_is_no_text_is_listed_all_the_same(tmp_path: Path, i
     assert json.loads(out)["path"].endswith(f"N\\xe9/{digest[:2]}/{digest}.pfxindex")
 
 
+def test_json_is_json_also_where_the_output_takes_no_umlauts(shelf: Any, index: Any, program: Any) -> None:
+    named, digest = "Köln \U0001f600", shelf.entries[0].digest
+    with FileStore(shelf.folder) as store:
+        store.retain(digest, Retention(name=named))
+    latin = {"PYTHONIOENCODING": "latin-1"}
+    ran = program("index", "ls", "--json", digest, env=latin, stdout=subprocess.PIPE)
+    assert json.loads(ran.communicate(timeout=120)[0])["name"] == named
+
+
 def test_an_interrupt_while_modules_are_imported_ends_with_130_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

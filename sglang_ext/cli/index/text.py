@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
@@ -72,8 +73,9 @@ def wrapped(text: str, indent: str = "", hanging: str | None = None) -> str:
 
 
 def emit(value: Any) -> None:
-    """One JSON document on one line."""
-    print(msgspec.json.encode(printable_values(value)).decode())
+    """One JSON document on one line, in ASCII: what an output cannot encode would be written in no JSON's way."""
+    plain = msgspec.json.decode(msgspec.json.encode(printable_values(value)))
+    print(json.dumps(plain, separators=(",", ":")))
 
 
 def complain(command: str, message: str) -> None:
