@@ -113,6 +113,8 @@ class PromptBuilder:
         self._full: tuple[int, str] | None = None
         """Tokens of the shortest prefix that the store had no room for, and what it said."""
         self._model = msgspec.convert(engine.state()["model"], ModelFingerprint)
+        self._named: dict[str, str] = {}
+        """By digest the first prompt with an id whose index it is."""
 
     def lines(self, tasks: Iterable[Task]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
         """One after another. Raises EngineDiedError behind the line of the prompt that it died of."""
@@ -129,8 +131,18 @@ class PromptBuilder:
         return self._retained(prompt, line) if line["status"] in ("built", "exists") else line
 
     def _retained(self, prompt: Prompt, line: dict[str, Any]) -> dict[str, Any]:
-        """The prompt's id is its index's name from now on; --pin and --ttl count, too, where they are given."""
-        change: dict[str, Any] = {} if isinstance(prompt.id, LineNumber) else {"name": prompt.id}
+        """The prompt's id is its index's name from now on; --pin and --ttl count, too, where they are given. Of several
+        prompts with one index the first one's id is, and stays so when the same job runs again.
+        """
+        change: dict[str, Any] = {}
+        if not isinstance(prompt.id, LineNumber):
+            change["name"] = first = self._named.setdefault(line["digest"], prompt.id)
+            if first != prompt.id:
+                said = (
+                    f"expected prompts that differ before their last {self._config.build_align} tokens, got the index "
+                    f"of {first!r}, whose name stays: it serves both. Remove one, or name it by its digest"
+                )
+                line = {**line, "warnings": [*line.get("warnings", ()), said]}
         if self._args.pin:
             change["pinned"] = True
         if self._args.ttl is not None:

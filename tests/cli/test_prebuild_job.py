@@ -272,6 +272,17 @@ def test_an_index_gets_its_prompts_id_as_its_name_and_keeps_the_pin_that_somebod
             assert other.list()[0].retention == Retention(pinned=True, name="tools")
 
 
+def test_of_two_prompts_with_one_index_the_first_one_names_it_and_the_second_is_warned(job: Any) -> None:
+    """They differ behind the last whole page."""
+    prompts = [Prompt(id=name, input_ids=[*prompt(1), token]) for name, token in (("tools", 7), ("travel", 8))]
+    for became_first in ("built", "exists"):
+        status, (first, second), store = job(*prompts)
+        assert (status, first["status"], second["status"]) == (0, became_first, "exists")
+        assert "warnings" not in first
+        assert "index of 'tools'" in second["warnings"][0]
+        assert [entry.retention.name for entry in store.list()] == ["tools"]
+
+
 def test_an_id_is_any_text(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's report of it has other characters in their place."""
     monkeypatch.setattr("sglang_ext.cli.engines.REPORT_TIMEOUT_S", 1.0)
