@@ -101,6 +101,8 @@ class CalibrateJob:
         self._folder = Path(args.state or f"{out}.state")
         if out.is_dir():
             raise IsADirectoryError(f"{out} is a folder; name a file in it with --out")
+        if out.exists() and out.samefile(args.data):
+            raise ValueError(f"expected --out to be a file of its own, got the prompts {args.out}; name another")
         for folder in filter(None, (out.parent, self._folder, args.report)):
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()  # it can be written to

@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack, closing, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from prefix_index import IndexStoreError
 from prefix_index.connect import locate
@@ -65,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as opened:
         try:
             prompts = read_prompts(args.prompts)
+            if args.report is not None and os.path.exists(args.report) and os.path.samefile(args.report, args.prompts):
+                why = f"expected a --report of its own, got the prompts {args.report}. Name another file"
+                return refuse("prebuild", why)
             if args.ray is not None and os.path.isdir(args.model_path):
                 args.model_path = os.path.abspath(args.model_path)  # nodes work in folders of their own
             model_folder = local_folder(args.model_path, *checkpoint_options(args.sglang_flags))
@@ -83,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             settings = make_settings(args.sparse_attn_config, args.store, model_folder)
             store = opened.enter_context(closing(configured_store(settings.store, settings.config)))
             report = opened.enter_context(open(args.report, "a")) if args.report is not None else sys.stdout
+            if args.report is not None:
+                _begin_line(report)
         except (PromptError, ConfigError) as error:
             return refuse("prebuild", error)
         except IndexStoreError as error:
@@ -97,3 +103,9 @@ def run(args: argparse.Namespace) -> int:
 
             lines = opened.enter_context(open_cluster(args, settings, len(prompts))).lines
         return PrebuildJob(lines, report, args).run(prompts)
+
+
+def _begin_line(report: TextIO) -> None:
+    """Of a report that is written on: a full disk may have cut its last line."""
+    if os.path.isfile(report.name) and Path(report.name).read_bytes()[-1:] not in (b"", b"\n"):
+        report.write("\n")

@@ -283,6 +283,7 @@ def test_no_measurement_is_removed_for_a_run_that_cannot_start(
         ("--block-average 65", "expected --block-average in 1..64 tokens, got 65.0"),
         ("--block-average nan", "expected --block-average in 1..64 tokens, got nan"),
         ("--out {}", "expected to be able to write"),
+        ("--out {}/dev.jsonl", "expected --out to be a file of its own"),
         ("--report {}/file/below", "expected to be able to write"),
         ("--state {}/file/below", "expected to be able to write"),
     ],

@@ -18,6 +18,7 @@ from sglang_ext.cli import main
 from sglang_ext.cli.arguments import checkpoint_options, names_cpu
 from sglang_ext.cli.engines import reported
 from sglang_ext.cli.explain.answers import read_prompt
+from sglang_ext.cli.prebuild import _begin_line
 from sglang_ext.prefill.prompts import PromptError
 from tests.server.harness import MODEL
 
@@ -69,6 +70,21 @@ def test_what_is_not_there_or_not_right(
     monkeypatch.chdir(MODEL.parents[1])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused(prebuild(*ON_CPU, **changes), *words)
+
+
+def test_a_report_that_is_the_file_of_the_prompts(prebuild: Any, tmp_path: Path) -> None:
+    (tmp_path / "same").symlink_to(tmp_path / "prompts.jsonl")
+    refused(prebuild(*ON_CPU, report=str(tmp_path / "same")), "expected a --report of its own", "Name another")
+
+
+def test_a_report_whose_last_line_a_full_disk_has_cut_loses_no_other(tmp_path: Path) -> None:
+    for before, after in (('{"id": "a"', '{"id": "a"\nb\n'), ("a\n", "a\nb\n"), ("", "b\n")):
+        path = tmp_path / "report.jsonl"
+        path.write_text(before)
+        with open(path, "a") as report:
+            _begin_line(report)
+            report.write("b\n")
+        assert path.read_text() == after
 
 
 def test_a_cluster_without_ray(prebuild: Any, monkeypatch: pytest.MonkeyPatch) -> None:
