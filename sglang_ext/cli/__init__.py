@@ -88,12 +88,24 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise Terminated
 
 
+def _open_closed_streams() -> None:
+    """Standard streams that are closed go to /dev/null, here and in processes to come. An index or a report would get
+    their number otherwise, and what libraries write to it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each takes the lowest number that is free
+        if getattr(sys, name) is None:
+            opened = open(os.devnull, mode)  # noqa: SIM115 (to the process's end)
+            os.set_inheritable(opened.fileno(), True)
+            setattr(sys, name, opened)
+
+
 def console() -> None:
     """The console script.
 
     SGLang ends its process tree, multiprocessing's resource tracker included, when an engine shuts down; the
     interpreter's own exit would start another one and print its complaints. All of ours is closed by then.
     """
+    _open_closed_streams()
     heed_sigterm()
     status = main()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -16,7 +16,7 @@ import pytest
 from sglang_ext.cli import main
 from sglang_ext.cli.arguments import parse_bytes, parse_seconds
 from sglang_ext.cli.index.text import retention, size, span
-from tests.cli.conftest import fill
+from tests.cli.conftest import PROGRAM, fill
 
 
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path, program: Any) -> None:
@@ -36,6 +36,17 @@ def test_output_that_has_no_room_is_one_line(shelf: Any, program: Any) -> None:
         err = ran.communicate(timeout=120)[1]
     assert (ran.returncode, err.count(b"\n")) == (1, 1), err
     assert b"No space left on device" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "status"), [("ls", "<&- >&- 2>&-", 0), ("ls", ">&-", 0), ("gc --unused-for 0", "<&-", 2)]
+)
+def test_a_standard_stream_that_is_closed_is_one_that_says_nothing(
+    words: str, closed: str, status: int, shelf: Any
+) -> None:
+    ran = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *PROGRAM, "index", *words.split()], timeout=120)
+    assert ran.returncode == status
+    assert len(shelf.digests()) == len(shelf.entries)
 
 
 @pytest.mark.parametrize(
