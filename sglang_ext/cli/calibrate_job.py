@@ -19,7 +19,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from prefix_index import ModelFingerprint, model_mismatch
+from prefix_index import ModelFingerprint, model_mismatch, printable
 from sglang_ext import __version__
 from sglang_ext.calibration.fit import Fit, FitSetting, fit_settings, with_flat_heads
 from sglang_ext.calibration.judge import Candidate, Verdict, choose, percent, proposals
@@ -256,7 +256,7 @@ class CalibrateJob:
                 tokens=sum(info.prompt_tokens for info in infos),
                 seed=0,
                 versions={name: one for name, one in found.items() if one is not None},
-                description=self._args.description or Path(self._args.data).name,
+                description=printable(self._args.description or Path(self._args.data).name),
             ),
         )
 

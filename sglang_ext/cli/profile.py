@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prefix_index import printable
 from sglang_ext.cli.arguments import add_sglang_flags, parse_layers, refuse
 
 if TYPE_CHECKING:  # imports torch, which the help text need not wait for
@@ -71,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
             model=msgspec.convert(model, ProfiledModel, from_attributes=True),
             layer_plan=plan.to_dict(),
             calibration=CalibrationData(
-                description=f"layer plan imported from {file.name} (SHA-256 {digest}). Answers of this plan were not "
-                "measured here: benchmarks/answers.py measures them, sglang-ext calibrate --judge yes judges a plan of "
-                "your prompts"
+                description=f"layer plan imported from {printable(file.name)} (SHA-256 {digest}). Answers of this plan "
+                "were not measured here: benchmarks/answers.py measures them, sglang-ext calibrate --judge yes judges "
+                "a plan of your prompts"
             ),
         )
     except (EngineStartError, ValueError) as error:

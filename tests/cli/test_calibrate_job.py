@@ -122,6 +122,12 @@ def test_a_run_writes_a_profile_of_this_model(calibrate: Any, profile_path: Path
     assert profile.calibration.tokens == 4 * 3
 
 
+def test_a_description_that_is_no_text_costs_no_profile(calibrate: Any, profile_path: Path) -> None:
+    """Typed in Latin-1; a file's name may be such a one, too."""
+    status, said = calibrate("--description", "caf\udce9")
+    assert (status, json.loads(profile_path.read_text())["calibration"]["description"]) == (0, r"caf\xe9"), said
+
+
 def test_a_profile_under_which_no_layer_selects_is_said_to_be_one(calibrate: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("sglang_ext.calibration.fit.MIN_ORACLE_RECALL", 1.1)
     status, said = calibrate()

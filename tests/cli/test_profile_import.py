@@ -96,6 +96,13 @@ def test_it_says_that_nothing_was_measured(run: Import, tmp_path: Path) -> None:
     assert f"{NAME} (SHA-256 " in calibration.description
 
 
+def test_a_head_map_whose_name_is_no_text_is_imported(run: Import, tmp_path: Path) -> None:
+    named = f"caf\udce9{NAME}"
+    np.save(tmp_path / named, HEAD_MAP)
+    assert run(file=named)[0] == 0
+    assert rf"caf\xe9{NAME} (SHA-256 " in load_profile(tmp_path / "profile.json").calibration.description
+
+
 def test_what_was_never_measured_is_not_served(run: Import) -> None:
     run()
     config = {"profile": "profile.json", "method": "ab_sparse", "methods": {"ab_sparse": {"sizes": "profile"}}}
