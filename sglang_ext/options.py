@@ -134,8 +134,8 @@ class SparseAttnConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             heads (MLA) as many tokens are recorded as of one with 64.
         seed: of the reservoir and of k-means.
         build: `off` (serve), `shared` (index what requests turn out to share, beside serving), `prefill` (index every
-            prompt this process prefills, while it waits) or `capture` (write down queries and keys of every
-            prompt: `sglang-ext calibrate` uses it).
+            prompt that this process prefills from its first token on, while it waits) or `capture` (write down queries
+            and keys of every prompt: `sglang-ext calibrate` uses it).
         build_after_hits: with `shared`: requests that found a prefix in the prefix cache before its index is built; the
             request that prefilled the prefix is none of them.
         build_share: with `shared`: share of the time that builds may take, of the GPU and of the process, at most.
