@@ -83,7 +83,7 @@ def test_answers_behind_host_memory_are_those_without(
     # A suffix of several chunks; then what stands behind the prefix comes from SGLang's cache.
     long = f"{texts.first.text} {texts.unindexed.text}"
     served(server, [long], FIRST)
-    assert server.generate(f"{long} {first[0]}", TOKENS).cached_tokens >= FIRST + 1152
+    assert server.generate(f"{long} {texts.unindexed.questions[0].text}", TOKENS).cached_tokens >= FIRST + 1152
     _beside_others(server, first, texts)
     _turned_off(server, first[0])
     _aborted(server, first[0])
@@ -101,19 +101,19 @@ def test_answers_behind_host_memory_are_those_without(
 def _beside_others(server: Server, hosted: list[str], texts: Any) -> None:
     """Rows with and without a prefix in host memory, in one batch."""
     others = [texts.ask(texts.unindexed, 0), texts.ask(texts.large, 0)]
-    dense = [server.generate(prompt, 30, sparse=False).ids for prompt in [*hosted, *others]]
-    calls = [lambda p=prompt: server.generate(p, 30) for prompt in [*hosted, *others[:1]]]
-    calls.append(lambda: server.generate(others[1], 30, sparse=False))
+    dense = [server.generate(prompt, TOKENS, sparse=False).ids for prompt in [*hosted, *others]]
+    calls = [lambda p=prompt: server.generate(p, TOKENS) for prompt in [*hosted, *others[:1]]]
+    calls.append(lambda: server.generate(others[1], TOKENS, sparse=False))
     assert [answer.ids for answer in server.together(calls)] == dense
 
 
 def _turned_off(server: Server, prompt: str) -> None:
     """A request that runs attends its prefix exactly, a layer at a time; one that comes is prefilled."""
-    dense = [server.generate(prompt, tokens, sparse=False).ids for tokens in (120, TOKENS)]
+    dense = [server.generate(prompt, tokens, sparse=False).ids for tokens in (60, TOKENS)]
     for _attempt in range(10):  # it may end before the command comes
         translated = offload(server)["translated"]
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.generate, prompt, 120)
+            running = pool.submit(server.generate, prompt, 60)
             server.until(lambda state, n=translated: state["offload"]["translated"] > n)
             server.post("/sparse_attn/off", {"shared_prefixes": True})
             assert server.generate(prompt, TOKENS).ids == dense[1]

@@ -20,6 +20,9 @@ from tests.server.harness import EXACT_CONFIG, STOP_SECONDS, Answer, Pool, Serve
 from tests.server.jobs import Prebuilt, processes
 from tests.server.test_offload import BYTES_OF_TOKEN, CONFIG, FIRST, FLAGS, SECOND, TOKENS, offload, served
 
+LONG = 60
+"""Tokens of an answer that is to run still when something happens."""
+
 
 def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**CONFIG, "offload": {**CONFIG["offload"], "folder": str(folder), **changes}}
@@ -111,7 +114,7 @@ def filed(serve: Pool, built: Prebuilt, folder: Path) -> Callable[[], Server]:
 def expected(filed: Callable[[], Server], texts: Any) -> dict[str, tuple[int, ...]]:
     """Prompts behind both documents, and what dense decode answers."""
     server, prompts = filed(), [texts.ask(one, n) for one in (texts.first, texts.second) for n in range(2)]
-    found = {prompt: server.generate(prompt, 100, sparse=False).ids for prompt in prompts}
+    found = {prompt: server.generate(prompt, LONG, sparse=False).ids for prompt in prompts}
     server.flush()
     return found
 
@@ -252,9 +255,9 @@ def _other_layout(file: Path) -> None:
 
 def _flush_under_use(server: Server, prompt: str) -> None:
     """SGLang refuses it while a request runs; the answer is right in any case."""
-    dense = server.generate(prompt, 200, sparse=False).ids
+    dense = server.generate(prompt, LONG, sparse=False).ids
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.generate, prompt, 200)
+        running = pool.submit(server.generate, prompt, LONG)
         server.until(lambda state: state["offload"]["rows"] == 1)
         with contextlib.suppress(OSError):
             server.post("/flush_cache", {}, 30)
@@ -297,8 +300,8 @@ def test_prompts_that_are_longer_than_the_pool(
     server = serve(store, config, fresh=True, max_total_tokens="1024", **FLAGS)
     for places in ((0, 1), (2, 3), (0, 2)):  # the host has room for one of the two documents
         asked = [prompts[n] for n in places]
-        answers = server.together([lambda p=prompt: server.generate(p, 100) for prompt in asked])
-        assert [answer.ids for answer in answers] == [expected[prompt] for prompt in asked]
+        answers = server.together([lambda p=prompt: server.generate(p, TOKENS) for prompt in asked])
+        assert [answer.ids for answer in answers] == [expected[prompt][:TOKENS] for prompt in asked]
     state = offload(server)
     assert state["events"]["loaded"] == state["events"]["evicted"] + 1
     assert state["events"]["loaded"] in (3, 4), "who of the last two comes first is not said"
@@ -313,7 +316,7 @@ def test_prompts_that_are_longer_than_the_pool(
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"HTTP 400.* in host memory or a file; it is in neither"):
         server.generate(prompts[0])
-    assert server.generate(prompts[2], 100).ids == expected[prompts[2]]
+    assert server.generate(prompts[2], TOKENS).ids == expected[prompts[2]][:TOKENS]
     server.flush()
     with held(server, prompts[2], tmp_path / "kv" / kv_file_name(built.line("second")["digest"])):
         _told_to_end(server)
@@ -327,7 +330,7 @@ def _not_read(server: Server, file: Path, prompt: str, expected: dict[str, tuple
             server.generate(prompt)
         assert len(server.generate("Others are served.", 4).ids) == 4
     server.until(lambda state: state["offload"]["users"] == 0)
-    assert server.generate(prompt, 100).ids == expected[prompt]
+    assert server.generate(prompt, TOKENS).ids == expected[prompt][:TOKENS]
     assert offload(server)["problem"] is None
 
 
@@ -337,21 +340,22 @@ def _paused(
     """While one waits for its file, and while one runs and one waits for its room; for longer than a file may take."""
     for running in (False, True):
         server.flush()
+        tokens = LONG if running else TOKENS
         with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as block:
             if not running:
                 block.enter_context(slow(file))
-            answers = [pool.submit(server.generate, prompts[0], 100)]
+            answers = [pool.submit(server.generate, prompts[0], tokens)]
             wanted = ("rows", 1) if running else ("users", 1)
             server.until(lambda state, w=wanted: state["offload"][w[0]] == w[1])
             if running:
-                answers.append(pool.submit(server.generate, prompts[1], 100))
+                answers.append(pool.submit(server.generate, prompts[1], TOKENS))
                 server.until(lambda state: state["requests"] == 1)
             server.post("/pause_generation", {"mode": mode})
             block.close()
             time.sleep(3.5 if mode == "in_place" and not running else 0.5)
             server.post("/continue_generation", {})
-            for prompt, answer in zip(prompts, answers, strict=False):
-                assert answer.result(60).ids == expected[prompt]
+            for prompt, answer, count in zip(prompts, answers, (tokens, TOKENS), strict=False):
+                assert answer.result(60).ids == expected[prompt][:count]
     assert offload(server)["problem"] is None
 
 
