@@ -47,7 +47,7 @@ demo: venv-$(SGLANG_VERSION) ## a real server, a shared document, dense against 
 $(GPU_TRITON)/.whole: | venv-$(firstword $(SGLANG_VERSIONS))
 	-rm -rf $(@D) && $(OLD)/bin/python -m pip install -q --retries 1 --no-deps --target $(@D) triton==3.6.0 && touch $@
 
-test: venv $(GPU_TRITON)/.whole ## what protects a change: some 16 minutes on two cores
+test: venv $(GPU_TRITON)/.whole ## what protects a change: some 14 minutes on two cores
 	TRITON_INTERPRET=1 $(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY) --dist worksteal tests/prefix_kernels/triton
 	$(PYTEST_ENV) $(OLD)/bin/python -m pytest $(DAY)
 	$(ON_GPU_TRITON) $(DAY) $(COMPILED)
