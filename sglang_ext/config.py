@@ -248,7 +248,7 @@ def decode_config(text: str | None) -> Any:
     if text.startswith("@"):
         path = Path(text[1:])
         try:
-            source = path.read_text()
+            source = path.read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
     try:

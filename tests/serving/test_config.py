@@ -34,6 +34,8 @@ def test_no_text_gives_the_defaults_and_a_file_what_its_text_gives(tmp_path: Pat
     file = tmp_path / "config.json"
     file.write_text('{"keep_ratio": 0.25, "pooling": "mean"}')
     assert parsed(f"@{file}") == parsed(file.read_text())
+    file.write_text(file.read_text(), "utf-8-sig")  # with a byte order mark, as editors save it
+    assert parsed(f"@{file}") == parsed(file.read_text("utf-8-sig"))
 
 
 @pytest.mark.parametrize(
