@@ -209,7 +209,7 @@ class SparseRuntime:
                 self._misfits.add(found.detail)  # few: of another model or configuration
                 logger.warning("sparse attention: request %s stays dense: %s", rid, found.detail)
         indexed = 0 if attachment.entry is None else attachment.entry.identity.num_tokens
-        if self.builds is not None and (usable or self.config.build is not Build.SHARED):  # else for nobody
+        if self.builds is not None and (usable or self.config.build is not Build.SHARED):  # or nobody would use it
             attachment.admission = Admission(rid, prompt, namespace, refusal, indexed, hashes, repeats)
         attachment.prompt_len = len(prompt)
         self.requests.add(request, attachment)

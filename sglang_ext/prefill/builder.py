@@ -301,12 +301,13 @@ def covered_tokens(prompt_len: int, align: int) -> int:
 
 
 def short_refusal(prompt_len: int, config: SparseAttnConfig) -> str | None:
-    """Why a prompt of so many tokens is too short for an index; None where it is not."""
+    """Why a prompt of so many tokens is too short for an index, and what to do; None where the prompt is not."""
     least, tokens = config.min_sparse_prompt_len, covered_tokens(prompt_len, config.build_align)
     if tokens >= least:
         return None
     cut = f" ({prompt_len} cut to a multiple of build_align={config.build_align})" if tokens < prompt_len else ""
-    return f"expected at least min_sparse_prompt_len={least} tokens, got {tokens}{cut}"
+    todo = "give a longer prompt, or lower min_sparse_prompt_len"
+    return f"expected at least min_sparse_prompt_len={least} tokens, got {tokens}{cut}; {todo}"
 
 
 def give_back(lease: BuildLease | None) -> None:

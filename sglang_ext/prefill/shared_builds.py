@@ -245,7 +245,7 @@ class SharedBuilds(Recording):
         if self._off:
             return f"builds ended with an error: {self._off}; restart the server"
         if (short := short_refusal(len(prompt), self._config)) is not None:
-            return f"{short}; build of a longer prompt"
+            return short
         self._hits.ask_for(namespace, page_hashes(prompt[:tokens], PAGE_TOKENS))
         return None
 

@@ -300,7 +300,7 @@ def test_a_prompt_that_is_cut_to_less_than_an_index_serves_is_not_prefilled(
     status, (cut, built), _ = job(*(Prompt(id=str(count), input_ids=prompt(1)[:count]) for count in (63, 64)))
     assert (status, cut["status"], cut["reason"], built["status"]) == (0, "skipped", "short_prefix", "built")
     told = "expected at least min_sparse_prompt_len=40 tokens, got 32 (63 cut to a multiple of build_align=32)"
-    assert cut["detail"] == told
+    assert cut["detail"] == f"{told}; give a longer prompt, or lower min_sparse_prompt_len"
     assert job.made.prefilled == ["prebuild-1-64"]
 
 

@@ -102,4 +102,5 @@ def plugged_sglang() -> Iterator[Callable[..., Any]]:
         yield call
     finally:
         mine.close()
-        process.join()
+        process.join(10)
+        process.kill()

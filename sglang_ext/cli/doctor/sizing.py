@@ -59,7 +59,7 @@ def compute_sizes(args: argparse.Namespace) -> Sizes:
         check_profile(profile, model)
     tokens = covered_tokens(args.tokens, config.build_align)
     if (short := short_refusal(args.tokens, config)) is not None:
-        raise ValueError(f"--tokens: {short}; shorter prompts have no index")
+        raise ValueError(f"--tokens: {short}")
     index = index_sizes(config, profile, model, tokens, args.tp)
     heads = max(len(heads_of_rank(model.num_kv_heads, rank, args.tp)) for rank in range(args.tp))
     itemsize = getattr(torch, model.kv_dtype).itemsize
