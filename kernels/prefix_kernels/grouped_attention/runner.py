@@ -19,7 +19,8 @@ from prefix_kernels.types import PagedKV, check_arena, check_table
 _MERGED_AT_ONCE = 32
 """Parts of a row, at most."""
 _MERGED_NUMBERS = 512
-"""Values of one of these parts, of all heads of a program, at most: what the registers hold."""
+"""Values of one of these parts, of all heads of a program, at most: what the registers hold. Where a program has a
+quarter of them, as of a lone request, it takes twice as many parts at once, a list's 32 and the suffix among them."""
 _MERGE_PROGRAMS = 256
 """Heads are merged together where there would be more: each has a start. Fewer are slower where rows are few."""
 _LEAST_BLOCK = 16
@@ -267,7 +268,8 @@ class GroupedAttention:
         wanted = min(block_of(-(-heads * batch // _MERGE_PROGRAMS)), block_of(heads))
         block_h = max(1, min(wanted, _MERGED_NUMBERS // block_v))
         most = max(one.target for one in self._launches) + self._spans.shape[1] - 1
-        sizes = {"BLOCK_H": block_h, "BLOCK_S": min(_MERGED_AT_ONCE, block_of(most, _LEAST_BLOCK))}
+        at_once = 2 * _MERGED_AT_ONCE if 4 * block_h * block_v <= _MERGED_NUMBERS else _MERGED_AT_ONCE
+        sizes = {"BLOCK_H": block_h, "BLOCK_S": min(at_once, block_of(most, _LEAST_BLOCK))}
         warps = 4 if 2 * block_h * block_v <= _MERGED_NUMBERS else 8
         launch_behind(merge_items_kernel, (-(-heads // block_h), batch), arguments | sizes, num_warps=warps)
 
