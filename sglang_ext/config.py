@@ -64,6 +64,8 @@ def _fail(expected: str, came: object, todo: str) -> ConfigError:
 
 
 _FRACTION = "a fraction above 0 and at most 1"
+_BEYOND = 1 << 63
+"""More than arrays, files and other processes can be told."""
 
 #: The least values of options that count something, and of what.
 _LEAST = {
@@ -92,9 +94,10 @@ _LEAST = {
 def check_ranges(config: SparseAttnConfig) -> None:
     for name, (least, what) in _LEAST.items():
         value = getattr(config, name)
-        if value is not None and value < least:
+        if value is not None and not least <= value < _BEYOND:
             null = "" if getattr(SparseAttnConfig(), name) is not None else ", or null"
-            raise _fail(f"{name} to be {least} or more {what}{null}", value, f"Change {name!r}.")
+            most = "" if value < least else ", below 2 to the 63rd"
+            raise _fail(f"{name} to be {least} or more {what}{most}{null}", value, f"Change {name!r}.")
     rules: tuple[tuple[str, bool, str], ...] = (
         ("keep_ratio", config.keep_ratio is None or 0.0 < config.keep_ratio <= 1.0, f"{_FRACTION}, or null"),
         ("max_keep_ratio", 0.0 < config.max_keep_ratio <= 1.0, _FRACTION),
@@ -121,7 +124,7 @@ def check_ranges(config: SparseAttnConfig) -> None:
         ("draft_tokens", 1 <= config.draft_tokens <= MOST_DRAFTED, f"1 to {MOST_DRAFTED} tokens"),
         ("prefetch_timeout_s", 0.0 < config.prefetch_timeout_s < float("inf"), "a finite time above 0 seconds"),
         ("store_timeout_s", 0.0 < config.store_timeout_s <= 1e9, "a time above 0 seconds, 1e9 at most"),
-        ("seed", 0 <= config.seed < 1 << 63, "0 or more, below 2 to the 63rd"),
+        ("seed", 0 <= config.seed < _BEYOND, "0 or more, below 2 to the 63rd"),
     )
     for name, good, expected in rules:
         if not good:
@@ -205,8 +208,9 @@ def _check_cache_device(config: SparseAttnConfig, device: str) -> None:
 def _check_offload(config: SparseAttnConfig, offload: Offload) -> None:
     """A positive size of each, and nothing beside it that reads a prefix's slots on the device."""
     for name, value in msgspec.structs.asdict(offload).items():
-        if isinstance(value, int) and value < PAGE_TOKENS and name != "select_prefill_tokens":
-            raise _fail(f"offload.{name} to be {PAGE_TOKENS} or more", value, f"Change {name!r}.")
+        if isinstance(value, int) and not PAGE_TOKENS <= value < _BEYOND and name != "select_prefill_tokens":
+            most = "" if value < PAGE_TOKENS else ", below 2 to the 63rd"
+            raise _fail(f"offload.{name} to be {PAGE_TOKENS} or more{most}", value, f"Change {name!r}.")
     tokens = offload.select_prefill_tokens
     if tokens is not None and not 1 <= tokens <= SELECTING_TOKENS:
         todo = "Change 'select_prefill_tokens'."

@@ -136,7 +136,7 @@ def _checked(name: str, value: object, wanted: type) -> object:
     if wanted is IndexSpec:
         return value if isinstance(value, IndexSpec) else _nested(name, value)
     if wanted is float and type(value) is int:
-        value = float(value)
+        value = float(str(value))  # inf, where `float(value)` raises
     if type(value) is not wanted:
         raise TypeError(
             f"expected {name} as {wanted.__name__}, got {value!r} ({type(value).__name__}); correct its type"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from sglang_ext.config import (
     parse_profiled,
     settings_from_env,
 )
-from sglang_ext.options import DecodePath
+from sglang_ext.options import DecodePath, Offload
 from sglang_ext.prefill.builder import covered_tokens
 from tests.prefix_index.samples import sample_identity, sample_payload
 
@@ -136,6 +136,28 @@ def test_a_bad_configuration_is_refused_with_what_was_expected_and_what_came(giv
     for word in words:
         assert word in message
     assert ("Known keys" in message) == ("unknown key" in message)
+
+
+def integers(kind: type) -> list[str]:
+    return [name for name, hint in get_type_hints(kind).items() if int in (hint, *get_args(hint))]
+
+
+@pytest.mark.parametrize("number", [10**30, -(10**30), 1 << 63, 1e400])
+def test_a_number_that_nothing_can_hold_is_refused_with_its_name(number: float) -> None:
+    beside: dict[str, Any] = {"host_bytes": 99, "folder": "x"}
+    given = [{name: number} for name in integers(SparseAttnConfig)]
+    given += [{"offload": {**beside, name: number}} for name in integers(Offload)]
+    names = [*integers(SparseAttnConfig), *integers(Offload)]
+    assert len(names) > 25
+    for name, one in zip(names, given, strict=True):
+        with pytest.raises(ConfigError, match=name) as caught:
+            parsed(json.dumps(one))
+        assert (f"got {number}" if isinstance(number, int) else "got `float`") in str(caught.value)
+
+
+def test_a_number_that_no_float_holds_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match="list_ratio to be finite, got -inf"):
+        parsed(json.dumps({"methods": {"csattention": {"list_ratio": -(10**400)}}}))
 
 
 def test_a_missing_file_is_refused_with_its_path_and_one_that_is_no_text(tmp_path: Path) -> None:
