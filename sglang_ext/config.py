@@ -256,7 +256,7 @@ def decode_config(text: str | None) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise _fail("a readable file after '@'", str(path), f"{error}: check the path.") from error
     try:
-        raw = json.loads(source, object_pairs_hook=_distinct)
+        raw = json.loads(source, object_pairs_hook=distinct)
         json.dumps(raw, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         todo = f"{error.object[error.start]!a} is half a character: save or type it as UTF-8."
@@ -266,13 +266,14 @@ def decode_config(text: str | None) -> Any:
     return raw
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, of which each key counts. Raises ValueError where one stands there twice."""
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in out:
             raise ValueError(f"key {name!r} stands there twice, remove one")
-    return dict(pairs)
+        out[name] = value
+    return out
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> SparseAttnConfig:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
+from sglang_ext.config import distinct
 
 #: What may stand around a line's object: white space, other ends of lines, a byte order mark.
 _AROUND = " \t\r\u0085\u2028\u2029\ufeff"
@@ -93,7 +96,8 @@ def read_lines(
             continue
         try:
             prompt = msgspec.json.decode(content, type=kind)
-        except (msgspec.DecodeError, RecursionError) as error:
+            json.loads(content, object_pairs_hook=distinct)
+        except (ValueError, RecursionError) as error:  # ValueError: a key that stands there twice, too
             raise PromptError(f"{where}: expected an object like {example}, got: {error}; correct the line") from error
         check_prompt(prompt, where)
         name = prompt.id or LineNumber(number)

@@ -59,6 +59,8 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "no object": ("[1]", ":1: expected an object"),
     "unknown field": ('{"text": "x"}\n{"txt": "x"}', ":2: expected an object"),
     "wrong type": ('{"input_ids": ["a"]}', "input_ids"),
+    "a key twice": ('{"text": "x"}\n{"text": "x", "text": "y"}', ":2: expected an object"),
+    "a tool's key twice": ('{"messages": [], "tools": [{"a": 1, "a": 2}]}', "got: key 'a' stands there twice, remove"),
     "neither": ('{"id": "a"}', "exactly one of text, input_ids and messages"),
     "both": ('{"text": "x", "input_ids": [1]}', "exactly one of text, input_ids and messages"),
     "twice": ('{"id": "a", "text": "x"}\n' * 2, ":2: expected ids that differ, got 'a' as in line 1"),
