@@ -56,6 +56,7 @@ from sglang_ext.profiles import local_folder
 
 SETTINGS_FILE = "settings.json"
 JUDGED_FOLDER = "judged"
+_RENDERING = ("--chat-template", "--hf-chat-template-name", "--default-chat-template-kwargs", "--reasoning-parser")
 _MEASUREMENT = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
@@ -298,7 +299,20 @@ class CalibrateJob:
             "block_sizes": list(BLOCK_SIZES),
             "decode_steps": self._args.decode_steps,
             "query_samples": self._args.query_samples,
+            **self._rendering(),
         }
+
+    def _rendering(self) -> dict[str, str]:
+        """Flags that say what tokens a chat is, by name; of a file its digest, too."""
+        if all(prompt.messages is None for prompt in self._prompts):
+            return {}
+        given = {name: sglang_option(self._args.sglang_flags, name) for name in _RENDERING}
+        out = {name: value for name, value in given.items() if value is not None}
+        for name, value in out.items():
+            if os.path.isfile(value):
+                digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
+                out[name] = f"{os.path.basename(value)} (sha256 {digest[:16]})"
+        return out
 
     def _open_state(self) -> ModelFingerprint | None:
         """The model of the measurements that are there; None where there are none."""

@@ -42,7 +42,7 @@ class Engine:
 
     def __init__(self, model_path: str, flags: list[str], **options: Any) -> None:
         Engine.starts += 1
-        assert flags == ["--device", "cpu"]
+        assert flags[:2] == ["--device", "cpu"]
         assert options["query_samples"] == 64
         self.decode_steps = options["decode_steps"]
 
@@ -80,13 +80,17 @@ def calibrate(
     monkeypatch.setattr(Engine, "starts", 0)
     monkeypatch.setattr(Engine, "captured", [], raising=False)
 
-    def run(*words: str, names: tuple[str, ...] = NAMES, model: str = str(tmp_path)) -> tuple[int, str]:
+    def run(
+        *words: str, names: tuple[str, ...] = NAMES, model: str = str(tmp_path), chat: bool = False, flags: str = ""
+    ) -> tuple[int, str]:
         data = tmp_path / "dev.jsonl"
-        data.write_text("".join(json.dumps({"id": name, "text": f"one two {name}"}) + "\n" for name in names))
+        said = [[{"role": "system", "content": f"one two {name}"}] if chat else f"one two {name}" for name in names]
+        lines = [{"id": name, "messages" if chat else "text": one} for name, one in zip(names, said, strict=True)]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         fixed = ["--model", model, "--data", str(data), "--out", str(tmp_path / "out" / "profile.json")]
         fixed += ["--decode-steps", "6", "--query-samples", "64", "--device", "cpu", *words]
         capsys.readouterr()
-        status = main(["calibrate", *fixed, "--", "--device", "cpu"])
+        status = main(["calibrate", *fixed, "--", "--device", "cpu", *flags.split()])
         return status, capsys.readouterr().err
 
     return run
@@ -212,6 +216,30 @@ def test_a_state_of_other_settings_or_weights_is_refused_before_the_model_is_loa
     assert "--no-resume" in said
     assert calibrate("--no-resume")[0] == 0
     assert len(Engine.captured) == 8
+
+
+def test_a_state_of_chats_that_were_rendered_otherwise_is_refused(
+    calibrate: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        Engine.tokens,
+        "of_chat",
+        lambda messages, *_: Engine.tokens.of_text(" ".join(message["content"] for message in messages)),
+    )
+    template = tmp_path / "one.jinja"
+    template.write_text("{{ messages }}")
+    first, second = f"--chat-template {template}", "--chat-template=chatml"
+    assert [calibrate(flags=flags)[0] for flags in (first, second)] == [0, 0], "of texts it says nothing"
+    assert calibrate("--no-resume", chat=True, flags=first)[0] == 0
+    assert calibrate(chat=True, flags=first)[0] == 0
+    for flags, wanted in (("", "None"), (second, "'chatml'"), (f"{first} --reasoning-parser qwen3", "'qwen3'")):
+        status, said = calibrate(chat=True, flags=flags)
+        assert (status, Engine.starts) == (2, 2)
+        assert f"={wanted} in" in said
+    template.write_text("{{ messages[0] }}")
+    status, said = calibrate(chat=True, flags=first)
+    assert (status, "--chat-template='one.jinja (sha256" in said) == (2, True)
+    assert calibrate("--no-resume", chat=True, flags=first)[0] == 0
 
 
 def test_a_state_of_another_model_is_refused(calibrate: Any, monkeypatch: Any) -> None:
