@@ -294,6 +294,7 @@ class SparseRuntime:
         if attachment is None:
             return
         attachment.steps.keep(tokens)
+        attachment.waits_with = 0 if finished else tokens
         if finished and tokens > 1:
             attachment.ended(tokens, self.counters)
         self.ready.forget(attachment.rid)
@@ -304,8 +305,12 @@ class SparseRuntime:
         self.requests.leave(request, finished=finished)
 
     def _sweep(self) -> None:
-        """Take back what requests held that SGLang forgot without saying that they gave their slot back."""
+        """Take back what requests held that SGLang forgot without saying that they ended, and count those that were
+        retracted before.
+        """
         for attachment in self.requests.take_forgotten():
+            if attachment.waits_with > 1:
+                attachment.ended(attachment.waits_with, self.counters)
             self.planner.ended(attachment.serial)
             self._release(attachment)
             if self.requests.get(attachment.rid) is None:

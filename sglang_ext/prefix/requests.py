@@ -91,6 +91,7 @@ class Attachment:
         index: what serves it; held while it has a slot, and no longer. None with a reason, and without a slot.
         admission: what those that record prompts are told when it gets a slot; None for nothing.
         runs_again: it had a slot before, and was retracted.
+        waits_with: output tokens of a retracted request, until it has a slot again; 0 for others.
         suffix: index of its suffix tokens; None where all of them are attended in full.
         prompt_len: tokens of its own prompt.
         steps: which way its decode steps went.
@@ -106,6 +107,7 @@ class Attachment:
     index: ResidentIndex | None = None
     admission: Admission | None = None
     runs_again: bool = False
+    waits_with: int = 0
     suffix: SuffixIndex | None = None
     prompt_len: int = 0
     steps: StepLog = field(default_factory=StepLog)
@@ -170,6 +172,7 @@ class RequestTable:
             the others' ambiguous. Their reason is set; the caller takes the index back.
         """
         attachment = self._attachments[request]
+        attachment.waits_with = 0
         running = self._running.setdefault(attachment.rid, [])
         running.append(attachment)
         twins = running if len(running) > 1 else []
@@ -189,10 +192,12 @@ class RequestTable:
                 attachment.steps.keep(max(0, length - attachment.prompt_len))
 
     def take_forgotten(self) -> list[Attachment]:
-        """Attachments whose requests SGLang forgot since the last call without saying that they ended."""
+        """Attachments whose requests SGLang forgot since the last call without saying that they ended: with a slot, or
+        while they waited behind a retraction.
+        """
         out = []
         while self._forgotten:
-            if self._leave(attachment := self._forgotten.popleft()):
+            if self._leave(attachment := self._forgotten.popleft()) or attachment.waits_with:
                 out.append(attachment)
         return out
 

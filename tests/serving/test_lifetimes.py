@@ -129,6 +129,24 @@ def test_a_request_with_a_slot_that_vanishes_gives_all_back(start: Any) -> None:
     assert runtime.snapshot()["decode"]["requests"] == 0, "nor is anything known of its slots"
 
 
+def test_a_request_that_is_aborted_behind_a_retraction_is_counted_once_as_one_that_ended(start: Any) -> None:
+    runtime = start([PROMPT], share_prefixes=True)
+    aborted, unanswered, again = (runtime.came(rid) for rid in ("aborted", "unanswered", "again"))
+    for token in (1, 2):
+        runtime.requests.of(aborted).steps.note(token, SPARSE)
+    for request, tokens in ((aborted, 3), (unanswered, 1), (again, 3)):
+        runtime.slot_freed(request, 0, finished=False, tokens=tokens)
+    runtime.slot_taken(again)
+    runtime.slot_freed(again, 0, finished=True, tokens=4)
+    del aborted, unanswered, again, request
+    runtime.held.clear()
+    gc.collect()
+    for rid in ("next", "behind"):
+        runtime.came(rid)
+    assert runtime.figures()["requests"] == {"sparse": 1, "dense": 1}
+    assert runtime.figures()["dense_tokens"] == {"none": 3}
+
+
 def test_after_a_weight_update_nothing_is_used_or_looked_up_and_the_log_says_so_once(
     start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
