@@ -301,6 +301,14 @@ def test_export_needs_indexes_or_all(index: Any, shelf: Any, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
+def test_export_to_standard_output_is_refused(index: Any, shelf: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["--all"], [shelf.entries[0].digest]):
+        said = index("export", *words, "--to", "-")
+        assert (said.status, "found - for standard output; name a file" in said.message) == (2, True)
+    assert not Path("-").exists()
+
+
 def test_import_refuses_what_is_not_whole_by_name_and_goes_on(shelf: Any, index: Any, tmp_path: Path) -> None:
     files = [tmp_path / f"{name}.pfxindex" for name in ("good", "flipped", "cut", "header", "newer", "notes", "none")]
     for number, file in enumerate(files[:5]):

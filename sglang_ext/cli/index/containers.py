@@ -123,6 +123,9 @@ def run_export(args: argparse.Namespace) -> int:
     if bool(args.index) == args.all:
         complain("export", "expected indexes, or --all; found both or neither")
         return 2
+    if args.to == "-":
+        complain("export", "expected --to as a file or a folder, found - for standard output; name a file")
+        return 2
     to = Path(args.to)
     with opened(args) as store:
         targets = find(store, args.index)
