@@ -146,6 +146,9 @@ def _drafts_nothing(server: Server, prompt: str) -> None:
         for name in ("output_token_logprobs", "output_top_logprobs") if fields else ():
             pairs = zip(_flat(exact["meta_info"][name]), _flat(dense["meta_info"][name]), strict=True)
             assert all(abs(one[0] - other[0]) < 1e-4 and one[1] == other[1] for one, other in pairs)
+    masked = {"text": prompt, "sampling_params": {"top_k": 5}, "return_sampling_mask": True}
+    with pytest.raises(OSError, match=r"HTTP 400: .*return_sampling_mask is not supported with speculative decoding"):
+        server.post("/generate", masked)
 
 
 def _flat(found: list[Any]) -> list[Any]:
