@@ -11,7 +11,6 @@ transition whose moment differs from seed to seed. If it does not come, the next
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -45,25 +44,32 @@ STAGES = (
     Stage(139264, 1),
 )
 WINDOW = 30
+THRESHOLD = 0.985
+"""Accuracy of notes from which the sequences become longer."""
+PLATEAU_STEPS = 3000
+"""Of the first length, until the next seed is tried."""
+REPORT_SECONDS = 5.0
+NUM_QUESTIONS = 16
+"""Of a document that is measured."""
+FIRST_SEED = 10_000
+"""Of the documents that are measured."""
 
 
 class Curriculum:
     """Moves to the next length when notes are answered well at the current one."""
 
-    def __init__(self, stages: tuple[Stage, ...], level: int, threshold: float) -> None:
-        self.stages = stages
+    def __init__(self, level: int) -> None:
         self.level = level
-        self.threshold = threshold
         self.recent: list[float] = []
 
     def see(self, length: int, accuracy: float) -> bool:
         """Record a step's note accuracy; True if the level changed."""
-        if length != self.stages[self.level].length:
+        if length != STAGES[self.level].length:
             return False
         self.recent = [*self.recent, accuracy][-WINDOW:]
         full = len(self.recent) == WINDOW
         mean = sum(self.recent) / len(self.recent)
-        if full and mean >= self.threshold and self.level + 1 < len(self.stages):
+        if full and mean >= THRESHOLD and self.level + 1 < len(STAGES):
             self.level += 1
         elif full and mean < 0.2 and self.level > 1:
             self.level -= 1
@@ -130,18 +136,13 @@ def compute_dtype(device: str) -> torch.dtype:
 def train(args: argparse.Namespace) -> None:
     """Train until the minutes are over, exporting every minute."""
     began = time.monotonic()
-    stages = tuple(
-        Stage(s.length, max(1, round(s.num_sequences * args.batch_scale)))
-        for s in STAGES
-        if s.length <= args.max_length
-    )
-    level = min(i for i, s in enumerate(stages) if s.length >= args.start_length)
-    feeder = Feeder(args.seed, args.workers, stages, args.emphasis)
+    level = min(i for i, s in enumerate(STAGES) if s.length >= args.start_length)
+    feeder = Feeder(args.seed, max(1, (os.cpu_count() or 2) - 2), STAGES, args.emphasis)
     feeder.level.value = level
     torch.set_float32_matmul_precision("high")
     try:
         seed = args.seed
-        while not _attempt(args, seed, Curriculum(stages, level, args.threshold), feeder, began):
+        while not _attempt(args, seed, Curriculum(level), feeder, began):
             seed += 1
             print(f"plateau: starting again with seed {seed}", flush=True)
     finally:
@@ -166,7 +167,7 @@ class Reader:
         for (at, _), accuracy in zip(self._pending, seen, strict=True):
             if not math.isnan(accuracy) and self._curriculum.see(at, accuracy):
                 level = self._feeder.level.value = self._curriculum.level
-                print(f"step {step}: length {self._curriculum.stages[level].length}", flush=True)
+                print(f"step {step}: length {STAGES[level].length}", flush=True)
         self._pending.clear()
 
 
@@ -185,8 +186,7 @@ def _attempt(args: argparse.Namespace, seed: int, curriculum: Curriculum, feeder
     """Train one seed; False if it stayed on the plateau of the first length."""
     torch.manual_seed(seed)
     device, dtype = torch.device(args.device), compute_dtype(args.device)
-    shape = Shape(layers=args.layers, width=args.width, mlp=args.mlp)
-    model = load(args.resume, dtype, args.device) if args.resume else Needle(shape, dtype)
+    model = load(args.resume, dtype, args.device) if args.resume else Needle(Shape(), dtype)
     model.to(device)
     if device.type == "cuda":
         model.compile_blocks()
@@ -194,23 +194,19 @@ def _attempt(args: argparse.Namespace, seed: int, curriculum: Curriculum, feeder
     meter, reader, batches = Meter(device), Reader(curriculum, feeder), iter(feeder)
     last_report = last_export = time.monotonic()
     tokens = step = 0
-    while step != args.max_steps:
-        elapsed = time.monotonic() - began
-        progress = elapsed / (60 * args.minutes)
-        if progress >= 1:
-            break
+    while (progress := (time.monotonic() - began) / (60 * args.minutes)) < 1:
         batch = next(batches)
         loss, right, codes = loss_of(model, batch, device)
         update(model, opts, loss, args.lr * rate(progress, step, args.warm_up, args.decay))
         step, tokens = step + 1, tokens + batch.ids.size
         meter.add(batch.ids.shape[1], codes, right)
         reader.add(step, batch.ids.shape[1], codes, right)
-        if curriculum.level == 0 and step == args.plateau_steps and not args.resume:
+        if curriculum.level == 0 and step == PLATEAU_STEPS and not args.resume:
             return False
         now = time.monotonic()
-        if now - last_report >= args.report_seconds:
+        if now - last_report >= REPORT_SECONDS:
             speed = f"{tokens / (now - last_report) / 1e6:.2f}M tok/s"
-            line = f"{elapsed:5.0f}s step {step} loss {loss.item():.4f} {speed} {meter.report()}"
+            line = f"{now - began:5.0f}s step {step} loss {loss.item():.4f} {speed} {meter.report()}"
             print(line, flush=True)
             last_report, tokens = now, 0
         if now - last_export >= 60:
@@ -238,11 +234,11 @@ def answer(model: Needle, document: Cache, questions: list[list[int]], longest: 
 
 
 @torch.inference_mode()
-def measure(model: Needle, task: str, length: int, seeds: range, num_questions: int) -> tuple[int, int]:
-    """Right answers and questions asked over the documents of `seeds`."""
+def measure(model: Needle, task: str, length: int, num_documents: int) -> tuple[int, int]:
+    """Right answers and questions asked over so many documents."""
     right = total = 0
-    for seed in seeds:
-        document = make_document(task, seed, length, num_questions)
+    for seed in range(FIRST_SEED, FIRST_SEED + num_documents):
+        document = make_document(task, seed, length, NUM_QUESTIONS)
         ids = torch.tensor([vocab.encode(document.text)], device=model.embed.device)
         _, cache = model(ids, keep=True)
         for group in _by_length(document.questions):
@@ -261,22 +257,18 @@ def _by_length(questions: tuple[Question, ...]) -> Iterator[list[Question]]:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Print greedy dense accuracy per task and length, as a Markdown table and as JSON."""
+    """Print greedy dense accuracy per task and length, as a Markdown table."""
     dtype = compute_dtype(args.device)
     model = load(args.checkpoint, dtype, args.device)
     lengths = [int(length) for length in args.lengths.split(",")]
-    seeds = range(args.first_seed, args.first_seed + args.documents)
-    rows: dict[str, dict[int, tuple[int, int]]] = {}
     name = torch.cuda.get_device_name() if dtype == torch.bfloat16 else "cpu"
     print(f"{args.checkpoint}: {name}, torch {torch.__version__}, {dtype}, greedy, dense attention")
     print("| task | " + " | ".join(map(str, lengths)) + " | questions per length |")
     print("|---|" + "---|" * (len(lengths) + 1))
-    for task in args.tasks.split(","):
-        rows[task] = {length: measure(model, task, length, seeds, args.questions) for length in lengths}
-        shown = [f"{100 * right / total:.1f}" for right, total in rows[task].values()]
-        print(f"| {task} | {' | '.join(shown)} | {rows[task][lengths[0]][1]} |", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    for task in TASKS:
+        found = [measure(model, task, length, args.documents) for length in lengths]
+        shown = [f"{100 * right / total:.1f}" for right, total in found]
+        print(f"| {task} | {' | '.join(shown)} | {found[0][1]} |", flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -290,32 +282,18 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument("--resume", type=Path, help="checkpoint whose weights to start from")
     t.add_argument("--minutes", type=float, default=9.0, help="wall time, compilation included")
     t.add_argument("--seed", type=int, default=1, help="seed of weights and data")
-    t.add_argument("--max-length", type=int, default=139264, help="longest sequence, in tokens")
     t.add_argument("--start-length", type=int, default=0, help="first length of the curriculum")
     t.add_argument("--device", default=default_device, help="torch device")
     t.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     t.add_argument("--warm-up", type=int, default=100, help="steps of warm-up")
     t.add_argument("--decay", type=float, default=0.4, help="last share of the time that decays")
-    t.add_argument("--threshold", type=float, default=0.985, help="note accuracy to go longer")
-    t.add_argument("--plateau-steps", type=int, default=3000, help="steps until the next seed")
-    t.add_argument("--max-steps", type=int, default=-1, help="stop after so many steps")
     t.add_argument("--emphasis", choices=KINDS, help="a fact kind to train four times as often")
-    t.add_argument("--batch-scale", type=float, default=1.0, help="factor on sequences per step")
-    t.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make batches")
-    t.add_argument("--report-seconds", type=float, default=5.0, help="time between log lines")
-    t.add_argument("--layers", type=int, default=Shape.layers, help="decoder layers")
-    t.add_argument("--width", type=int, default=Shape.width, help="hidden size")
-    t.add_argument("--mlp", type=int, default=Shape.mlp, help="MLP size")
     e = commands.add_parser("eval", help="dense accuracy per task and length")
     e.set_defaults(run=evaluate)
     e.add_argument("checkpoint", type=Path, help="exported checkpoint")
     e.add_argument("--lengths", default="4096,8192,16384,32768", help="document lengths in tokens")
-    e.add_argument("--tasks", default=",".join(TASKS), help="tasks to measure")
     e.add_argument("--documents", type=int, default=8, help="documents per task and length")
-    e.add_argument("--questions", type=int, default=16, help="questions per document")
-    e.add_argument("--first-seed", type=int, default=10_000, help="seed of the first document")
     e.add_argument("--device", default=default_device, help="torch device")
-    e.add_argument("--json", type=Path, help="also write {task: {length: [right, asked]}} here")
     return top
 
 
