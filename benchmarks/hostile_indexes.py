@@ -131,7 +131,7 @@ def damages(arrays: Arrays, method: str) -> Iterator[Damage]:
             yield Damage(f"{name}: {label}", _on(name, _set(value)))
             yield Damage(f"{name}: {label} once", _on(name, _set(value, (-1,) * sample.ndim), "in a KV head"))
     yield from _of_meaning(names)
-    yield from _of_whole(method, names)
+    yield from _of_whole(method)
 
 
 def _of_meaning(names: list[str]) -> Iterator[Damage]:
@@ -196,7 +196,7 @@ def _moved(a: Array, block: int) -> Array:
     return out
 
 
-def _of_whole(method: str, names: list[str]) -> Iterator[Damage]:
+def _of_whole(method: str) -> Iterator[Damage]:
     """To the index as a whole."""
     yield Damage("no array of a layer", _drop(lambda k: k.layer == VICTIM[0]))
     yield Damage("no array of a KV head", _drop(lambda k: (k.layer, k.kv_head) == VICTIM))

@@ -98,13 +98,11 @@ class Outcome:
     Attributes:
         status: pytest's; None: time was up.
         failed: tests that failed, and modules that could not be collected.
-        output: the end of what it said.
     """
 
     status: int | None
     failed: list[str]
     seconds: float
-    output: str
 
     @property
     def red(self) -> bool:
@@ -163,9 +161,8 @@ def run_pytest(
     failed = [json.loads(line) for line in (scratch / "failed").open()] if (scratch / "failed").exists() else []
     known = set(tests)
     failed = [name if name in known else name.rsplit("@", 1)[0] if "@" in name else name for name in failed]
-    said = log.read_text(errors="replace")[-4000:]
     shutil.rmtree(scratch, ignore_errors=True)
-    return Outcome(status, list(dict.fromkeys(failed)), round(time.monotonic() - begun, 1), said)
+    return Outcome(status, list(dict.fromkeys(failed)), round(time.monotonic() - begun, 1))
 
 
 def _end_all(run: str) -> None:
