@@ -200,8 +200,8 @@ class Judge:
         try:
             red, late = self._ask(self._steps(tests or self._served(fault)))
             if red is None:
-                house, _ = self._ask([Step("house", DAY[-1], self._house(), 0)])
-                red = house
+                of_house = [test.id for test in self._lines.tests.values() if test.file in HOUSE]
+                red, _ = self._ask([Step("house", DAY[-1], of_house or list(HOUSE), 0)])
         finally:
             self._faulty.clean()
         executing = f"{len(tests)} tests execute it" if tests else "no test executes it"
@@ -217,9 +217,6 @@ class Judge:
         if not any(change.path.startswith("sglang_ext/") for change in fault.changes):
             return {}
         return {test.id: 1.0 for test in self._lines.tests.values() if test.server}
-
-    def _house(self) -> list[str]:
-        return [test.id for test in self._lines.tests.values() if test.file in HOUSE] or list(HOUSE)
 
     def _selected(self, places: Places) -> dict[str, float]:
         """Tests that may see a fault -> how near they are to it, at most 1."""

@@ -19,17 +19,10 @@ if TYPE_CHECKING:  # imports torch
 ENV_STORE = "SGLANG_SPARSE_ATTN_STORE"
 
 
-def cache_folder() -> str:
-    """Where this package keeps what it may make again: `$XDG_CACHE_HOME/sglang-ext`, or `~/.cache/sglang-ext`, which
-    need not exist yet. `store` in it is the default store.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "sglang-ext")
-
-
 def default_store() -> str:
-    """The store folder when none is named: below the user's cache folder."""
-    return os.path.join(cache_folder(), "store")
+    """The store folder when none is named, which need not exist yet: below `$XDG_CACHE_HOME`, or `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "sglang-ext", "store")
 
 
 def holds_indexes(folder: str) -> bool:

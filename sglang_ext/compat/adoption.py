@@ -51,15 +51,11 @@ def refusal(backend: object) -> str | None:
     names = [type(backend).__name__]
     if names == ["HybridAttnBackend"]:  # only there are these attributes backends (FlashInfer's are names)
         names += [type(getattr(backend, child)).__name__ for child in ("prefill_backend", "decode_backend")]
-    return _unknown(names, KNOWN_BACKENDS)
+    return name_refusal(names, KNOWN_BACKENDS)
 
 
-def name_refusal(names: Sequence[str]) -> str | None:
-    """The same of backends that are not made yet, by what `--attention-backend` calls them."""
-    return _unknown(names, BACKEND_NAMES)
-
-
-def _unknown(names: Sequence[str], known: Sequence[str]) -> str | None:
+def name_refusal(names: Sequence[str], known: Sequence[str] = BACKEND_NAMES) -> str | None:
+    """The same of names alone; by default of what `--attention-backend` calls backends that are not made yet."""
     other = next((name for name in names if name not in known), None)
     if other is None:
         return None

@@ -7,8 +7,7 @@ layer's weights (*absorption*). SGLang absorbs them in decode steps, but not in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,15 +168,6 @@ def device_refusal(heads: int, dtype: torch.dtype, device: torch.device) -> str 
         got = f"{gpu.shared_memory_per_block_optin} bytes of shared memory"
         return _message(f"a GPU with {SHARED_MEMORY} or more (A100, H100)", got, "Serve this model without the plugin")
     return None
-
-
-def absorptions(model: Any) -> dict[Any, Callable[[Tensor], Tensor]]:
-    """RadixAttention -> `absorb` with its weights, of those that are called without absorption."""
-    return {one.attn_mha: partial(_absorb_by, one) for one in attention_modules(model)}
-
-
-def _absorb_by(module: Any, q: Tensor) -> Tensor:
-    return absorb(q, module.w_kc)
 
 
 def absorb(q: Tensor, w_kc: Tensor) -> Tensor:

@@ -59,8 +59,9 @@ class RunnerView:
         self.decode_graphs = memory.decode_graphs(runner.device)
 
     @cached_property
-    def _absorptions(self) -> dict[Any, Callable[[Tensor], Tensor]]:
-        return latent.absorptions(self.runner.model) if self._latent else {}
+    def _absorbing(self) -> dict[Any, Any]:
+        """RadixAttention -> the module whose weights absorb, of those that are called without absorption."""
+        return {one.attn_mha: one for one in latent.attention_modules(self.runner.model)} if self._latent else {}
 
     @cached_property
     def _scales(self) -> dict[int, tuple[float, float]]:
@@ -141,7 +142,8 @@ class RunnerView:
 
     def absorption(self, layer: Any) -> Callable[[Tensor], Tensor] | None:
         """See `ModelView`."""
-        return self._absorptions.get(layer)
+        module = self._absorbing.get(layer)
+        return None if module is None else lambda q: latent.absorb(q, module.w_kc)
 
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model served. Reads the checkpoint's files once."""

@@ -72,10 +72,6 @@ class ScorePack:
             self._found[config.block_m] = self._op.selection(config, *sizes, max_group=requests, list_warps=_LIST_WARPS)
         return self._found[config.block_m]
 
-    def _stride_of(self, size: int) -> int:
-        """From the scores of one layer to those of the next: as many as a batch of that size may have."""
-        return min(self._stride, self._op.score_entries(size))
-
     def plan(self, step: Selecting, indexes: Sequence[Index]) -> None:
         """Write the tables of the next runs, without a wait; arguments as of `SelectOp.plan`, lists of the first layer.
 
@@ -121,7 +117,9 @@ class ScorePack:
             for own, group, first, begin in zip(step.rows, step.groups, firsts, begins, strict=True)
         ]
         tables = torch.stack(list(addresses), dim=1), torch.stack(list(heads), dim=1)
-        layers = Layers(*tables, step.size, self._stride_of(step.size), self._list_entries)
+        # From the scores of one layer to those of the next: as many as a batch of that size may have.
+        stride = min(self._stride, self._op.score_entries(step.size))
+        layers = Layers(*tables, step.size, stride, self._list_entries)
         selection.plan(scored, step.groups, layers)
 
     def run(self, size: int, queries: Sequence[Tensor], sm_scale: float, lists: SelectedLists) -> None:

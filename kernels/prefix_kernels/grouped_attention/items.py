@@ -176,7 +176,7 @@ def cut(
     spans: list[tuple[int, int, int, int, int]] = []
     partial = first_partial
     for segment, num_tiles, chunk in sorted(zip(busy, tiles, chunks, strict=True), key=lambda one: -one[2]):
-        suffix = _suffix_of(segment)
+        suffix = segment.suffix if isinstance(segment, Joined) else _NO_SUFFIX
         parts = 1 if suffix.length else -(-segment.length // chunk)
         before = (suffix.list_begin, suffix.length, suffix.list_id)
         for tile in range(num_tiles):
@@ -200,10 +200,6 @@ def cut(
 
 def _tiles(segments: Sequence[Segment], per_tile: int) -> list[int]:
     return [-(-len(s.rows) // per_tile) for s in segments]
-
-
-def _suffix_of(segment: Segment) -> Segment:
-    return segment.suffix if isinstance(segment, Joined) else _NO_SUFFIX
 
 
 def _chunks(lengths: Sequence[int], tiles: Sequence[int], block_n: int, target: int) -> list[int]:
