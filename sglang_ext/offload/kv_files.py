@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +136,7 @@ class KVFiles:
         path, size = self.path(digest), self.size(prefix_len)
         if path.exists():
             return
-        self._make_room(size)
+        self._make_room(path, size)
         sums = []
         with partial_file(path) as partial, partial.open("wb", buffering=0) as file:
             for piece in self._pieces(prefix_len):
@@ -205,22 +206,31 @@ class KVFiles:
         facts = {**self._facts, "digest": digest, "prefix_len": prefix_len, "xxh3": checksum}
         return json.dumps(facts).encode().ljust(_BLOCK - 1) + b"\n"
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, path: Path, size: int) -> None:
+        """For a prefix with the parts of all ranks, whichever of them are written yet; prefixes leave as a whole."""
         if self._most_bytes is None:
             return
+        size *= self._ranks.size
         if size > self._most_bytes:
             raise OSError(f"expected folder_bytes of at least {size} for this prefix, got {self._most_bytes}; raise it")
-        files = []
-        for path in self._folder.glob("*.kv"):
+        prefixes = dict[str, list[tuple[float, int, Path]]]()
+        for one in self._folder.glob("*.kv"):
             with suppress(OSError):  # another server may have removed it
-                stat = path.stat()
-                files.append((stat.st_mtime, stat.st_size, path))
-        held = sum(one[1] for one in files)
-        for _, freed, path in sorted(files):
+                stat = one.stat()
+                prefixes.setdefault(_prefix_of(one), []).append((stat.st_mtime, stat.st_size, one))
+        prefixes.pop(_prefix_of(path), None)
+        held = sum(part[1] for parts in prefixes.values() for part in parts)
+        for parts in sorted(prefixes.values(), key=max):
             if held + size <= self._most_bytes:
                 return
-            path.unlink(missing_ok=True)
-            held -= freed
+            for _, freed, part in parts:
+                part.unlink(missing_ok=True)
+                held -= freed
+
+
+def _prefix_of(path: Path) -> str:
+    """What names of all ranks' parts of a prefix have in common."""
+    return re.sub(r"-\d+-of-", "-of-", path.name)
 
 
 class _File:

@@ -19,6 +19,7 @@ from sglang_ext.offload import kv_files
 from sglang_ext.offload.directory import OffloadDirectory
 from sglang_ext.offload.kv_files import Bytes, KVFileError, KVFiles, Piece, of_pages, of_slots
 from sglang_ext.options import Offload
+from sglang_ext.ranks import Ranks
 from tests.offload.host_memory import PlainPools
 
 TOKENS, LAYERS = 96, 2
@@ -27,13 +28,15 @@ TOKENS, LAYERS = 96, 2
 class Kept:
     """Prefixes with content in a pool, and a folder for them."""
 
-    def __init__(self, folder: Path, most_bytes: int | None = None, heads: int = 2, dim: int = 8) -> None:
+    def __init__(
+        self, folder: Path, most_bytes: int | None = None, heads: int = 2, dim: int = 8, ranks: Ranks | None = None
+    ) -> None:
         self.pools = PlainPools(16 + TOKENS, 24, heads=heads, dim=dim)
         self.directory = OffloadDirectory(self.pools)
         options = Offload(host_bytes=1, folder=str(folder / "kv"), folder_bytes=most_bytes)
         view = SimpleNamespace(num_layers=LAYERS, num_kv_heads=heads, head_dim=dim, v_head_dim=dim)
         view.kv_dtype = torch.float32
-        self.files = KVFiles(options, view)
+        self.files = KVFiles(options, view, ranks)
 
     def filled(self, digest: str) -> torch.Tensor:
         """A prefix of random content, written to its file; [layers, 2, TOKENS, heads, dim]."""
@@ -202,3 +205,29 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
         os.utime(tmp_path / "kv" / name, (time.time() - age,) * 2)
     Kept(tmp_path)
     assert [path.name for path in (tmp_path / "kv").glob(".*")] == [".e.kv.partial-2-b"]
+
+
+def test_parts_of_one_prefix_have_room_together_or_not_at_all(tmp_path: Path) -> None:
+    """Of tensor-parallel ranks each writes its own; whether one has been written yet, or not, decides nothing."""
+
+    def parts(most_bytes: int) -> list[Kept]:
+        ranks = [Ranks(), Ranks()]
+        for number, rank in enumerate(ranks):
+            rank.rank, rank.size = number, 2
+        return [Kept(tmp_path, most_bytes, ranks=rank) for rank in ranks]
+
+    def files() -> set[Path]:
+        return {*(tmp_path / "kv").iterdir()}
+
+    size = parts(1)[0].files.size(TOKENS)
+    for part in parts(2 * size - 1):
+        with pytest.raises(OSError, match=f"expected folder_bytes of at least {2 * size}"):
+            part.filled("a")
+    assert files() == set()
+    first, second = parts(3 * size)
+    for digest in "ab":
+        for part in (first, second):
+            part.filled(digest)
+        assert files() == {part.files.path(digest) for part in (first, second)}
+    for part in (second, first):
+        assert part.read("b").shape[2] == TOKENS
