@@ -188,7 +188,8 @@ class OffloadAgreement:
         assert self._mover is not None
         self._directory.pin(offload)
         offload.moved_at = self.now
-        self.moves.append(Move(offload, loads, waits_for(self._device)))
+        used = [] if loads else self._directory.digests
+        self.moves.append(Move(offload, loads, waits_for(self._device), used))
         self._mover.begin(self.moves[-1])
 
     def hangs(self, *, loads: bool) -> bool:

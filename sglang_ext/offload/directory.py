@@ -82,6 +82,11 @@ class OffloadDirectory:
         found = self._known.get(digest)
         return None if found is None else found.state
 
+    @property
+    def digests(self) -> list[str]:
+        """Of prefixes that are known, those used last behind others."""
+        return list(self._known)
+
     def begin(
         self,
         digest: str,

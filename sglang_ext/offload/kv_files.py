@@ -131,6 +131,14 @@ class KVFiles:
         """Bytes of a prefix's file."""
         return _BLOCK + prefix_len // PAGE_TOKENS * self._layers * self._page_bytes
 
+    def used(self, digests: Sequence[str]) -> None:
+        """Prefixes were used behind whatever their files say, in this order: they leave last."""
+        if self._most_bytes is not None:
+            begun = time.time_ns()
+            for now, digest in enumerate(digests, begun):
+                with suppress(OSError):  # of another user, or there is none
+                    os.utime(self.path(digest), ns=(now, now))
+
     def write(self, digest: str, prefix_len: int, memory: Memory) -> None:
         """Write a prefix, if its file is not there. Raises OSError; then nothing is left."""
         path, size = self.path(digest), self.size(prefix_len)
@@ -213,11 +221,11 @@ class KVFiles:
         size *= self._ranks.size
         if size > self._most_bytes:
             raise OSError(f"expected folder_bytes of at least {size} for this prefix, got {self._most_bytes}; raise it")
-        prefixes = dict[str, list[tuple[float, int, Path]]]()
+        prefixes = dict[str, list[tuple[int, int, Path]]]()
         for one in self._folder.glob("*.kv"):
             with suppress(OSError):  # another server may have removed it
                 stat = one.stat()
-                prefixes.setdefault(_prefix_of(one), []).append((stat.st_mtime, stat.st_size, one))
+                prefixes.setdefault(_prefix_of(one), []).append((stat.st_mtime_ns, stat.st_size, one))
         prefixes.pop(_prefix_of(path), None)
         held = sum(part[1] for parts in prefixes.values() for part in parts)
         for parts in sorted(prefixes.values(), key=max):
@@ -341,6 +349,7 @@ class Move:
         offload: its pages are not given away before the move has `ended`.
         loads: from the file; else to it.
         ready: waits until its pages may be read or written.
+        used: of a move to a file, digests of what host memory has, those used last behind others.
         error: why it failed.
         progress: when its last piece was begun, seconds of `time.monotonic`.
     """
@@ -348,6 +357,7 @@ class Move:
     offload: Offload
     loads: bool
     ready: Callable[[], Any]
+    used: Sequence[str] = ()
     error: Exception | None = None
     progress: float = 0.0
 
@@ -395,6 +405,7 @@ class Mover:
             return memory(piece)
 
         move.ready()
+        self._files.used(move.used)
         way = self._files.read if move.loads else self._files.write
         way(offload.digest, offload.prefix_len, told)
 

@@ -170,6 +170,20 @@ def test_a_file_that_cannot_be_read_is_not_tried_again_at_once(tmp_path: Path) -
     assert served.offloading.before_batch(waiting(), SLOTS) == []
 
 
+def test_the_file_of_a_prefix_that_is_served_from_host_memory_does_not_leave_first(tmp_path: Path) -> None:
+    """It was read or written long ago, and used a moment ago."""
+    folder, two = tmp_path / "kv", 2 * (4096 + PREFIX * 2 * 2 * 2 * 8 * 4)
+    served = Served(folder=str(folder), folder_bytes=two, num_pages=24)
+    for row, digest in enumerate("abc"):
+        served.slots(row, 0, PREFIX)
+        served.decode(row, attachment(digest))
+        loaded(served)
+        if digest == "b":
+            served.behind(4, attachment("a"), Request())
+            served.offloading.slot_freed(4)
+    assert sorted(path.name for path in folder.iterdir()) == [kv_file_name("a"), kv_file_name("c")]
+
+
 class Long:
     """A prompt that has no room without its prefix, in the queue behind others."""
 

@@ -34,6 +34,7 @@ class Served:
         staging: int = 32,
         min_tokens: int = 32,
         folder: str | None = None,
+        folder_bytes: int | None = None,
         waits_s: float = 60.0,
         ranks: Ranks | None = None,
     ) -> None:
@@ -45,7 +46,7 @@ class Served:
             device=torch.device("cpu"), req_to_token=self.table, kv=self.pools.kv,
         )  # fmt: skip
         sizes = {"min_tokens": min_tokens, "staging_tokens": staging}
-        self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, **sizes)
+        self.options = Offload(host_bytes=self.pools.nbytes, folder=folder, folder_bytes=folder_bytes, **sizes)
         of_device = range(SLOTS, SLOTS), PAGE
         self.offloading = Offloading(self.options, self.view, self.pools, *of_device, waits_s=waits_s, ranks=ranks)
         self._next = PAGE
