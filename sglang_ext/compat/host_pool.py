@@ -59,6 +59,12 @@ def offloading(
     rows = rows_behind(pool)
     options = msgspec.structs.replace(options, host_bytes=options.host_bytes // ranks.size)
     host = host_pool(pool, options, plan.dense_layers, rows.stop, ranks)
+    if (tokens := host.num_pages * PAGE_TOKENS) < options.min_tokens:
+        needed = -(-options.min_tokens // PAGE_TOKENS) * ranks.size * (host.nbytes // host.num_pages)
+        raise RuntimeError(
+            f"--sparse-attn: expected offload.host_bytes for a prefix of offload.min_tokens, {options.min_tokens}; got "
+            f"room for {tokens}: no prefix would be kept. Raise host_bytes to {needed} or more, or lower min_tokens"
+        )
     found = Offloading(options, view, host, rows, int(pool.page_size), waits_s=waits_s, ranks=ranks)
     logger.info("sparse attention: offload: %s", found.summary())
     return found

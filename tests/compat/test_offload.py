@@ -7,6 +7,7 @@ import json
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from prefix_kernels.residents import to_pages
 from sglang_ext.compat import memory, scheduler_hooks
 from sglang_ext.compat.flags import TREES
-from sglang_ext.compat.host_pool import around_create_buffers, host_pool, rows_behind
+from sglang_ext.compat.host_pool import around_create_buffers, host_pool, offloading, rows_behind
 from sglang_ext.compat.server_args import settings_of
 from sglang_ext.compat.versions import installed
+from sglang_ext.methods.layer_plan import LayerPlan
 from sglang_ext.options import Offload
+from sglang_ext.ranks import Ranks
 from tests.compat.test_memory import GIB, configurator
 
 pytestmark = pytest.mark.usefixtures("mends")
@@ -98,6 +101,16 @@ def test_pages_go_to_host_memory_and_back_to_layers_that_attend_all(monkeypatch:
         rows_behind(pool)
     with pytest.raises(RuntimeError, match=r"Lower offload\.host_bytes"):
         host_pool(pool, Offload(host_bytes=1 << 50), (), 0)
+
+    page = 16 * 2 * 3 * 2 * 8 * 4
+    view: Any = SimpleNamespace(
+        num_layers=3, num_kv_heads=2, head_dim=8, v_head_dim=8, kv_dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "_offload", Offload(host_bytes=1, resident_tokens=80))
+    plan, runner = LayerPlan((), 2), SimpleNamespace(token_to_kv_pool=pool)
+    with pytest.raises(RuntimeError, match=rf"min_tokens, 330; .* Raise host_bytes to {21 * page} or more"):
+        offloading(runner, view, Offload(host_bytes=10 * page, min_tokens=330), Ranks(), plan, waits_s=0.0)
+    assert offloading(runner, view, Offload(host_bytes=21 * page, min_tokens=330), Ranks(), plan, waits_s=0.0)
 
 
 @pytest.mark.parametrize("empty", [True, False])
