@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from mmap import PAGESIZE, PROT_READ, mmap
 from multiprocessing.pool import ThreadPool
@@ -108,20 +109,27 @@ class KVFiles:
             with suppress(OSError):  # of a process that was ended while it wrote
                 if partial.stat().st_mtime < time.time() - _ABANDONED_S:
                     partial.unlink()
-        layers, heads, dims = view.num_layers, view.num_kv_heads, (view.head_dim, view.v_head_dim)
-        dtype = str(view.kv_dtype).removeprefix("torch.")
-        self._ranks = ranks or Ranks()
-        self._facts: dict[str, Any] = {
+        self._view, self._ranks, self._layers = view, ranks or Ranks(), view.num_layers
+        width = view.head_dim + view.v_head_dim
+        self._page_bytes = PAGE_TOKENS * view.num_kv_heads * width * view.kv_dtype.itemsize
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What a file says of the pool that it is of. Scales are known when the model is whole."""
+        view = self._view
+        facts = {
             "format": FORMAT,
-            "layers": layers,
-            "kv_heads": heads,
-            "dims": dims,
-            "dtype": dtype,
+            "layers": view.num_layers,
+            "kv_heads": view.num_kv_heads,
+            "dims": (view.head_dim, view.v_head_dim),
+            "dtype": str(view.kv_dtype).removeprefix("torch."),
         }
         if self._ranks.size > 1:
-            self._facts["rank"] = self._ranks.rank, self._ranks.size
-        self._layers = layers
-        self._page_bytes = PAGE_TOKENS * heads * sum(dims) * view.kv_dtype.itemsize
+            facts["rank"] = self._ranks.rank, self._ranks.size
+        scales = [(one.k_scale, one.v_scale) for one in map(view.kv, range(view.num_layers))]
+        if any(one != (1.0, 1.0) for one in scales):
+            facts["scales"] = xxhash.xxh3_128_hexdigest(json.dumps(scales).encode())
+        return facts
 
     def path(self, digest: str) -> Path:
         """Of a prefix's file, by the digest of its index."""

@@ -35,7 +35,8 @@ class Kept:
         self.directory = OffloadDirectory(self.pools)
         options = Offload(host_bytes=1, folder=str(folder / "kv"), folder_bytes=most_bytes)
         view = SimpleNamespace(num_layers=LAYERS, num_kv_heads=heads, head_dim=dim, v_head_dim=dim)
-        view.kv_dtype = torch.float32
+        view.kv_dtype, self.scales = torch.float32, (1.0, 1.0)
+        view.kv = lambda layer: self.pools.kv(layer, *self.scales)
         self.files = KVFiles(options, view, ranks)
 
     def filled(self, digest: str) -> torch.Tensor:
@@ -165,6 +166,18 @@ def test_a_file_that_is_not_what_its_name_says_is_noticed(tmp_path: Path, damage
     with pytest.raises(KVFileError, match="expected"):
         kept.read("a")
     assert not path.exists()
+
+
+def test_numbers_that_stand_for_others_are_not_read(tmp_path: Path) -> None:
+    """Scales of an fp8 pool come from the checkpoint, or from `--quantization-param-path`: no digest has these."""
+    for written, found in (((1.0, 0.5), (1.0, 0.25)), ((1.0, 0.5), (1.0, 1.0)), ((1.0, 1.0), (2.0, 1.0))):
+        kept, other = Kept(tmp_path), Kept(tmp_path)
+        kept.scales, other.scales = written, found
+        content = kept.filled("a")
+        assert torch.equal(content, kept.read("a"))
+        with pytest.raises(KVFileError, match="expected"):
+            other.read("a")
+        assert not other.files.path("a").exists()
 
 
 def test_a_file_that_took_a_damaged_ones_place_stays(tmp_path: Path) -> None:
