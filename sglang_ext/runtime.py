@@ -65,7 +65,8 @@ class SparseRuntime:
         IndexStoreError: the store cannot be used, or its service does not answer.
         ValueError: the profile is of another model, the layer plan does not fit this one, or more ranks build than
             there are KV heads.
-        RuntimeError: ranks differ in what decode steps are chosen by, or have no folder in common to build in.
+        RuntimeError: ranks differ in what decode steps are chosen by, or have no folder in common to build in; or
+            prefixes would be kept in host memory, and no step could use an index.
     """
 
     def __init__(
@@ -102,6 +103,11 @@ class SparseRuntime:
         self.planner = DecodePlanner(
             config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
         )
+        if self.offload is not None and not self.planner.uses_indexes:
+            raise RuntimeError(
+                "--sparse-attn: expected decode steps by indexes with offload, which keeps prefixes for these; got "
+                f"none: {self.planner.refusal or 'the warning before this says why'}. Change that, or remove offload"
+            )
         if self.offload is not None:
             self.offload.serves, self.offload.running = self._serves, self.requests.running
             self.offload.loading = lambda digest: self.residency.state(digest) is State.LOADING

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from sglang_ext.config import Settings
 from sglang_ext.methods import make_selector, method_specs
 from sglang_ext.methods.base import summed_every
 from sglang_ext.offload import selecting as of_prefills
@@ -71,6 +72,27 @@ def came(runtime: Runtime, rid: str, row: int) -> Request:
     runtime.slot_taken(one, offloaded=offload.slot_taken(one, row))
     runtime.view.req_to_token[row, :64] = offload.virtual_slots(found, runtime.view.device)
     return one
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"share_prefixes": False}, "share_prefixes is off"),
+        ({"method": "exact", "share_prefixes": True}, "the warning"),
+    ],
+)
+def test_where_no_index_could_be_used_nothing_is_taken_in_vain(start: Any, config: dict[str, Any], why: str) -> None:
+    """In decode graphs: who asks for host memory is told at the start that it would stay empty."""
+    runtime = start(**config)
+    settings, view = Settings(config=runtime.config, store=str(runtime.directory.address)), runtime.view
+    view.decode_graphs = True
+
+    def offloading(_: Any) -> Offloading:
+        pools = PlainPools(1024, 8, LAYERS, KV_HEADS, DIM)
+        return Offloading(Offload(host_bytes=16), view, pools, range(0), 16)
+
+    with pytest.raises(RuntimeError, match=f"by indexes with offload.* got none: {why}"):
+        Runtime(settings, view, offloading=offloading)
 
 
 def test_a_step_with_such_a_row_attends_all_rows_exactly(offloaded: Runtime) -> None:
