@@ -104,7 +104,10 @@ class KVFiles:
     def __init__(self, options: Options, view: ModelView, ranks: Ranks | None = None) -> None:
         assert options.folder is not None
         self._folder, self._most_bytes = Path(options.folder), options.folder_bytes
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"--sparse-attn: expected offload.folder, or room to make it; got {error}") from error
         for partial in self._folder.glob(".*.kv.partial-*"):
             with suppress(OSError):  # of a process that was ended while it wrote
                 if partial.stat().st_mtime < time.time() - _ABANDONED_S:

@@ -75,6 +75,12 @@ def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:
     assert torch.equal(kept.read("b"), wanted)
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kv").touch()
+    with pytest.raises(OSError, match=r"offload\.folder, or room to make it; got .*File exists: '.*/kv'"):
+        Kept(tmp_path)
+
+
 @pytest.fixture(params=[False, True], ids=["on disk", "cached"])
 def cached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the page cache is said to have all of a file."""
