@@ -165,9 +165,22 @@ def after_create_tree_cache(tree_cache: Any, _ctx: Any) -> None:
 
 
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill."""
+    """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill. What that
+    would first put into the queue, as its grammar is ready, is there before.
+    """
     if _runtime is None or _runtime.offload is None:
         return original(scheduler, *args, **kwargs)
+    grammars = scheduler.grammar_manager
+    for req in grammars.get_ready_grammar_requests() if grammars.has_waiting_grammars() else ():
+        scheduler._add_request_to_queue(req)
+    grammars.has_waiting_grammars = lambda: False  # each round waits for them once
+    try:
+        return _without_held(original, scheduler, *args, **kwargs)
+    finally:
+        del grammars.has_waiting_grammars
+
+
+def _without_held(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     running = args[0] if args else kwargs["running_batch"]
     if running.is_empty():  # before 0.5.23 a prompt longer than the pool would leave it full for good
         running.batch_is_full = False

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
+from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from prefix_kernels.residents import to_pages
@@ -120,7 +124,53 @@ def test_nothing_that_runs_is_not_taken_for_a_full_batch(empty: bool, monkeypatc
     """
     offload = SimpleNamespace(before_batch=lambda waiting, most: [])
     monkeypatch.setattr(scheduler_hooks, "_runtime", SimpleNamespace(offload=offload))
-    scheduler = SimpleNamespace(waiting_queue=[], max_req_input_len=64)
+    grammars = GrammarManager.__new__(GrammarManager)
+    grammars.grammar_queue = []
+    scheduler = SimpleNamespace(waiting_queue=[], max_req_input_len=64, grammar_manager=grammars)
     running = SimpleNamespace(is_empty=lambda: empty, batch_is_full=True)
     full = scheduler_hooks.around_get_new_batch_prefill(lambda _, batch: batch.batch_is_full, scheduler, running)
     assert full is not empty
+
+
+def test_a_request_whose_grammar_is_ready_waits_for_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang puts it into the queue in the midst of looking for some to prefill: it would be prefilled at once."""
+    done: Future[BaseGrammarObject] = Future()
+    done.set_result(BaseGrammarObject())
+    sampling = SimpleNamespace(custom_params=None)
+    ready, compiles = (
+        SimpleNamespace(
+            grammar=grammar, grammar_key=("regex", ""), grammar_wait_ct=0, finished=lambda: False, origin_input_ids=[1],
+            sampling_params=sampling, require_reasoning=False,
+        )
+        for grammar in (done, Future())
+    )  # fmt: skip
+    grammars = GrammarManager.__new__(GrammarManager)
+    sizes = {"pp_rank": 0, "pp_size": 1, "pp_group": None, "grammar_sync_size": 1, "grammar_queue": [ready, compiles]}
+    waits = {"SGLANG_GRAMMAR_POLL_INTERVAL": 0.01, "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS": 9}
+    backend = SimpleNamespace(set_cache=lambda key, value: None)
+    vars(grammars).update(sizes, grammar_backend=backend, **waits)
+    running = SimpleNamespace(is_empty=lambda: True, batch_is_full=False)
+    scheduler: Any = SimpleNamespace(
+        waiting_queue=[], running_batch=running, max_req_input_len=64, grammar_manager=grammars, chunked_req=None,
+        enable_hierarchical_cache=False, enable_priority_preemption=False, is_hybrid_swa=False,
+        server_args=SimpleNamespace(enable_flexkv=False),
+    )  # fmt: skip
+    scheduler._add_request_to_queue = lambda req: scheduler.waiting_queue.append(req)
+    seen = []
+
+    def original(scheduler: Any, batch: Any) -> Any:
+        batch.batch_is_full = True  # what follows needs a whole scheduler
+        delayer = {"prefill_delayer_single_pass": None}
+        found = Scheduler._get_new_batch_prefill_raw(scheduler, running_batch=batch, **delayer)
+        seen.extend(scheduler.waiting_queue)
+        return found[0]
+
+    held = SimpleNamespace(before_batch=lambda waiting, most: [req for req, _ in waiting])
+    requests = SimpleNamespace(of=lambda req: req)
+    monkeypatch.setattr(scheduler_hooks, "_runtime", SimpleNamespace(offload=held, requests=requests))
+    assert scheduler_hooks.around_get_new_batch_prefill(original, scheduler, running) is None
+    assert seen == [], "it is held"
+    assert scheduler.waiting_queue == [ready]
+    assert grammars.grammar_queue == [compiles]
+    assert grammars.has_waiting_grammars()
+    assert compiles.grammar_wait_ct == 1, "looked at once"
