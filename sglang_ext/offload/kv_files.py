@@ -93,7 +93,7 @@ class KVFiles:
     """A folder of such files. Any number of servers of any models may use one.
 
     Args:
-        options: name the folder, which is made where it is not there.
+        options: name the folder, which is made where it is not there, for this user alone.
         view: of the model runner.
         ranks: of the tensor-parallel group.
 
@@ -105,7 +105,7 @@ class KVFiles:
         assert options.folder is not None
         self._folder, self._most_bytes = Path(options.folder), options.folder_bytes
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"--sparse-attn: expected offload.folder, or room to make it; got {error}") from error
         for partial in self._folder.glob(".*.kv.partial-*"):

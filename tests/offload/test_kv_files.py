@@ -75,6 +75,17 @@ def test_what_is_written_comes_back_to_other_pages(tmp_path: Path) -> None:
     assert torch.equal(kept.read("b"), wanted)
 
 
+def test_who_may_read_a_folder(tmp_path: Path) -> None:
+    """KV tells what a prompt said: as a store's, a folder that is made is for its user alone; one that was there is
+    for whom it was for.
+    """
+    Kept(tmp_path)
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "kv").chmod(0o755)
+    Kept(tmp_path)
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o755
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "kv").touch()
     with pytest.raises(OSError, match=r"offload\.folder, or room to make it; got .*File exists: '.*/kv'"):
