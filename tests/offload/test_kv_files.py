@@ -237,6 +237,20 @@ def test_what_was_used_longest_ago_leaves(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "kv").glob(".*")] == [".e.kv.partial-2-b"]
 
 
+def test_what_cannot_be_removed_keeps_nothing_else_from_being_written(tmp_path: Path) -> None:
+    """Another user's file, say; here a folder."""
+    foreign = tmp_path / "kv" / "foreign.kv"
+    foreign.mkdir(parents=True)
+    os.utime(foreign, (0, 0))
+    size = Kept(tmp_path).files.size(TOKENS)
+    kept = Kept(tmp_path, most_bytes=foreign.stat().st_size + size)
+    for digest in "ab":
+        kept.filled(digest)
+        assert {*foreign.parent.iterdir()} == {foreign, kept.files.path(digest)}
+    with pytest.raises(OSError, match=rf"room for {size} bytes .* cannot be removed"):
+        Kept(tmp_path, most_bytes=size).filled("c")
+
+
 def test_parts_of_one_prefix_have_room_together_or_not_at_all(tmp_path: Path) -> None:
     """Of tensor-parallel ranks each writes its own; whether one has been written yet, or not, decides nothing."""
 
