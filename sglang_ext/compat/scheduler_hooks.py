@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from prefix_index import printable, printable_values
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 OPT_OUT = "sparse_attn"
 MAX_WARNED = 16
+MAX_KEYS = 64
+"""Of a request's own parameters, that are looked at for misspelt ones: while they are, all requests wait."""
 READS_ENDED = ("war_fastpath_read_done_event", "shared_read_done_event")
 """Of a ModelRunner of 0.5.16 and of 0.5.23: behind what the scheduler may write to a running batch; None: its end."""
 _warned: set[str] = set()
@@ -326,7 +329,7 @@ def _misunderstood(custom: dict[Any, Any]) -> Iterator[str]:
     """What in a request's own parameters seems to be meant for us and says nothing that we know."""
     if custom.get(OPT_OUT, True) is not True:
         yield f"expected {OPT_OUT} to be true or false, got {reprlib.repr(custom[OPT_OUT])}"
-    for key in custom:  # others' keys stand here, too
+    for key in islice(custom, MAX_KEYS):  # others' keys stand here, too
         if key != OPT_OUT and isinstance(key, str) and get_close_matches(key[:40].lower(), [OPT_OUT], cutoff=0.8):
             yield f"expected {OPT_OUT}, got {reprlib.repr(key)}"
 
