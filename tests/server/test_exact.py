@@ -97,6 +97,18 @@ def test_openai_answers_say_how_each_choice_was_decoded(server: Any, texts: Any)
     assert lists[-3:] == [[], [told], [told]], "a choice tells when it has ended"
 
 
+@pytest.mark.boot("production")
+def test_openai_requests_opt_out_by_a_field_of_their_own(production: Any, texts: Any) -> None:
+    prompt = texts.ask(texts.first, 4)
+    asked = {
+        "/v1/completions": {"prompt": prompt},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": prompt}]},
+    }
+    for path, fields in asked.items():
+        _, header = production.openai(path, STEPS, **fields, custom_params={"sparse_attn": False})
+        assert (header[0]["index"], header[0]["reasons"], header[0]["steps"]["sparse"]) == (None, ["by_request"], 0)
+
+
 SAID = 'document "usage":{ note'
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SAID}]}
 
