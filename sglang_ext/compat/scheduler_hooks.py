@@ -306,7 +306,7 @@ def _refusal(req: Any, key: Any) -> tuple[str, str] | None:
         (getattr(req, "lora_id", None) is not None, "a LoRA request"),
         (getattr(req, "multimodal_inputs", None) is not None, "a multimodal request"),
         (embeds is not None, "a request with its own embeddings"),
-        ((getattr(req.sampling_params, "beam_width", None) or 1) > 1, "a beam search request"),
+        (getattr(req, "beam_group", None) is not None, "a beam search request"),  # its parameters no longer say so
         (bool(getattr(key, "is_bigram", False)), "a bigram prefix key (speculative decoding)"),
         (bool(getattr(getattr(req, "session", None), "streaming", False)), "a streaming session's request"),
     )

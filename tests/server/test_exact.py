@@ -270,6 +270,17 @@ def test_an_aborted_running_request_leaves_nothing_behind(server: Any, texts: An
     server.compared([prompt], STEPS)
 
 
+@pytest.mark.boot("exact-1")
+@pytest.mark.skipif(older_than("0.5.23"), reason="this release has no beam search")
+def test_a_beam_search_request_is_dense_and_uses_no_index(serve: Any, store: Any, texts: Any) -> None:
+    server = serve(store, EXACT_CONFIG, page_size="1")
+    prompt, sampling = texts.ask(texts.first, 0), {"max_new_tokens": STEPS, "beam_width": 3, "ignore_eos": True}
+    reply, delta = server.during(lambda: server.post("/generate", {"text": prompt, "sampling_params": sampling}))
+    (told,) = reply["meta_info"]["sparse_attn"]
+    assert (told["index"], told["reasons"], told["steps"]["sparse"]) == (None, ["unsupported_mode"], 0)
+    assert (delta.hits, delta.sparse_rows, delta.fallbacks) == (0, 0, {"unsupported_mode": 1})
+
+
 def test_two_live_requests_with_one_id_do_not_harm_the_server(server: Any, texts: Any) -> None:
     prompts = [texts.ask(texts.first, 0), texts.ask(texts.second, 0)]
     dense = [server.generate(prompt, 32, sparse=False) for prompt in prompts]
