@@ -125,6 +125,10 @@ class Capture:
             "rejected"
         )
 
+    def reject(self, why: str) -> None:
+        """It cannot become complete any more; nor does it hold samples."""
+        self.broken, self.samples = why, None
+
     def make_samples(self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Device memory for `samples`, zeros."""
         shape = (self.num_layers, len(self.positions), num_heads, head_dim)
@@ -197,7 +201,8 @@ class QueryRecorder:
         was recorded. False, and nothing is recorded, while `MAX_CAPTURES` others are, whose samples lie in device
         memory.
         """
-        if rid not in self._captures and len(self._captures) >= MAX_CAPTURES:
+        whole = sum(not capture.broken for capture in self._captures.values())
+        if rid not in self._captures and whole >= MAX_CAPTURES:
             return False
         rng = np.random.default_rng(self._seed)
         before, behind = min(self._late[0], prompt_len), self._late[1]
@@ -240,11 +245,10 @@ class QueryRecorder:
             if capture is not None and not capture.broken and min(capture.seen) < capture.end:
                 wanted = min(count, capture.end - first)
                 if first != capture.seen[0]:
-                    capture.broken = (
+                    capture.reject(
                         f"expected the prefill to go on at token {capture.seen[0]}, got token {first}: tokens "
                         "came from the prefix cache, their queries were never computed; the capture is rejected"
                     )
-                    capture.samples = None
                 elif wanted > 0:
                     offsets, rows = capture.decide(wanted, first)
                     chunks.append(Chunk(capture, row, wanted, *_on_device(np.stack([offsets + row, rows]), device)))
@@ -272,10 +276,10 @@ class QueryRecorder:
             if capture.broken:
                 continue
             if q.shape[0] < chunk.first_row + chunk.num_tokens:
-                capture.broken = f"expected at least {chunk.first_row + chunk.num_tokens} query rows, got {q.shape[0]}"
+                capture.reject(f"expected at least {chunk.first_row + chunk.num_tokens} query rows, got {q.shape[0]}")
                 continue
             if sm_scale is not None and capture.sm_scale not in (None, sm_scale):
-                capture.broken = (
+                capture.reject(
                     f"expected one attention scale in all layers, got {capture.sm_scale} and {sm_scale} (layer "
                     f"{layer}); such models are not supported yet"
                 )
@@ -288,7 +292,7 @@ class QueryRecorder:
                     samples = capture.make_samples(self._num_qo_heads, kept.shape[-1], q.dtype, q.device)
                 samples[layer].index_copy_(0, chunk.rows, kept)
             except torch.OutOfMemoryError as error:  # the forward goes on
-                capture.broken, capture.samples = f"no device memory for queries: {error}", None
+                capture.reject(f"no device memory for queries: {error}")
                 continue
             capture.seen[layer] += chunk.num_tokens
 

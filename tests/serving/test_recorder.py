@@ -150,6 +150,21 @@ def test_only_so_many_requests_are_recorded_at_a_time() -> None:
     assert recorder.start("one too many", 8)
 
 
+@pytest.mark.parametrize("broken", ["cached", "scale", "rows"])
+def test_what_cannot_become_whole_keeps_nobody_from_being_recorded(broken: str) -> None:
+    """A request of which the prefix cache had a part holds no samples, however long it decodes."""
+    recorder = _recorder(4)
+    for number in range(MAX_CAPTURES):
+        recorder.start(str(number), 8)
+        step = recorder.begin_step([str(number)], [4 if broken == "cached" else 0], [4], CPU)
+        for layer in range(LAYERS):
+            rows = 3 if broken == "rows" and layer else 4
+            recorder.record(step, layer, _queries(rows, layer), 1.0 + layer if broken == "scale" else 1.0)
+    assert recorder.start("cold", 8)
+    captures = [_taken(recorder, str(number)) for number in range(MAX_CAPTURES)]
+    assert all(capture.problem() and capture.samples is None for capture in captures)
+
+
 @pytest.mark.parametrize("chunks", [[30], [11, 19], [28, 1, 1]], ids=["one", "two", "three"])
 def test_late_tokens_are_kept_beside_the_sample(chunks: list[int]) -> None:
     recorder = _started(6, 30, late=(4, 3))
