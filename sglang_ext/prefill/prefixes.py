@@ -33,7 +33,8 @@ from sglang_ext.prefill.recorder import queries_by_head
 logger = logging.getLogger(__name__)
 
 MAX_PREFIXES = 256
-"""Known at a time; those that were not hit for longest are forgotten. At 128K tokens one takes 0.7 MB."""
+"""Known at a time; those that were not hit for longest are forgotten, but not what an operator waits for, up to half of
+them. At 128K tokens one takes 0.7 MB."""
 BACKOFF, MAX_TRIES = 4, 3
 GROWTH = 8
 """An index that is there already must be exceeded by this part of the new one's tokens, at least: 1/8."""
@@ -152,7 +153,9 @@ class HitCounter:
         self._known[key] = prefix
         self._known.move_to_end(key)
         if len(self._known) > MAX_PREFIXES:
-            self._known.popitem(last=False)
+            waiting = [key for key, one in self._known.items() if one.asked_for and one.built_at is None]
+            spared = set(waiting[-MAX_PREFIXES // 2 :])
+            del self._known[next(key for key in self._known if key not in spared)]
 
     def _gains(self, prefix: Prefix, indexed: int) -> bool:
         """Whether its index would exceed what is there, or on its way, by enough."""

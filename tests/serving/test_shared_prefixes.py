@@ -115,6 +115,25 @@ def test_what_is_asked_for_goes_before_a_longer_prefix_and_does_not_keep_it_back
     assert due.num_tokens == 192
 
 
+def test_what_is_asked_for_is_not_forgotten_before_a_request_begins_with_it() -> None:
+    """On a busy server each turn of each conversation is another prefix. What was built may be forgotten."""
+    counter = HitCounter(after=2, least=16, align=16)
+    asked = counter.ask_for("", hashes(PROMPT))
+    others = [hashes([n] * 16 + PROMPT) for n in range(1, 2 * MAX_PREFIXES)]
+    for prompt in others:
+        counter.hit("", prompt, 64, 0)
+    assert len(counter) == MAX_PREFIXES
+    assert counter.hit("", hashes(PROMPT), 0, 0) is asked
+    asked.built_at = 1.0
+    for prompt in others:
+        counter.hit("", prompt, 64, 0)
+    assert asked not in counter._known.values()
+    for prompt in others:
+        counter.ask_for("", prompt)
+    assert [counter.hit("", hashes(PROMPT), 64, 0) is not None for _ in range(2)] == [False, True], "not all are spared"
+    assert len(counter) == MAX_PREFIXES
+
+
 def test_prefixes_that_nobody_hits_are_forgotten() -> None:
     counter = HitCounter(after=9, least=16, align=16)
     prompts = [hashes([n] * 16 + PROMPT) for n in range(MAX_PREFIXES + 5)]
