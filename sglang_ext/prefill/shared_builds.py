@@ -191,11 +191,11 @@ class SharedBuilds(Recording):
                 self._decoding(rids, rows)
 
     def _decoding(self, rids: Sequence[str], rows: Tensor) -> None:
-        settled = []
+        settled, known = [], 0
         for place, rid in enumerate(rids):
             request = self._requests.get(rid)
             if request is not None:
-                request.steps += 1
+                known, request.steps = known + 1, request.steps + 1
                 if request.steps > _SETTLED:
                     settled.append((place, request))
         waits = not self._builder.ready or self._builder.rests
@@ -217,7 +217,7 @@ class SharedBuilds(Recording):
             slots = table[0, : build.identity.num_tokens].to(torch.int64)
             heads = slice(piece.heads.start - self._heads.start, piece.heads.stop - self._heads.start)
             self._builder.hand_over(build, piece, self._view.kv(piece.layer).keys(slots, self._view.dtype, heads))
-        elif len(settled) == len(rids):  # the same batch need not be searched again
+        elif len(settled) == known:  # the same batch need not be searched again
             self._in_vain = (list(rids), list(self._builder.open))
 
     def finish(self, rid: str, row: int) -> None:

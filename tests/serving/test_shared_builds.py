@@ -474,6 +474,24 @@ def test_another_request_under_an_id_that_was_searched_in_vain_is_searched(begun
     assert traffic.decode_until("x", 67, lambda: build.given > given)
 
 
+def test_a_batch_that_was_searched_in_vain_is_not_searched_again_for_a_short_prompt_in_it(
+    begun: tuple[Traffic, Build], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for one that opted out: of neither is ever known more. Searching 256 requests takes 0.25 ms a step."""
+    traffic, searched = begun[0], []
+    for rid in "ab":
+        traffic.end(rid)
+    traffic.prefill("x", list(range(2000, 2080)), 0)
+    traffic.prefill("short", list(range(12)), 0)
+    begins = Prefix.begins
+    monkeypatch.setattr(Prefix, "begins", lambda *given: (searched.append(1), begins(*given))[1])
+    rows = [traffic.requests[rid][1] for rid in ("x", "short")]
+    for step in range(6):
+        with traffic.runtime.forwards.step(decode_batch(traffic.runtime, ["x", "short"], [81 + step, 13 + step], rows)):
+            pass
+    assert len(searched) == 1, "once, as soon as its slots have settled"
+
+
 def test_nothing_is_built_any_more_once_no_step_may_use_an_index(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nor is an index that nobody looks up taken for one that has left the store."""
     runtime = start(build_after_hits=1)
