@@ -294,8 +294,8 @@ class BackgroundBuilder:
             if sample is None:
                 raise CannotBuildError(
                     "expected queries of at least half of the prefix, kept from its prefills, found fewer: prefills of "
-                    "requests that opt out leave none. Flush the cache, so that it is prefilled again; if samples had "
-                    "to leave host memory, raise sample_host_bytes"
+                    "requests that opt out or compute few tokens leave none, nor do answers. Flush the cache, so that "
+                    "it is prefilled again; if samples had to leave host memory, raise sample_host_bytes"
                 )
             build.queries = sample
         build.assembly = IndexAssembly(self._factory, build.identity)

@@ -90,6 +90,7 @@ class SharedBuilds(Recording):
         self._ended: SimpleQueue[tuple[Build, str]] = SimpleQueue()
         self._requests: dict[str, _Request] = {}
         self._off: str | None = None
+        self._told: set[str] = set()
         self._in_vain: tuple[list[str], list[Build]] | None = None
 
     def __len__(self) -> int:
@@ -255,9 +256,12 @@ class SharedBuilds(Recording):
         """On the builder's thread."""
         if self._stores:
             self._report(f"prefix-{build.identity.digest[:12]}", **fields)
-        if fields["status"] == "failed":
-            tokens = build.prefix.num_tokens
-            logger.warning("sparse attention: no index of %d shared tokens: %s", tokens, fields["detail"])
+        if fields["status"] == "failed" and (why := fields["detail"]) not in self._told:
+            more, abandoned = "", fields["reason"] == "abandoned"
+            if abandoned:  # each turn of a conversation may be
+                self._told.add(why)
+                more = " (said once; build_report has a line of each)"
+            logger.warning("sparse attention: no index of %d shared tokens: %s%s", build.prefix.num_tokens, why, more)
         self._ended.put((build, fields["status"]))
 
     def settle(self) -> None:

@@ -434,6 +434,22 @@ def test_what_only_opted_out_requests_prefilled_is_said_to_need_another_prefill(
     assert all(word in line["detail"] for word in ("opt out", "Flush the cache", "sample_host_bytes"))
 
 
+def test_turns_of_a_conversation_that_leave_no_queries_are_not_logged_each(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers are decoded, and each turn adds little: from some turn on queries of less than half are known."""
+    runtime = start(build_after_hits=1)
+    traffic, words = Traffic(runtime), list(range(3000, 3112))
+    for turn, length in enumerate(range(32, 113, 16)):
+        traffic.prefill(str(turn), words[:length], length - 8 if turn else 0)
+        if turn:
+            assert traffic.decode_until(str(turn), length + 1, lambda turn=turn: len(report(runtime)) == turn)
+        traffic.end(str(turn))
+    assert [line["status"] for line in report(runtime)] == ["built"] * 3 + ["failed"] * 2
+    (said,) = [one for one in caplog.messages if "no index of" in one]
+    assert all(word in said for word in ("of 80 shared tokens", "compute few tokens", "build_report"))
+
+
 def test_a_build_that_could_go_on_is_not_idle(begun: tuple[Traffic, Build]) -> None:
     traffic, build = begun
     popular = Build(Prefix(build.prefix.namespace, build.prefix.hashes, hits=99), build.identity, ())
