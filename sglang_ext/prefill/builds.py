@@ -31,7 +31,7 @@ from sglang_ext.offload.kv_files import KVFiles, of_slots
 from sglang_ext.options import SparseAttnConfig
 from sglang_ext.prefill.builder import IndexAssembly, IndexFactory, covered_tokens, give_back, short_refusal
 from sglang_ext.prefill.parts import Parts
-from sglang_ext.prefill.recorder import Admission, Capture, Recording
+from sglang_ext.prefill.recorder import Admission, Capture, Chunk, Recording
 from sglang_ext.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,16 @@ class PrefillBuilds(Recording):
             self.discard(rid)
             detail = "expected fewer prompts being recorded at a time; send it again"
             self._tell(rid, status="skipped", reason="capture_memory", detail=detail)
+
+    def begin_prefill(self, rids: Sequence[str], firsts: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
+        """As in `Recording`. Where the prefix cache had some of a prompt, others may build its index."""
+        chunks = super().begin_prefill(rids, firsts, counts)
+        for rid in rids:
+            if self.recorder.is_broken(rid) and rid in self._pending:
+                identity, lease, prompt = self._pending[rid]
+                self._pending[rid] = identity, None, prompt
+                give_back(lease)
+        return chunks
 
     def discard(self, rid: str) -> None:
         """Forget a request whose prompt will not be indexed; somebody else may."""

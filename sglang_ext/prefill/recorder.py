@@ -218,6 +218,11 @@ class QueryRecorder:
         """Forget captures that cannot become complete any more."""
         self._captures = {rid: capture for rid, capture in self._captures.items() if not capture.broken}
 
+    def is_broken(self, rid: str) -> bool:
+        """Whether a request is recorded, and its capture cannot become complete any more."""
+        capture = self._captures.get(rid)
+        return capture is not None and capture.broken is not None
+
     @property
     def num_captures(self) -> int:
         """Requests being recorded."""

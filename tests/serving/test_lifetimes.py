@@ -80,6 +80,21 @@ def test_a_request_that_waits_is_not_recorded_and_takes_no_lease(start: Any, bui
         assert [line["status"] for line in report(other)] == ["built"]
 
 
+def test_a_request_whose_prompt_was_cached_keeps_no_other_server_from_building(start: Any) -> None:
+    """It may decode for minutes, and leaves no index at its end."""
+    one = start(build="prefill")
+    other = start(store=one.store.folder, build="prefill")
+    cached = one.came("a")
+    other.came("b")
+    prefill(one, "a", 1, first=64)
+    cold = other.came("c")
+    prefill(other, "c", 65)
+    other.slot_freed(cold, 0, finished=True)
+    assert [line["status"] for line in report(other)] == ["skipped", "built"], "a had not begun when b came"
+    one.slot_freed(cached, 0, finished=True)
+    assert [(line["status"], line["reason"]) for line in report(one)] == [("failed", "capture_rejected")]
+
+
 def test_a_retraction_builds_what_is_whole_and_gives_the_lease_back(start: Any) -> None:
     runtime = start(build="prefill")
     request = runtime.came("a")
