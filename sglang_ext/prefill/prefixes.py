@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -140,7 +139,7 @@ class HitCounter:
         prefix = self._known.get((namespace, hashes[-1])) or Prefix(namespace, tuple(hashes))
         self._remember(prefix)
         prefix.tries, prefix.asked_for = 0, True
-        if prefix.built_at is not None and prefix.built_at <= time.monotonic():
+        if prefix.built_at is not None:
             # Should its index have left the store, the next request builds it again.
             prefix.due, prefix.built_at, prefix.served = False, None, 0
         prefix.hits = max(

@@ -204,6 +204,23 @@ def test_a_part_that_rank_0_never_stored_has_not_left_the_store(
     assert second.builds._hits.evicted == 1
 
 
+def test_a_part_that_rank_0_took_in_vain_is_left_again_as_soon_as_an_operator_asks(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was full, say, and has room now."""
+    first, second = start(2, left=True)
+    with monkeypatch.context() as full:
+        full.setattr(first.builds._factory, "keep", lambda *_: 1 / 0)
+        assert first.decode_until("c", lambda state: state["failed"] == 1)
+    assert list((tmp_path / "parts-2").iterdir()) == []
+    namespace = next(iter(first.builds._requests.values())).namespace
+    for rank in (first, second):
+        assert rank.builds.ask_for(namespace, PROMPT) is None
+        rank.prefill("d", [*PROMPT, *range(400, 418)], 64)
+    assert second.decode_until("d", lambda state: state["left"] == 2)
+    assert first.decode_until("d", _built)
+
+
 def test_a_part_that_is_still_there_is_not_built_again(start: Any) -> None:
     first, second = start(2, left=True)
     second.builds._requests.clear()
