@@ -345,6 +345,8 @@ def run(pieces: Iterable[Piece], fetch: Fetch, buffer: memoryview, *, threads: i
         try:
             for done in [pool.submit(work, piece) for piece in pieces]:
                 done.result()
+        except RuntimeError as err:  # the system's limit of threads
+            raise out_of_memory(err, f"{threads} threads to read with") from err
         finally:
             stopped.set()
 

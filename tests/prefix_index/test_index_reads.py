@@ -26,6 +26,7 @@ from prefix_index import (
     IndexPayload,
     IndexUnreadable,
     IndexWriter,
+    OutOfMemory,
     Retention,
     StoreClosed,
 )
@@ -231,6 +232,16 @@ def test_an_error_leaves_no_thread_behind(index: IndexFile) -> None:
         run(pieces, fetch, memoryview(bytearray(index.read_nbytes())), threads=2)
     assert 1 <= len(seen) <= 2 < len(pieces)
     assert not [t for t in threading.enumerate() if t.name.startswith("index-read")]
+
+
+def test_a_system_without_threads_is_short_of_memory(index: IndexFile) -> None:
+    before = threading.stack_size(1 << 46)  # no thread has that much
+    try:
+        with pytest.raises(OutOfMemory, match="threads to read with, found can't start new thread"):
+            index.read_many()
+    finally:
+        threading.stack_size(before)
+    assert len(index.read_many()) == len(index.keys)
 
 
 READ_ALL_RECORDS = """
