@@ -105,8 +105,9 @@ def test_show_prints_everything_of_an_index(shelf: Any, index: Any) -> None:
     assert (ids["count"], ids["dtype"], ids["shapes"], ids["nbytes"]) == (4, "int32", [[2, 1024]], 4 * 2048 * 4)
 
 
-def test_show_of_a_damaged_index_says_why_and_ends_with_1(shelf: Any, index: Any) -> None:
-    shelf.flip(1, at=70)
+@pytest.mark.parametrize("at", [70, 1000], ids=["what listings read", "what only opening reads"])
+def test_show_of_a_damaged_index_says_why_and_ends_with_1(shelf: Any, index: Any, at: int) -> None:
+    shelf.flip(1, at)
     said = index("show", shelf.entries[1].digest, shelf.entries[0].digest)
     assert said.status == 1
     assert "xxh3" in said.out or "checksum" in said.out

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from prefix_index import FileStore, IndexEntry, IndexFile
+from prefix_index import FileStore, IndexEntry, IndexFile, IndexStoreError
 from prefix_index.copies import digest_in
 from prefix_index.format import is_digest
 from sglang_ext.cli.index.targets import fields, find, length, listing, open_unused, opened, store_address
@@ -53,12 +53,14 @@ def run_show(args: argparse.Namespace) -> int:
         for number, target in enumerate(find(store, args.index)):
             if number and not args.json:
                 print()
-            if target.entry is None:
-                damaged = True
-                details: dict[str, Any] = {"digest": target.digest, "error": str(target.error)}
-            else:
+            try:
+                if target.entry is None:
+                    raise target.error or AssertionError("a target is an entry or an error")
                 with open_unused(target.entry) as index:
                     details = _details(target.entry, index)
+            except IndexStoreError as error:
+                damaged = True
+                details = {"digest": target.digest, "error": str(error)}
             if args.json:
                 emit(details)
             else:
