@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import pytest
 
 from prefix_index import FileStore, Retention, StoreFolderError, canonical_digest
 from sglang_ext.cli import main
-from tests.cli.conftest import kept
+from tests.cli.conftest import fill, kept
 from tests.prefix_index import tiers
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import flip as flip_in_place
+from tests.prefix_index.small_stores import fork, reap
+
+NOBODY = 65534
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
 
@@ -182,6 +187,37 @@ def test_one_that_fails_does_not_keep_the_others(
     by_digest = {line["digest"]: line for line in said.lines}
     assert len(by_digest) == 3
     assert "no permission" in (by_digest[bad].get("detail") or by_digest[bad].get("error"))
+
+
+def test_an_import_tells_of_folders_that_it_cannot_look_through() -> None:
+    with tempfile.TemporaryDirectory() as name:  # as another user, to whom pytest's folders are closed
+        folder, to = Path(name), Path(name) / "to"
+        folder.chmod(0o755)
+        to.mkdir()
+        to.chmod(0o777)
+        entries = fill(folder / "from", 3)
+        for one in (folder / "from").rglob("*"):
+            one.chmod(0o755)
+        (folder / "from").chmod(0o755)
+        closed = Path(entries[0].path or "").parent
+        closed.chmod(0)
+
+        def read() -> None:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            with (to / "said").open("w") as out, contextlib.redirect_stdout(out):
+                words = ["--json", str(folder / "from"), str(closed), "--store", str(to / "store")]
+                assert main(["index", "import", *words]) == 1
+
+        assert reap(fork(read), 120) == 0
+        lines = [json.loads(line) for line in (to / "said").read_text().splitlines()]
+        closed.chmod(0o700)
+    assert [line["status"] for line in lines].count("imported") == 2
+    refused = [line for line in lines if line["status"] != "imported"]
+    assert {(line["status"], line["path"]) for line in refused} == {("failed", str(closed))}
+    assert all("can be read, found Permission denied" in line["detail"] for line in refused)
 
 
 def test_rm_of_a_file_in_the_wrong_place_says_that_it_is_still_there(shelf: Any, index: Any) -> None:

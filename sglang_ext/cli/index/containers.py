@@ -180,12 +180,15 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def _files(paths: Sequence[str]) -> Iterator[Path]:
-    """The files named; of a folder (a store's too) all containers in it, or the folder itself if there are none."""
+    """The files named; of a folder (a store's too) all containers in it, and the folders in it that cannot be listed,
+    which pathlib passes over; or the folder itself if there are none.
+    """
     for text in paths:
         path = Path(text)
         inside: list[Path] = []
         with suppress(OSError):  # said of the path itself, when its turn comes
             inside = [*path.glob(f"[!.]*{SUFFIX}"), *path.glob(f"[0-9a-f][0-9a-f]/[!.]*{SUFFIX}")]
+            inside += [folder for folder in path.glob("[0-9a-f][0-9a-f]/") if not os.access(folder, os.R_OK)]
         yield from sorted(inside) or [path]
 
 
@@ -193,6 +196,7 @@ def _import_one(store: IndexStore, path: Path, *, replace_it: bool) -> Verdict:
     verdict = Verdict(None, str(path), 0, "missing")
     try:
         if path.is_dir():
+            os.listdir(path)
             return verdict._replace(detail=f"expected files named *{SUFFIX} in this folder, found none")
         with IndexFile.open(path) as index:
             verdict = Verdict(index.identity.digest, str(path), index.nbytes, "exists")
@@ -209,7 +213,7 @@ def _import_one(store: IndexStore, path: Path, *, replace_it: bool) -> Verdict:
     except IndexStoreError as error:
         return verdict._replace(nbytes=0, status=status_of(error), detail=str(error))
     except OSError as error:
-        detail = f"{path}: expected a readable file, found {error.strerror or error}"
+        detail = f"{path}: expected a file or folder that can be read, found {error.strerror or error}"
         return verdict._replace(nbytes=0, status="failed", detail=detail)
 
 
