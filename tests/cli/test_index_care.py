@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from tests.cli.conftest import fill, kept
 from tests.prefix_index import tiers
 from tests.prefix_index.samples import sample_identity, sample_payload
 from tests.prefix_index.small_stores import flip as flip_in_place
-from tests.prefix_index.small_stores import fork, reap
+from tests.prefix_index.small_stores import fork, reap, refused
 
 NOBODY = 65534
 
@@ -218,6 +219,17 @@ def test_an_import_tells_of_folders_that_it_cannot_look_through() -> None:
     refused = [line for line in lines if line["status"] != "imported"]
     assert {(line["status"], line["path"]) for line in refused} == {("failed", str(closed))}
     assert all("can be read, found Permission denied" in line["detail"] for line in refused)
+
+
+def test_gc_tells_of_an_index_that_cannot_leave(shelf: Any, index: Any) -> None:
+    stuck = shelf.entries[0].digest
+    index("expire", "--after", "0", stuck, shelf.entries[1].digest)
+    with refused("unlink", lambda name, *_: stuck in str(name), errno.EPERM):
+        said = index("gc", "--json")
+    assert (said.status, [one["digest"] for one in said.lines[0]["removed"]]) == (1, [shelf.entries[1].digest])
+    assert "index that must leave" in said.message
+    assert stuck in said.err.replace("\n  ", "")
+    assert index("gc").status == 0
 
 
 def test_rm_of_a_file_in_the_wrong_place_says_that_it_is_still_there(shelf: Any, index: Any) -> None:

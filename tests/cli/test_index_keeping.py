@@ -111,12 +111,12 @@ def held(shelf: Any) -> Iterator[Path]:
 def test_gc_clears_what_dead_writers_left_and_leaves_young_partials(shelf: Any, index: Any, held: Path) -> None:
     shard, old = shelf.path(0).parent, time.time() - 3600
     dead = [shard / ".partial-1-0000000000000000", shard / f".lease-{shelf.entries[0].digest}"]
-    dead.append(shelf.folder / "00" / f"{'0' * 64}.pfxkeep")
-    young = shard / ".partial-1-0000000000000001"
+    dead += [shelf.folder / "00" / f"{'0' * 64}.pfxkeep", shelf.folder / ".removed-1"]
+    young = {shard / ".partial-1-0000000000000001", shelf.folder / "00" / f"00{'1' * 62}.pfxkeep"}
     dead[2].parent.mkdir(exist_ok=True)
-    for path in (*dead, young):
+    for path in (*dead, *young):
         path.write_bytes(b"{}")
-        if path != young:
+        if path not in young:
             os.utime(path, (old, old))
     names = sorted(str(path.relative_to(shelf.folder)) for path in dead)
     limit = held.stat().st_size + sum(entry.nbytes for entry in shelf.entries) + len(b"{}")  # the young one counts
@@ -124,7 +124,7 @@ def test_gc_clears_what_dead_writers_left_and_leaves_young_partials(shelf: Any, 
         (done,) = index("gc", "--json", "--max-bytes", limit, *flags).lines
         assert (done["leftovers"], done["removed"]) == (names, [])
     left = {path for path in shelf.folder.rglob("*") if path.is_file() and path.suffix != ".pfxindex"}
-    assert left == {young, held}
+    assert left == {*young, held}
 
 
 # -- gc of what was chosen ---------------------------------------------------------------------------------------------

@@ -13,12 +13,21 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from prefix_index import FileStore, IndexCorrupt, IndexEntry, IndexStore, IndexStoreError, canonical_digest
+from prefix_index import (
+    FileStore,
+    IndexCorrupt,
+    IndexEntry,
+    IndexStore,
+    IndexStoreError,
+    StoreFolderError,
+    canonical_digest,
+)
 from prefix_index.books import FolderBooks
 from prefix_index.connect import locate
 from prefix_index.copies import digest_in
 from prefix_index.folder import PARTIAL, SUFFIX, check_folder, free_bytes, locked_inodes, os_errors, shard_fd, shard_of
 from prefix_index.lease import LEASE
+from prefix_index.removals import PARTIAL as REMOVED
 from prefix_index.retention import KEEP_SUFFIX, Candidate, choose_victims, read_retention
 from prefix_index.store import has_expired
 from sglang_ext.cli.index.targets import (
@@ -151,6 +160,7 @@ def run_gc(args: argparse.Namespace) -> int:
             return _refused()
         removed, names, failed = _remove_chosen(store, targets)
         _tell(args, [*removed, *store.collect()], names, store.list(), chosen=targets)
+        failed |= _complain_of(store)
     return 1 if failed else 0
 
 
@@ -219,6 +229,14 @@ def _remove_chosen(store: FileStore, targets: Sequence[Target]) -> tuple[list[In
     return removed, names, failed
 
 
+def _complain_of(store: FileStore) -> bool:
+    """Whether a collection left an index that must leave, or a folder that it could not look through; says which."""
+    errors = [error for _, error in store.problems() if isinstance(error, StoreFolderError)]
+    for error in errors:
+        complain("gc", str(error))
+    return bool(errors)
+
+
 def _name(target: Target) -> str:
     assert target.path is not None, "an unusable index is a file"
     return str(Path(target.path).relative_to(Path(target.path).parents[1]))
@@ -246,6 +264,7 @@ def _gc_folder(folder: Path, args: argparse.Namespace) -> int:
         ) as store:
             freed, names_gone, failed = _remove_chosen(store, targets)
             removed, left = store.collect(), store.list()
+            failed |= _complain_of(store)
         _tell(args, [*freed, *removed], before.keys() - _leftovers(folder).keys() | {*names_gone}, left, chosen=targets)
         # What others wrote to the disk meanwhile is no failure, nor is what they removed.
         too_few = min(plan.too_few + _nbytes(plan.victims) - _nbytes(removed), _plan(folder, args).short)
@@ -297,7 +316,7 @@ def _leftovers(folder: Path) -> dict[str, int]:
     found = {}
     held = locked_inodes(folder)
     now = time.time()
-    for path in folder.glob("[0-9a-f][0-9a-f]/*"):
+    for path in (*folder.glob("[0-9a-f][0-9a-f]/*"), *folder.glob(f"{REMOVED}*")):
         try:
             status = path.lstat()
         except OSError:
@@ -305,8 +324,8 @@ def _leftovers(folder: Path) -> dict[str, int]:
         kept = path.name.endswith(KEEP_SUFFIX)
         orphan = kept and not os.path.lexists(str(path).removesuffix(KEEP_SUFFIX) + SUFFIX)
         old = abs(now - status.st_mtime) >= PARTIAL_GRACE_S
-        dead = path.name.startswith((PARTIAL, LEASE)) and old and status.st_ino not in held
-        if orphan or dead:
+        dead = path.name.startswith((PARTIAL, LEASE, REMOVED)) and status.st_ino not in held
+        if old and (orphan or dead):
             found[str(path.relative_to(folder))] = status.st_size
     return found
 
