@@ -369,6 +369,20 @@ def test_a_forgotten_lease_ends(tmp_path: Path) -> None:
         eventually(lambda: store.lease(DIGEST))
 
 
+def test_a_lease_that_gets_no_thread_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread, real: Any = threading.Thread.start) -> None:
+        if thread.name == "build lease":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    with machine(file_blobs(tmp_path), lease_ttl_s=3600) as store, machine(file_blobs(tmp_path)) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(OutOfMemory, match="a thread for the lease, found can't start new thread"):
+                store.lease(DIGEST)
+        assert other.lease(DIGEST) is not None
+
+
 @pytest.fixture
 def silent() -> Iterator[ObjectBlobs]:
     """An S3 endpoint that takes connections and never says a word."""

@@ -15,7 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..errors import IndexFormatError, IndexMismatch, IndexNotFound, IndexStoreError, IndexTooNew, StoreFull
+from ..errors import (
+    IndexFormatError,
+    IndexMismatch,
+    IndexNotFound,
+    IndexStoreError,
+    IndexTooNew,
+    StoreFull,
+    out_of_memory,
+)
 from ..format import Entry, IndexIdentity, xxh3_hex
 from ..lease import LocalLeases
 from ..reader import IndexFile, IndexLookup, check_identity
@@ -333,14 +341,19 @@ class SharedLeases:
             claimed = self._claim(digest, holder)
             if claimed is False:
                 return None
+            if claimed is None:
+                owned.pop_all()
+                return local
+            stop = threading.Event()
+            # It refers to no lease object, so that a forgotten one ends.
+            beat = threading.Thread(target=self._beat, args=(digest, holder, stop), name="build lease", daemon=True)
+            try:
+                beat.start()
+            except RuntimeError as err:  # the system's limit of threads
+                self._values.remove(_name(digest))
+                raise out_of_memory(err, "a thread for the lease") from err
             owned.pop_all()
-        if claimed is None:
-            return local
-        stop = threading.Event()
-        # It refers to no lease object, so that a forgotten one ends.
-        beat = threading.Thread(target=self._beat, args=(digest, holder, stop), name="build lease", daemon=True)
-        beat.start()
-        return BuildLease(digest, local.release, beat.join, stop.set, forgotten=stop.set)
+            return BuildLease(digest, local.release, beat.join, stop.set, forgotten=stop.set)
 
     def remove_expired(self, digest: str, *, grace_s: float) -> None:
         """Removes a lease value whose time passed more than ``grace_s`` ago, and one that cannot be read."""
