@@ -157,6 +157,8 @@ class Residency:
         self._by_digest: OrderedDict[str, ResidentIndex] = OrderedDict()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-load")
         self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparse-attn-fetch")
+        for worker in (self._worker, self._fetcher):
+            worker.submit(int)  # begins its thread: later the system may have none left
         self._reading = threading.Lock()  # one index at a time: of staging, and of the room that is made
         self.evicted = Evictions()
         names = ["index_hits", "load", "load_bytes", "load_seconds", "load_failures"]

@@ -73,6 +73,17 @@ def test_what_is_loaded_is_what_was_stored(
     assert index.nbytes == residency.resident_bytes() == heads * ONE // 2
 
 
+def test_a_system_that_gives_no_more_threads_stops_no_load(bench: Any, reside: Any) -> None:
+    """Else the request is an error in the log, and the index stays loading."""
+    residency, entry = reside(bench), bench.put(PROMPT)
+    before = threading.stack_size(1 << 46)  # no thread has that much
+    try:
+        index = load(residency, entry)
+    finally:
+        threading.stack_size(before)
+    assert index.state is State.READY
+
+
 def test_the_least_recently_used_index_without_users_leaves(bench: Any, reside: Any) -> None:
     entries = [bench.put(prompt(n)) for n in range(4)]
     residency = reside(bench, 2 * ONE)

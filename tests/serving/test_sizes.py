@@ -65,6 +65,8 @@ def _resident(factory: IndexFactory, method: str, entry: IndexEntry, heads: rang
     spec = factory.specs[method]
     residency = Residency(factory.store, spec, LAYERS, len(heads), torch.device("cpu"), 1 << 30, heads.start)
     index = residency.acquire(entry)
+    assert index.loaded is not None
+    index.loaded.result(60)
     residency.close()
     assert index.state is State.READY, index.detail
     assert any(ROW_INDPTR in name for name in index.layers[0]) == ("profile" in str(spec.to_dict()))
