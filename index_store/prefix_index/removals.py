@@ -57,7 +57,9 @@ def _write(path: Path, data: bytes, mode: int, how: int) -> None:
     with closing_fd(open_regular(path, os.O_RDWR | os.O_CREAT | how, mode)) as fd:
         give_mode(fd, mode)
         last = os.pread(fd, 1, max(os.fstat(fd).st_size - 1, 0))
-        os.write(fd, data if last in (b"", b"\n") else b"\n" + data)  # a full disk cut the last line short
+        data = data if last in (b"", b"\n") else b"\n" + data  # a full disk cut the last line short
+        while data:  # to its end, or an error of the disk: what is cut short takes no record's place
+            data = data[os.write(fd, data) :]
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -418,6 +418,22 @@ def test_a_line_that_a_full_disk_cuts_short_hides_no_other(store: FileStore, fol
     assert [identity for identity, *_ in told(folder)] == [IDS[2], IDS[0]]
 
 
+def test_a_record_that_a_full_disk_keeps_from_being_shortened_stays(
+    store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for identity in IDS[:2]:
+        store.delete(identity)
+    before = (folder / removals.NAME).read_bytes()
+    monkeypatch.setattr(removals, "MAX_NBYTES", len(before) - 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        assert store.delete(IDS[2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (folder / removals.NAME).read_bytes() == before
+
+
 @pytest.mark.parametrize("plant", [Path.mkdir, os.mkfifo, lambda at: at.symlink_to(at.parent.parent / "elsewhere")])
 def test_an_index_leaves_though_nothing_can_be_written_down(
     store: FileStore, folder: Path, tmp_path: Path, plant: Callable[[Path], None]
