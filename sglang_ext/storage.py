@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prefix_index import IndexStore
 from prefix_index.connect import locate, open_store
-from prefix_index.folder import SUFFIX, Access, check_folder
+from prefix_index.folder import GONE, SUFFIX, Access, check_folder
 
 if TYPE_CHECKING:  # imports torch
     from sglang_ext.options import SparseAttnConfig
@@ -27,10 +27,14 @@ def default_store() -> str:
 
 def holds_indexes(folder: str) -> bool:
     """Whether a store's folder has the file of an index; one that cannot be looked through may have."""
+
+    def refused(error: OSError) -> None:
+        raise error
+
     try:
-        return next(Path(folder).rglob(f"*{SUFFIX}"), None) is not None
-    except OSError:
-        return True
+        return any(name.endswith(SUFFIX) for *_, names in os.walk(folder, onerror=refused) for name in names)
+    except OSError as error:
+        return error.errno not in GONE
 
 
 LEAST_DIGITS, LEAST_TO_REMOVE = 4, 8

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from prefix_index import FileStore, Retention, StoreFolderError, canonical_digest
 from sglang_ext.cli import main
+from sglang_ext.storage import holds_indexes
 from tests.cli.conftest import fill, kept
 from tests.prefix_index import tiers
 from tests.prefix_index.samples import sample_identity, sample_payload
@@ -24,6 +26,20 @@ from tests.prefix_index.small_stores import flip as flip_in_place
 from tests.prefix_index.small_stores import fork, reap, refused
 
 NOBODY = 65534
+
+
+def unprivileged(work: Callable[[], None]) -> None:
+    """Does it in a child that is not root."""
+
+    def child() -> None:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        work()
+
+    assert reap(fork(child), 120) == 0
+
 
 # -- looking is no use; services ---------------------------------------------------------------------------------------
 
@@ -204,21 +220,30 @@ def test_an_import_tells_of_folders_that_it_cannot_look_through() -> None:
         closed.chmod(0)
 
         def read() -> None:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
             with (to / "said").open("w") as out, contextlib.redirect_stdout(out):
                 words = ["--json", str(folder / "from"), str(closed), "--store", str(to / "store")]
                 assert main(["index", "import", *words]) == 1
 
-        assert reap(fork(read), 120) == 0
+        unprivileged(read)
         lines = [json.loads(line) for line in (to / "said").read_text().splitlines()]
         closed.chmod(0o700)
     assert [line["status"] for line in lines].count("imported") == 2
     refused = [line for line in lines if line["status"] != "imported"]
     assert {(line["status"], line["path"]) for line in refused} == {("failed", str(closed))}
     assert all("can be read, found Permission denied" in line["detail"] for line in refused)
+
+
+def test_a_folder_that_cannot_be_looked_through_may_hold_indexes() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        assert not holds_indexes(f"{name}/gone")
+        assert not holds_indexes(name)
+        Path(name, "ab").mkdir(mode=0)
+
+        def look() -> None:
+            assert holds_indexes(name)
+
+        unprivileged(look)
 
 
 def test_gc_tells_of_an_index_that_cannot_leave(shelf: Any, index: Any) -> None:
