@@ -181,6 +181,14 @@ def test_export_to_a_name_that_cannot_be_ends_with_1(shelf: Any, index: Any, tmp
     assert "File name too long" in " ".join(said.err.split() + said.out.split())
 
 
+def test_export_takes_no_devices_place(shelf: Any, index: Any, tmp_path: Path) -> None:
+    to = tmp_path / "null"
+    os.mkfifo(to)
+    said = index("export", shelf.entries[0].digest, "--replace", "--to", to)
+    assert (said.status, to.is_fifo()) == (1, True)
+    assert "found a pipe, socket or device; name another" in said.message
+
+
 # -- one of many that fails --------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,9 @@ def run_export(args: argparse.Namespace) -> int:
             into_folder = args.all or len(targets) > 1 or to.is_dir() or args.to.endswith("/")
             if into_folder:
                 to.mkdir(parents=True, exist_ok=True)
+        if not into_folder and to.exists() and not to.is_file():
+            complain("export", f"expected a file or folder at {to}, found a pipe, socket or device; name another")
+            return 1
         if not into_folder and os.path.lexists(to) and not args.replace:
             complain("export", f"expected no file at {to}, found one; name another, or give --replace")
             return 1
