@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -41,8 +42,9 @@ from tests.prefix_index.remote_stores import (
 )
 from tests.prefix_index.samples import read_fill, sample_identity, sample_payload
 from tests.prefix_index.small_stores import SOON, python
-from tests.prefix_index.tiers import eventually
+from tests.prefix_index.tiers import eventually, set_credentials
 
+ITEM = "<Contents><Key>x/a</Key><LastModified>2026-01-01T00:00:00Z</LastModified><Size>1</Size></Contents>"
 ERROR = IndexCorrupt("a test", expected="a", found="b", remedy="none")
 
 
@@ -482,3 +484,34 @@ def test_an_index_whose_lease_fails_is_published_later(
     assert flushed(store)
     assert not failing
     assert store.remotes[0].contains(DIGEST)
+
+
+def test_a_listing_without_an_end_is_given_up() -> None:
+    """Some stores begin anew at each page. A process could never end while it lists one."""
+    asked: list[str] = []
+
+    class FirstPage(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            token = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"<ListBucketResult>{token}{ITEM * 1000}</ListBucketResult>".encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    set_credentials()
+    with ThreadingHTTPServer(("127.0.0.1", 0), FirstPage) as server:
+        threading.Thread(target=server.serve_forever).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        blobs = ObjectBlobs("s3://bucket/x", endpoint=endpoint, region="r", client_options={"allow_http": True})
+        try:
+            with pytest.raises(StoreUnavailable):
+                RemoteStore(blobs, timeout_s=0.5).open()
+            time.sleep(1.0)  # for the last page
+            count = len(asked)
+            time.sleep(0.5)
+            assert len(asked) == count > 1
+        finally:
+            server.shutdown()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -93,8 +94,10 @@ class ObjectBlobs:
         self._url, self._options = url, options
         self._store: Any = None
         self._api: Any = None
+        self._timeout_s = 5.0
 
     def open(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         if self._store is not None:
             return
         try:
@@ -149,9 +152,13 @@ class ObjectBlobs:
             self._api.delete(self._store, name)
 
     def names(self, folder: str) -> Mapping[str, str]:
+        found, deadline = dict[str, str](), time.monotonic() + self._timeout_s
         with _translated():
-            pages = self._api.list(self._store, folder, chunk_size=1000)
-            return {item["path"]: str(item["e_tag"] or item["last_modified"]) for page in pages for item in page}
+            for page in self._api.list(self._store, folder, chunk_size=1000):
+                found.update((item["path"], str(item["e_tag"] or item["last_modified"])) for item in page)
+                if time.monotonic() > deadline:  # nobody waits any more; some stores begin anew at each page
+                    raise BlobsFailed(f"a listing that takes more than {self._timeout_s:g} s")
+        return found
 
 
 @contextlib.contextmanager
