@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,7 +27,7 @@ from prefix_index import (
     link,
 )
 from prefix_index.reader import IndexLookup
-from prefix_index.remote import BlobsFull, ObjectBlobs, RemoteStore
+from prefix_index.remote import BlobsFailed, BlobsFull, ObjectBlobs, RemoteStore
 from prefix_index.store import BuildLease
 from tests.prefix_index.remote_stores import (
     DIGEST,
@@ -515,3 +516,22 @@ def test_a_listing_without_an_end_is_given_up() -> None:
             assert len(asked) == count > 1
         finally:
             server.shutdown()
+
+
+def test_a_sweep_removes_nothing_of_which_the_store_does_not_say_now_whether_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes between two pages of a listing has a manifest there and lacks chunks."""
+    blobs = ObjectBlobs("memory:///")
+    with RemoteStore(blobs, chunk_nbytes=4096) as store:
+        store.put(sample_payload(fill=3))
+        seen = {name: tag for name, tag in blobs.names(store.folder).items() if not name.endswith(".000001")}
+        with monkeypatch.context() as patch:
+            patch.setattr(blobs, "names", lambda _: seen)
+            patch.setattr(blobs, "size", Mock(side_effect=BlobsFailed("busy")))
+            with pytest.raises(StoreUnavailable, match="busy"):
+                store.sweep()
+            patch.setattr(blobs, "size", partial(ObjectBlobs.size, blobs))
+            store.sweep()
+            assert [entry.digest for entry in store.list()] == [DIGEST]
+        assert read_fill(store) == 3

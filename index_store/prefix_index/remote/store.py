@@ -207,8 +207,7 @@ class RemoteStore(IndexSource):
         with self._lock:
             lost = [d for d, error in self.catalog.problems.items() if isinstance(error, IndexNotFound)]
         for digest in lost:
-            if not self.contains(digest):
-                self.delete(digest)
+            self._is_taken(digest)  # deletes it, unless it is whole; raises where nobody says so now
         for digest, names in found.items():
             self._drop_orphans(digest, names)
             if names.leased:
