@@ -177,7 +177,7 @@ def os_errors(folder: Path) -> Iterator[None]:
             remedy = "free disk space or delete indexes"
             error = StoreFull("disk", "room for the index", found, remedy, folder)
         else:
-            remedy = "check that the folder exists and is writable"
+            remedy = _remedy(err, "check that the folder exists and is writable")
             error = StoreFolderError("index store", "a usable folder", found, remedy, folder)
         raise error from err
 
@@ -318,7 +318,14 @@ def owned_file(fd: int, mode: str) -> io.FileIO:
 
 
 def unreadable(err: OSError, what: str = "file") -> IndexUnreadable:
-    return IndexUnreadable(what, "readable bytes", err.strerror or str(err), "check its permissions and the disk")
+    remedy = _remedy(err, "check its permissions and the disk")
+    return IndexUnreadable(what, "readable bytes", err.strerror or str(err), remedy)
+
+
+def _remedy(err: OSError, usual: str) -> str:
+    if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return "free memory or descriptors on this machine"
+    return "remove the folder that has a file's name" if err.errno == errno.EISDIR else usual
 
 
 def pread(fd: int, nbytes: int, offset: int) -> bytes:

@@ -7,16 +7,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import stat
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from prefix_index import FileStore, IndexCorrupt, IndexUnreadable, Retention, StoreFolderError, books
+from prefix_index import FileStore, IndexCorrupt, IndexStoreError, IndexUnreadable, Retention, StoreFolderError, books
 from tests.prefix_index.samples import IDS, PINNED, find, read_fill, sample_payload
 from tests.prefix_index.small_stores import (
     ONE,
@@ -113,6 +115,25 @@ def test_a_copy_that_cannot_be_opened_now_is_not_dropped(folder: Path, monkeypat
         assert store.counters is not None
         assert store.counters.damaged_dropped == 0
         assert index_file(dram, IDS[0]).exists()
+
+
+def test_messages_tell_what_to_do_about_a_process_without_descriptors_and_a_folder_in_a_files_place(
+    folder: Path,
+) -> None:
+    with holding(folder, IDS[0]) as store:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for call in (partial(store.get, IDS[0]), partial(store.put, sample_payload(IDS[1]))):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                with pytest.raises(IndexStoreError, match="Too many open files; free memory or descriptors") as raised:
+                    call()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert isinstance(raised.value, (IndexUnreadable, StoreFolderError))
+        store.delete(IDS[0])
+        index_file(folder, IDS[0]).mkdir()
+        with pytest.raises(StoreFolderError, match="found Is a directory; remove the folder that has a file's name"):
+            store.delete(IDS[0])
 
 
 def standing() -> contextlib.AbstractContextManager[None]:
