@@ -81,7 +81,7 @@ def removals_behind(folder: Path, last: bytes) -> tuple[list[Removal], bytes]:
         lines = [line for line in _lines(folder / NAME) if line.endswith(b"\n")]  # others are being written
         for line in lines[lines.index(last) + 1 if last in lines else 0 :]:
             last = line
-            with contextlib.suppress(msgspec.MsgspecError, ValueError):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 news.append(_DECODER.decode(line))
     return news, last
 
@@ -97,7 +97,7 @@ def read_removals(folder: str | os.PathLike[str]) -> Sequence[Removal]:
     found: dict[str, Removal] = {}
     with contextlib.suppress(OSError):
         for line in reversed(_lines(Path(folder) / NAME)):
-            with contextlib.suppress(msgspec.MsgspecError, ValueError):  # cut off, or somebody else's
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):  # cut off, or somebody else's
                 removal = _DECODER.decode(line)
                 found.setdefault(removal.identity.digest, removal)
     return tuple(found.values())

@@ -396,13 +396,18 @@ def test_each_way_to_leave_is_written_down_the_newest_first(store: FileStore, fo
     assert (folder / removals.NAME).stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("damage", [b"\xff\x00 nonsense\n", b'{"identity": {}, "removed": 1}\n', b'{"identity":\n'])
+@pytest.mark.parametrize(
+    "damage",
+    [b"\xff\x00 nonsense\n", b'{"identity": {}, "removed": 1}\n', b'{"identity":\n', b'{"x":' + b"[" * 100_000 + b"\n"],
+    ids=["nonsense", "another", "cut", "deep"],
+)
 def test_a_damaged_record_hides_nothing_else(store: FileStore, folder: Path, damage: bytes) -> None:
     store.delete(IDS[0])
     with (folder / removals.NAME).open("ab") as file:
         file.write(damage)
     store.delete(IDS[1])
     assert [identity for identity, *_ in told(folder)] == [IDS[1], IDS[0]]
+    assert len(removals.removals_behind(folder, b"")[0]) == 2
 
 
 def test_a_line_that_a_full_disk_cuts_short_hides_no_other(store: FileStore, folder: Path) -> None:
