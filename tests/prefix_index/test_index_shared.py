@@ -535,3 +535,10 @@ def test_a_sweep_removes_nothing_of_which_the_store_does_not_say_now_whether_it_
             store.sweep()
             assert [entry.digest for entry in store.list()] == [DIGEST]
         assert read_fill(store) == 3
+
+
+@pytest.mark.parametrize("below", ["a file", "a file/deeper"])
+def test_a_folder_of_objects_that_cannot_be_made_is_no_store_that_answers(tmp_path: Path, below: str) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(StoreUnavailable, match=r"a file.*expected the request done, found \w+Error: .*check the store"):
+        RemoteStore(ObjectBlobs(f"file://{tmp_path}/{below}")).open()

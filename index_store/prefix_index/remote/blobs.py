@@ -108,7 +108,10 @@ class ObjectBlobs:
         options = dict(self._options)
         scheme = urlsplit(self._url).scheme
         if scheme == "file":
-            Path(unquote(urlsplit(self._url).path)).mkdir(parents=True, exist_ok=True)
+            try:
+                Path(unquote(urlsplit(self._url).path)).mkdir(parents=True, exist_ok=True)
+            except OSError as err:
+                raise BlobsFailed(f"{type(err).__name__}: {err}") from None
         elif scheme != "memory":
             # The client's own limits end its calls soon after nobody waits for them any more.
             limit = timedelta(seconds=timeout_s)
