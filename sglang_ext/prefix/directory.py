@@ -84,6 +84,7 @@ class PrefixDirectory:
         self._min_prefix_len = settings.config.min_sparse_prompt_len
         # Two threads, since a rescan must not wait until a question for problems has ended.
         self._workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="sparse-attn-watch")
+        self._workers.submit(int)  # begins the first of them: later the system may have none left
         # A folder's rescan is some stat calls as a rule, and then worth waiting for. Not where the last one took long:
         # a slow disk, a folder of very many files. Over a socket or a network it may take until a time limit.
         self._is_quick = isinstance(self.store, FileStore)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_short_prompts_and_short_indexes_are_short_prefix(bench: Any, directory:
     directory = directory(min_prefix_len=100)
     assert directory.lookup({"extra_key": None}, PROMPT[:99]).reason == "short_prefix"
     assert directory.lookup({"extra_key": None}, PROMPT).reason == "short_prefix"
+
+
+def test_a_system_that_gives_no_more_threads_stops_no_look_up(bench: Any, directory: Any) -> None:
+    directory, entry = directory(), bench.put(PROMPT[:64])
+    before = threading.stack_size(1 << 46)  # no thread has that much
+    try:
+        assert directory.lookup({"extra_key": None}, PROMPT).entry == entry
+    finally:
+        threading.stack_size(before)
 
 
 @pytest.fixture
