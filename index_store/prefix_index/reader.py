@@ -343,10 +343,12 @@ def run(pieces: Iterable[Piece], fetch: Fetch, buffer: memoryview, *, threads: i
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="index-read") as pool:
         try:
-            for done in [pool.submit(work, piece) for piece in pieces]:
+            try:
+                asked = [pool.submit(work, piece) for piece in pieces]
+            except RuntimeError as err:  # the system's limit of threads
+                raise out_of_memory(err, f"{threads} threads to read with") from err
+            for done in asked:
                 done.result()
-        except RuntimeError as err:  # the system's limit of threads
-            raise out_of_memory(err, f"{threads} threads to read with") from err
         finally:
             stopped.set()
 
