@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -238,6 +239,29 @@ def test_a_process_that_follows_nothing_is_started_again(spoken: Spoken, caplog:
 
     within(60, replaced)
     assert "messages, one after the other, were not followed: OutOfMemoryError" in caplog.text
+
+
+def test_what_it_has_of_an_index_that_it_could_not_take_is_let_go_of_with_it(spoken: Spoken) -> None:
+    """As where its device has no memory for a layer: those before it are there, also where no plan asks again."""
+    server = spoken(
+        "def say(reply): socket.send(msgspec.msgpack.encode(reply))\n"
+        "say(Ready())\n"
+        "short = 0\n"
+        "while True:\n"
+        "    message = msgspec.msgpack.decode(socket.recv(), type=Told)\n"
+        "    if isinstance(message, Load) and not short:\n"
+        "        short = message.number\n"
+        "        say(Problem('OutOfMemoryError: none is left', [short]))\n"
+        "    if isinstance(message, Drop) and message.number == short:\n"
+        "        say(Timed(1, 1000))\n"
+    )
+    searches(server, [1, 2, 3, 4], 6)  # the last plan is that of all further steps
+    within(60, lambda: server.state["problems"] == 1)
+    for serial in (1, 2, 3, 4):
+        server.leave(serial)
+    server.groups, server.before = [], []
+    gc.collect()
+    within(30, lambda: server.state["answers"] == 1)
 
 
 def test_a_process_that_cannot_start_is_tried_again_less_and_less(

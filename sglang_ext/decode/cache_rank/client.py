@@ -255,7 +255,7 @@ class CacheRank:
                 return f"it was not ready within {_START_S:.0f} s"
             if self._state == "serving" and now - heard > _SILENT_S:
                 return f"it said nothing for {_SILENT_S:.0f} s"
-            if isinstance(wanted, Drop) and wanted.number in self._sent:
+            if isinstance(wanted, Drop):  # of an index that it could not take, too: it may have some layers
                 self._sent.discard(wanted.number)
                 self._send(socket, wanted)
             elif isinstance(wanted, _Asked) and wanted is self._latest:
