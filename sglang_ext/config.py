@@ -183,12 +183,12 @@ def _check_together(config: SparseAttnConfig) -> None:
     if offload is not None:
         _check_offload(config, offload)
     if build is not Build.PREFILL and config.decode_path in (DecodePath.STOCK, DecodePath.CASCADE):
-        for name in _needing_indexes(config):
+        for name in needing_indexes(config):
             todo = "Remove one of them: it does nothing where no step goes by an index."
             raise _fail(f"decode_path auto or sparse with {name}", config.decode_path.value, todo)
 
 
-def _needing_indexes(config: SparseAttnConfig) -> list[str]:
+def needing_indexes(config: SparseAttnConfig) -> list[str]:
     """What takes memory, a process or another worker, and does nothing where no step goes by an index."""
     verifies = config.exactness is Exactness.VERIFY
     asked = {"offload": config.offload, "exactness verify": verifies, "cache_device": config.cache_device}
@@ -341,7 +341,7 @@ def make_settings(config_text: str | None, store: str | None, model_folder: str 
                 "Name a folder that exists."
             ) from error
         asked_for = config.decode_path is not DecodePath.AUTO or config.build is not Build.OFF or config.store_remote
-        if not asked_for and not _needing_indexes(config) and not holds_indexes(store):
+        if not asked_for and not needing_indexes(config) and not holds_indexes(store):
             config = msgspec.structs.replace(config, decode_path=DecodePath.CASCADE)
     return Settings(config=config, store=_checked_store(store, config), profile=profile)
 

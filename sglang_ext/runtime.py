@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sglang_ext.config import Settings
+from sglang_ext.config import Settings, needing_indexes
 from sglang_ext.decode.drafts import Rounds
 from sglang_ext.decode.planner import DecodePlanner
 from sglang_ext.decode.quality import Standing
@@ -66,7 +66,7 @@ class SparseRuntime:
         ValueError: the profile is of another model, the layer plan does not fit this one, or more ranks build than
             there are KV heads.
         RuntimeError: ranks differ in what decode steps are chosen by, or have no folder in common to build in; or
-            prefixes would be kept in host memory, and no step could use an index.
+            offload, lossless decode or a cache rank was asked for, and no step could use an index.
     """
 
     def __init__(
@@ -103,11 +103,7 @@ class SparseRuntime:
         self.planner = DecodePlanner(
             config, view, self.requests, self.counters, spec, plan, self.ranks, trial=trial, host=host
         )
-        if self.offload is not None and not self.planner.uses_indexes:
-            raise RuntimeError(
-                "--sparse-attn: expected decode steps by indexes with offload, which keeps prefixes for these; got "
-                f"none: {self.planner.refusal or 'the warning before this says why'}. Change that, or remove offload"
-            )
+        self._check_used()
         if self.offload is not None:
             self.offload.serves, self.offload.running = self._serves, self.requests.running
             self.offload.loading = lambda digest: self.residency.state(digest) is State.LOADING
@@ -135,6 +131,17 @@ class SparseRuntime:
         self._exporter = Exporter(self.figures) if prometheus else None
         self.index_hits: Counter[str] = Counter()
         self._misfits: set[str] = set()
+
+    def _check_used(self) -> None:
+        """Raise RuntimeError where what is there for steps by indexes was asked for, and no step could be one."""
+        serves = self.config.build in (Build.OFF, Build.SHARED)
+        needing = ["offload"] if self.offload is not None else needing_indexes(self.config) if serves else []
+        if needing and not self.planner.uses_indexes:
+            why = self.planner.refusal or "the warning before this says why"
+            raise RuntimeError(
+                f"--sparse-attn: expected decode steps by indexes with {needing[0]}, which is there for these; got "
+                f"none: {why}. Change that, or remove {needing[0]}"
+            )
 
     def _recording(self, profile: Profile | None) -> Recording | None:
         """What this process makes of the prompts that it prefills; None for nothing. May be a collective."""

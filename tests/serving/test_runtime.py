@@ -269,3 +269,21 @@ def test_a_request_that_generates_nothing_is_no_hit_and_a_probe_no_short_prompt(
     assert ours(runtime, [*prompts], [66, 3, 18])
     state = runtime.snapshot()
     assert (state["hits"], state["fallbacks"]) == (1, {"short_prefix": 1})
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"exactness": "verify"}, "exactness verify"),
+        ({"method": "two_level", "select_ahead": True, "cache_device": "cpu"}, "cache_device"),
+    ],
+    ids=["lossless", "cache rank"],
+)
+def test_what_only_steps_by_indexes_use_is_refused_where_there_are_none(
+    start: Any, asked: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In decode graphs. A job that only builds may have the server's settings."""
+    monkeypatch.setattr(Model, "decode_graphs", True)
+    with pytest.raises(RuntimeError, match=f"by indexes with {name}, .* got none: share_prefixes is off. Change"):
+        start(**asked, share_prefixes=False)
+    assert not start(**asked, share_prefixes=False, build="prefill").planner.uses_indexes
