@@ -321,13 +321,11 @@ class DecodePlanner:
         self, ready: list[ResidentIndex | None], attachments: Sequence[Attachment | None], *, hosted: bool
     ) -> list[ResidentIndex | None]:
         """Ready indexes that rows may use in this step; the guard keeps some on trial away, which is counted. With a
-        prefix in host memory it compares nothing, so that one on trial keeps all away.
+        prefix in host memory it compares nothing: no request has its turn.
         """
         if self.guard is None or not any(ready):
             return ready
-        admitted = self.guard.admitted(ready, [None if one is None else one.serial for one in attachments])
-        if hosted and self.guard.tries(admitted):
-            admitted = [None for _ in ready]
+        admitted = self.guard.admitted(ready, [None if one is None or hosted else one.serial for one in attachments])
         waits = [True if one is not index else None for one, index in zip(ready, admitted, strict=True)]
         self.account.fallback("quality_guard", attachments, waits)
         return admitted

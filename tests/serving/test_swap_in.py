@@ -13,6 +13,7 @@ from prefix_kernels.residents import PAGE_TOKENS, Counter
 from prefix_kernels.types import PagedKV
 from sglang_ext.config import config_from_dict
 from sglang_ext.decode.costs import Line, Lines, StepCosts
+from sglang_ext.decode.quality import Standing
 from sglang_ext.decode.swap import HostKV
 from sglang_ext.decode.types import HostPrefix, StepPath
 from sglang_ext.methods.layer_plan import LayerPlan
@@ -151,3 +152,26 @@ def test_a_step_of_such_a_prefix_is_sparse_or_not_ours(num_cells: int, trial: bo
         assert step is None or step.guarded is None
         exact = made.prepare(forward, lambda one, **_: None)
     assert exact.path is StepPath.CASCADE, "the same rows on real slots"
+
+
+def test_beside_such_a_prefix_an_index_on_trial_waits_for_its_turn_and_keeps_no_one_away() -> None:
+    """No guard compares these steps. The request's turn is its first step without such a row."""
+    roles = ["anchor", "anchor"]
+    fields = {"share_prefixes": True, "layer_plan": roles, "decode_path": "sparse", "guard_share": 1.0}
+    plan = LayerPlan.from_dict({"layers": roles}, num_layers=2, num_kv_heads=1)
+    kv = PagedKV(*(torch.zeros(8 * PAGE_TOKENS, 1, DIM) for _ in "kv"))
+    host = HostKV(8, lambda layer: kv, 3 * LONGEST, 128)
+    requests, counters, known, on_trial = RequestTable(), Counters(2), blank_index(2, "a"), blank_index(2, "b")
+    made = planner(config_from_dict(fields), requests, counters, plan, 2, 1, host=host, trial=True)
+    made.guard.records.of("a", PREFIX).become(Standing.SERVING)
+    _held = [entered(requests, Attachment(f"r{row}", index=one)) for row, one in enumerate((known, on_trial))]
+    made.sparse._costs[2] = StepCosts(Lines({1: Line(0.0, 1.0)}), Lines({1: Line(1.0, 0.0)}), 0, 2, 0)
+    capture_all(made, 2)
+    both = forward_of(["r0", "r1"], [0, 1], [PREFIX + 1] * 2)
+    for _ in range(10):
+        step = made.prepare(both, lambda one, **_: one.index, [HostPrefix(torch.arange(8)), None])
+        assert (step.path, step.guarded) == (StepPath.SPARSE, None)
+    assert (counters.sparse_rows, counters.dense_rows, counters.fallbacks) == (10, 10, {"quality_guard": 1})
+    alone = made.prepare(forward_of(["r1"], [1], [PREFIX + 1]), lambda one, **_: one.index)
+    assert alone is not None
+    assert alone.guarded.serves_exact
