@@ -19,7 +19,7 @@ from prefix_kernels.types import (
     new_lists,
     pack_lists,
 )
-from sglang_ext.decode.select_op import AheadOp, OpContext, Selecting, graph_op
+from sglang_ext.decode.select_op import AheadOp, OpContext, Selecting, graph_op, selection_group
 from sglang_ext.decode.types import Index
 from sglang_ext.methods.combined_op import CombinedOp, PartIndex
 from sglang_ext.methods.score_pack import ScorePack
@@ -52,7 +52,8 @@ class TwoLevelOp(CombinedOp, AheadOp):
             )
         self._spec, self._heads = spec, context.shape.num_kv_heads
         # Each step asks for all of its groups.
-        self._first_level = functools.lru_cache(1 << 10)(lambda *of: spec.first_level(SelectionGroup(*of)))
+        windows = functools.partial(selection_group, context.config)
+        self._first_level = functools.lru_cache(1 << 10)(lambda *of: spec.first_level(windows(*of)))
         # Of each prefix no more candidates than tokens.
         each = spec.entry_tokens
         entries = self._heads * (-(-sizes.room // each) + sizes.max_groups * list_stride(1))
@@ -164,7 +165,7 @@ class TwoLevelOp(CombinedOp, AheadOp):
         return super().tile(size) if self._pack is None else (super().tile(size), size)
 
     def _first_levels(self, lengths: Sequence[int], budgets: Sequence[int]) -> list[SelectionGroup]:
-        """What is named of each prefix, without windows, which a budget holds."""
+        """What is named of each prefix, windows included: of entries they may be in more than a budget fills."""
         return [self._first_level(*of) for of in zip(lengths, budgets, strict=True)]
 
     @property

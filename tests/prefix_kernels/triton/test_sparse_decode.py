@@ -390,6 +390,20 @@ def test_costs_of_steps_that_name_candidates_ahead(
     assert [one.prefix_len for one in server.step([1, 2])] == [132]
 
 
+def test_candidates_ahead_have_room_for_windows_that_begin_within_blocks(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """17 and 47 tokens are in two blocks and in three: one more than their budget fills. One group has room."""
+    room = 4 * ROLES.count("anchor") * KV_HEADS * 8
+    monkeypatch.setattr("sglang_ext.methods.two_level.decode_op.CANDIDATE_BYTES", room)
+    spec = TwoLevelSpec(candidate_ratio=0.01, candidate_factor=1.0)
+    budget = {"keep_ratio": 1.0, "top_k": 64, "num_sink_tokens": 17, "num_recent_pages": 4, "group_growth": "none"}
+    server = Server(device, 5, spec=spec, select_ahead=True, **budget)
+    for serial in (1, 2):
+        server.join(serial, *server.prefix(304), 5)
+    assert [one.budget for one in server.step([1, 2])] == [64]
+
+
 @pytest.mark.full
 def test_own_tokens_are_searched_when_the_step_searches(device: torch.device) -> None:
     """Also when an index of suffix tokens has grown: the groups are others then."""
