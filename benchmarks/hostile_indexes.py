@@ -336,7 +336,9 @@ class Bench:
         entry = self.store.put(IndexPayload(identity, arrays, spec={}, stats={}, info=info))
         loader = Residency(self.store, self.spec, LAYERS, KV_HEADS, self.device, 1 << 32)
         index = loader.acquire(entry)
-        loader.close()  # the load ends first
+        assert index.loaded is not None
+        index.loaded.result()
+        loader.close()
         return index
 
     def planted(self, damage: Damage) -> ResidentIndex:
