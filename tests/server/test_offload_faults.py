@@ -398,13 +398,13 @@ def test_prebuild_writes_the_file_of_an_index_that_exists(
     serve: Pool, built: Prebuilt, texts: Any, prebuild: Any, tmp_path: Path
 ) -> None:
     serve.close()
-    store = Path(shutil.copytree(built.store, tmp_path / "store"))
+    shutil.copytree(built.store, tmp_path / "store")
     (tmp_path / "kv").mkdir()
     names = [kv_file_name(built.line(name)["digest"]) for name in ("first", "second")]
     shutil.copy(built.kv / names[0], tmp_path / "kv")
     prompts = [{"id": name, "text": getattr(texts, name).text} for name in ("first", "second")]
     config = {**EXACT_CONFIG, "offload": {"host_bytes": 16, "folder": str(tmp_path / "kv")}}
-    job = prebuild(tmp_path, prompts, store=store, config=config, chunked_prefill_size="512")
+    job = prebuild(tmp_path, prompts, config=config, chunked_prefill_size="512")
     assert job.status == 0, job.output[-3000:]
     assert [line["status"] for line in job.report] == ["exists", "exists"]
     assert [line.get("kv_file") for line in job.report] == [None, str(tmp_path / "kv" / names[1])]
