@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 OPT_OUT = "sparse_attn"
 MAX_WARNED = 16
 MAX_KEYS = 64
-"""Of a request's own parameters, that are looked at for misspelt ones: while they are, all requests wait."""
+"""So many keys of a request's own parameters are searched for a misspelt one: all requests wait for the search."""
 READS_ENDED = ("war_fastpath_read_done_event", "shared_read_done_event")
 """Of a ModelRunner of 0.5.16 and of 0.5.23: behind what the scheduler may write to a running batch; None: its end."""
 _warned: set[str] = set()
@@ -168,8 +168,8 @@ def after_create_tree_cache(tree_cache: Any, _ctx: Any) -> None:
 
 
 def around_get_new_batch_prefill(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill. What that
-    would first put into the queue, as its grammar is ready, is there before.
+    """Requests whose prefix is being read from a file leave the queue while SGLang looks for some to prefill. Requests
+    whose grammar has become ready enter the queue before: SGLang would add them behind our look.
     """
     if _runtime is None or _runtime.offload is None:
         return original(scheduler, *args, **kwargs)

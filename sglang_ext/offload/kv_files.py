@@ -107,7 +107,9 @@ class KVFiles:
         try:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(f"--sparse-attn: expected offload.folder, or room to make it; got {error}") from error
+            raise OSError(
+                f"--sparse-attn: expected offload.folder to be a folder, or room to make it; got {error}. Name another"
+            ) from error
         for partial in self._folder.glob(".*.kv.partial-*"):
             with suppress(OSError):  # of a process that was ended while it wrote
                 if partial.stat().st_mtime < time.time() - _ABANDONED_S:

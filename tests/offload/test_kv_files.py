@@ -88,7 +88,7 @@ def test_who_may_read_a_folder(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "kv").touch()
-    with pytest.raises(OSError, match=r"offload\.folder, or room to make it; got .*File exists: '.*/kv'"):
+    with pytest.raises(OSError, match=r"offload\.folder to be a folder, or .*; got .*File exists: '.*/kv'\. Name"):
         Kept(tmp_path)
 
 
